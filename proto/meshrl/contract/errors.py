@@ -1,0 +1,123 @@
+"""The one tree of errors. Each names the boundary that a failure crossed, and carries the values.
+
+    MeshError
+    ├── UserError              somebody wrote something wrong: exit code 2, INVALID_ARGUMENT
+    │   └── ConfigError        … in a recipe, naming file, key and the nearest right name
+    ├── NotFoundError          no such run, row, version, dead letter
+    ├── ConflictError          it exists already and differs
+    ├── FencedError            the caller's lease, token or epoch is no longer the newest
+    ├── WaitTimeoutError       the deadline of a wait passed; says what was waited for
+    ├── EndOfDataError         nothing is left and nothing will come
+    ├── CapacityError          does not fit: message, disk, memory
+    ├── UnavailableError       the other side cannot be reached or is draining; try again
+    ├── CorruptError           stored or sent bytes are not what they were
+    └── InfraError             anything else that broke on our side
+
+A `code` is the class's name on the wire; `details` travel with it, so that a client raises the
+same class with the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class MeshError(Exception):
+    """The root of everything that meshrl raises on purpose."""
+
+    code: ClassVar[str] = "mesh"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details: Mapping[str, str] = {key: str(value) for key, value in details.items()}
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UserError(MeshError):
+    """Bad input: says what is wrong, where, and what would be right."""
+
+    code = "user"
+
+
+class ConfigError(UserError):
+    """A recipe or an option is wrong."""
+
+    code = "config"
+
+
+class NotFoundError(MeshError):
+    """The thing named does not exist."""
+
+    code = "not_found"
+
+
+class ConflictError(MeshError):
+    """The thing exists already and differs."""
+
+    code = "conflict"
+
+
+class FencedError(MeshError):
+    """The caller holds a lease, a token or an epoch that is no longer the newest."""
+
+    code = "fenced"
+
+
+class WaitTimeoutError(MeshError):
+    """A wait reached its deadline."""
+
+    code = "wait_timeout"
+    retryable = True
+
+
+class EndOfDataError(MeshError):
+    """Nothing is left to take or lease, and nothing will come."""
+
+    code = "end_of_data"
+
+
+class CapacityError(MeshError):
+    """It does not fit: a message, the disk, the memory."""
+
+    code = "capacity"
+    retryable = True
+
+
+class UnavailableError(MeshError):
+    """The other side cannot be reached, starts, or drains."""
+
+    code = "unavailable"
+    retryable = True
+
+
+class CorruptError(MeshError):
+    """Stored or sent bytes are not what they were."""
+
+    code = "corrupt"
+
+
+class InfraError(MeshError):
+    """Something broke on our side."""
+
+    code = "infra"
+
+
+def _tree(root: type[MeshError]) -> dict[str, type[MeshError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+BY_CODE: Mapping[str, type[MeshError]] = _tree(MeshError)
+"""Code on the wire to class."""
+
+
+def from_wire(code: str, message: str, details: Mapping[str, str]) -> MeshError:
+    """The exception that the other side raised; an unknown code becomes InfraError."""
+    return BY_CODE.get(code, InfraError)(message, **dict(details))

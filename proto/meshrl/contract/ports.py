@@ -1,0 +1,255 @@
+"""The ports: what a room may ask of another, as Protocols. Wires and in-process objects both satisfy them.
+
+Every wait takes `wait_s` and ends with WaitTimeoutError; every write is idempotent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+from meshrl.contract.nouns import (
+    Batch,
+    Columns,
+    DeadLetter,
+    EngineStats,
+    Float32,
+    GenerateDelta,
+    GenerateRequest,
+    Int32,
+    Lease,
+    Ledger,
+    OnUpdate,
+    Outcome,
+    RowWrite,
+    RunSpec,
+    RunState,
+    Sample,
+    Score,
+    Task,
+    Uid,
+    Uint8,
+    Version,
+    Waiting,
+    WeightManifest,
+)
+
+
+class Queue(Protocol):
+    """The transfer queue. See transferqueue/README.md for the life of a row."""
+
+    async def open_run(self, spec: RunSpec) -> RunState:
+        """Declare a run; idempotent. Raises ConflictError, naming the field, if it exists with another spec."""
+        ...
+
+    async def run_state(self, run: str) -> RunState:
+        """Where the run stands. Raises NotFoundError."""
+        ...
+
+    async def acquire(self, run: str, owner: str) -> RunState:
+        """Take the run over as its trainer: a new epoch; every older epoch is fenced.
+
+        Rows that an older epoch had taken and not settled return to ready.
+        """
+        ...
+
+    async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
+        """Add the longest prefix of `tasks` that admission allows, at least one; returns how many.
+
+        `cursor` is stored in the same transaction when all of `tasks` got in; a task id that was admitted before
+        counts as added and changes nothing. Waits up to `wait_s` for room, then raises WaitTimeoutError.
+        """
+        ...
+
+    async def close_feed(self, run: str) -> None:
+        """No more tasks will come."""
+        ...
+
+    async def lease(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        limit: int,
+        at_least: int = 1,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> Lease:
+        """Rows of one run that this stage can work on, oldest first, siblings together.
+
+        Answers as soon as `at_least` rows are there, or when fewer are and admission can add none (so a caller that
+        asks for a fixed number gets a fixed partition of the rows). `version` is the engine's: a gated run gives
+        rollout rows only to an engine at most `max_staleness` behind the published version and of its epoch.
+        Raises WaitTimeoutError; EndOfDataError when every run's feed is closed and it has no resident rows.
+        """
+        ...
+
+    async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
+        """Extend the lease; returns the uids that the worker holds no longer."""
+        ...
+
+    async def write(
+        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
+    ) -> None:
+        """Add columns to leased rows, all or none, durable on return; writing twice is writing once.
+
+        Raises FencedError (with `uid`) when a row is leased to somebody else, UserError when a column does not
+        belong to the stage or a shape is wrong.
+        """
+        ...
+
+    async def fail(
+        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
+    ) -> None:
+        """Give a leased row back: redelivered, or dead-lettered with `reason` after `max_attempts`."""
+        ...
+
+    async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
+        """Give leased rows back untouched (a drain): the delivery does not count as an attempt."""
+        ...
+
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """Exactly `groups` complete groups for optimizer step `step`; fewer only when the feed is closed.
+
+        Taking twice with one `batch_id` is taking once. Groups older than `max_staleness` leave as stale here.
+        Raises FencedError, WaitTimeoutError, EndOfDataError.
+        """
+        ...
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        """Payload of resident rows, in order. Raises NotFoundError (with `uid`)."""
+        ...
+
+    async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
+        """Taken rows leave the run untrained, counted under `reason`."""
+        ...
+
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
+        """The rows of the batch went into optimizer step `step` (which makes version `step + 1`)."""
+        ...
+
+    async def publish(self, run: str, version: Version) -> None:
+        """The fleet has committed `version`: admission and rollout leases move on."""
+        ...
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        """A checkpoint with `step` optimizer steps is durable: rows settled at earlier steps count as trained."""
+        ...
+
+    async def rewind(self, run: str, *, epoch: int, step: int) -> int:
+        """A trainer resumed at `step`: rows settled at or after it are ready again; returns how many."""
+        ...
+
+    async def ledger(self, run: str) -> Ledger:
+        """Exact at every instant."""
+        ...
+
+    async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
+        """The rows that were given up."""
+        ...
+
+    async def replay(self, run: str, uids: Sequence[Uid]) -> int:
+        """Admit dead-lettered rows again as new attempts; returns how many."""
+        ...
+
+    async def why_waiting(self, run: str) -> Sequence[Waiting]:
+        """Everything that blocks now, the longest wait first."""
+        ...
+
+
+class WeightSink(Protocol):
+    """The engine's end of the weight plane. Nothing that serves changes before `commit_weights`."""
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        """Keep a complete version beside the serving one. Raises UserError when it does not fit the model."""
+        ...
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        """Serve the staged version, between two decode steps. Raises NotFoundError if it is not staged."""
+        ...
+
+    async def discard_weights(self, version: Version) -> None:
+        """Forget a staged version; never raises for an unknown one."""
+        ...
+
+
+class Engine(WeightSink, Protocol):
+    """Streaming, token in and token out."""
+
+    async def start(self) -> None:
+        """Load the model and be ready to generate. Raises UserError for a model that cannot be served."""
+        ...
+
+    async def close(self) -> None:
+        """Abort what runs and free everything; idempotent."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Sample one response; the last delta has a `finish_reason`. Closing the iterator aborts the request."""
+        ...
+
+    @property
+    def version(self) -> Version:
+        """The version that samples the next token."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Never blocks."""
+        ...
+
+
+class Judge(Protocol):
+    """Scores samples. A sample that cannot be scored comes back with a fault, never as an exception."""
+
+    @property
+    def reward_hash(self) -> str:
+        """Content hash of what scores."""
+        ...
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """One Score per sample, in order, within the judge's deadline."""
+        ...
+
+    async def close(self) -> None:
+        """End the judge's processes; idempotent."""
+        ...
+
+
+class LogProbs(Protocol):
+    """Log-probabilities of given tokens under a frozen model."""
+
+    async def logprobs(
+        self, rows: Sequence[Int32], *, temperature: float = 1.0
+    ) -> Sequence[Float32]:
+        """For each int32[T], float32[T]: log p(token t | tokens before t); 0 at t = 0."""
+        ...
+
+
+class WeightSource(Protocol):
+    """The trainer's end of the weight plane: one version, frozen until released."""
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """What is sent."""
+        ...
+
+    def bucket(self, index: int) -> Uint8:
+        """uint8[bucket_bytes[index]]."""
+        ...
+
+
+class Publisher(Protocol):
+    """Carries a version from a source to the whole fleet."""
+
+    async def publish(self, source: WeightSource) -> None:
+        """Hand a version over; returns once the previous one is through, so at most one is in transfer."""
+        ...
+
+    async def drained(self) -> None:
+        """Return when nothing is in transfer."""
+        ...

@@ -1,0 +1,98 @@
+"""Between a Trajectory and the columns that the queue stores: the one place that knows both."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.nouns import (
+    Columns,
+    Outcome,
+    RowFacts,
+    RowWrite,
+    Score,
+    Trajectory,
+    Uid,
+    Uint8,
+    Version,
+    VersionSpan,
+    oldest_version,
+)
+
+
+def text_column(text: str) -> Uint8:
+    """UTF-8 bytes as uint8[n]."""
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def column_text(column: npt.NDArray[np.uint8]) -> str:
+    """The inverse of `text_column`."""
+    return column.tobytes().decode()
+
+
+def rollout_write(
+    trajectory: Trajectory, outcome: Outcome, finish_reason: str, now: Version
+) -> RowWrite:
+    """What the rollout stage writes back; `now` labels a row that sampled nothing."""
+    spans = trajectory.spans
+    columns: Columns = {
+        "tokens": trajectory.tokens,
+        "loss_mask": trajectory.loss_mask,
+        "rollout_logprobs": trajectory.rollout_logprobs,
+        "spans": np.array(
+            [(s.version.epoch, s.version.step, s.start, s.end) for s in spans], dtype=np.int64
+        ).reshape(-1, 4),
+        "response_text": text_column(trajectory.response_text),
+    }
+    facts = RowFacts(
+        outcome=outcome,
+        num_tokens=len(trajectory.tokens),
+        oldest=oldest_version(spans, now),
+        newest=max((s.version for s in spans), default=now),
+        finish_reason=finish_reason,
+    )
+    return RowWrite(uid=trajectory.uid, columns=columns, facts=facts)
+
+
+def reward_write(score: Score) -> RowWrite:
+    """What the reward stage writes back."""
+    columns: Columns = {
+        "reward": np.array([score.score], dtype=np.float32),
+        "reward_components": text_column(json.dumps(dict(score.components), sort_keys=True)),
+        "reward_hash": text_column(score.reward_hash),
+    }
+    return RowWrite(uid=score.uid, columns=columns)
+
+
+def trajectory(uid: Uid, columns: Columns) -> Trajectory:
+    """A row's columns as a Trajectory; absent columns stay at their defaults.
+
+    Raises:
+        CorruptError: the per-token columns differ in length.
+    """
+    tokens = columns["tokens"]
+    for name in ("loss_mask", "rollout_logprobs", "ref_logprobs"):
+        if name in columns and len(columns[name]) != len(tokens):
+            raise CorruptError(
+                f"row {uid}: column {name} has {len(columns[name])} entries, tokens {len(tokens)}"
+            )
+    return Trajectory(
+        uid=uid,
+        tokens=tokens,
+        loss_mask=columns["loss_mask"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        spans=tuple(
+            VersionSpan(version=Version(int(epoch), int(step)), start=int(start), end=int(end))
+            for epoch, step, start, end in columns["spans"]
+        ),
+        response_text=column_text(columns["response_text"]) if "response_text" in columns else "",
+        reward=float(columns["reward"][0]) if "reward" in columns else None,
+        reward_components=json.loads(column_text(columns["reward_components"]))
+        if "reward_components" in columns
+        else {},
+        reward_hash=column_text(columns["reward_hash"]) if "reward_hash" in columns else "",
+        ref_logprobs=columns.get("ref_logprobs"),
+    )

@@ -1,0 +1,187 @@
+"""Configuration of the workshop, in verl's words. Imports no torch, so that a recipe is checked in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshrl.contract.config import Config
+
+
+class ModelConfig(Config):
+    """The policy."""
+
+    path: Path
+    """A Hugging Face checkpoint directory: config.json, safetensors, tokenizer."""
+    tokenizer_path: Path | None = None
+    """Where the tokenizer is, if not beside the weights."""
+    param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The compute type. Master weights and optimizer state are float32 always."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+class DataConfig(Config):
+    """Prompts to train and evaluate on, in verl's schema or plain `prompt`/`answer` rows."""
+
+    train_files: list[Path] = Field(default_factory=list)
+    """Parquet or jsonl files."""
+    val_files: list[Path] = Field(default_factory=list)
+    """Held-out prompts; none switches evaluation off."""
+    prompt_key: str = "prompt"
+    max_prompt_length: PositiveInt = 512
+    """In tokens, chat template applied."""
+    max_response_length: PositiveInt = 512
+    train_batch_size: PositiveInt = 32
+    """Prompts of one training step; rows are `rollout.n` times as many."""
+    val_max_samples: int = -1
+    """At most this many held-out prompts; -1 takes all."""
+    filter_overlong_prompts: bool = True
+    """Skip and count too long prompts; False: `truncation` decides."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    shuffle: bool = True
+    seed: int = 0
+
+
+class KlControlConfig(Config):
+    """The coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: NonNegativeFloat = 0.001
+    horizon: PositiveInt = 10_000
+    target_kl: PositiveFloat = 0.1
+
+
+class RolloutCorrectionConfig(Config):
+    """Corrections for the difference between the sampling policy and the training policy."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Truncated importance sampling (TIS) per token or per sequence."""
+    rollout_is_threshold: float | str = 2.0
+    """A number clamps from above (TIS); "lo_hi" zeroes outside (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: str | None = None
+    """Rejection statistics, comma separated: token_k1 … seq_max_k3."""
+    rollout_rs_threshold: float | str | None = None
+    bypass_mode: bool = False
+    """Take the rollout log-probs as old log-probs."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+
+
+class AlgorithmConfig(Config):
+    """From rewards to advantages."""
+
+    adv_estimator: str = "grpo"
+    """A module of `meshrl.trainer.advantages`, or a dotted path."""
+    norm_adv_by_std_in_grpo: bool = True
+    gamma: float = 1.0
+    lam: float = 1.0
+    use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"
+    kl_ctrl: KlControlConfig = KlControlConfig()
+    gdpo_reward_keys: list[str] = Field(default_factory=list)
+    gdpo_reward_weights: list[float] = Field(default_factory=list)
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+
+class OptimConfig(Config):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
+    clip_grad: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    lr_warmup_steps: NonNegativeInt = 0
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    min_lr_ratio: NonNegativeFloat = 0.0
+
+
+class PolicyLossConfig(Config):
+    """Which policy loss, and the knobs that only some losses read."""
+
+    loss_mode: str = "vanilla"
+    """A module of `meshrl.trainer.losses` (verl's names), or a dotted path."""
+    clip_cov_ratio: float = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 2e-4
+    ppo_kl_coef: float = 0.1
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    dro_beta: float | None = None
+
+
+AggregationMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+]
+
+
+class ActorConfig(Config):
+    """From advantages to an optimizer step."""
+
+    optim: OptimConfig = OptimConfig()
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts per optimizer step; None takes the whole batch in one."""
+    ppo_epochs: PositiveInt = 1
+    ppo_max_token_len_per_gpu: PositiveInt = 16_384
+    """Tokens of one packed micro-batch."""
+    clip_ratio: PositiveFloat = 0.2
+    clip_ratio_low: PositiveFloat | None = None
+    """None takes `clip_ratio`."""
+    clip_ratio_high: PositiveFloat | None = None
+    clip_ratio_c: PositiveFloat = 3.0
+    """Dual clip bound for negative advantages."""
+    use_kl_loss: bool = False
+    kl_loss_coef: NonNegativeFloat = 0.001
+    kl_loss_type: str = "low_var_kl"
+    entropy_coeff: float = 0.0
+    loss_agg_mode: AggregationMode = "token-mean"
+    loss_scale_factor: PositiveFloat | None = None
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    recompute_old_log_probs: bool = True
+    """Compute old log-probs with the trainer's weights; False takes the rollout's."""
+
+
+class ReferenceConfig(Config):
+    """The frozen model of KL terms; started only when the algorithm asks for `ref_logprobs`."""
+
+    path: Path | None = None
+    """None takes `model.path`."""
+    max_tokens_per_batch: PositiveInt = 16_384
+    deterministic: bool | None = None
+    """Each row in a forward pass of its own; None: exactly when `queue.max_staleness` is 0."""
+
+
+class TrainerConfig(Config):
+    """Length, schedule and bookkeeping of a run."""
+
+    total_training_steps: PositiveInt | None = None
+    """None: as many as `total_epochs` of the data give."""
+    total_epochs: PositiveInt = 1
+    nproc: PositiveInt = 1
+    """Trainer ranks on this machine (gloo on CPU, NCCL on GPUs)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    save_freq: int = -1
+    """Steps between checkpoints; -1 saves at the end only."""
+    max_ckpt_to_keep: PositiveInt = 2
+    default_local_dir: Path | None = None
+    """Checkpoints; None is `<run.dir>/checkpoints`."""
+    resume_mode: Literal["auto", "disable"] = "auto"
+    test_freq: int = -1
+    """Steps between evaluations; -1 evaluates at the end only."""
+    val_before_train: bool = True
+    logger: list[Literal["console", "tensorboard", "wandb"]] = ["console"]
+    """JSONL metrics are always written to `<run.dir>/metrics.jsonl`."""
+    project_name: str = "meshrl"
+    experiment_name: str | None = None
+    """None takes `run.name`."""
+    take_wait_s: PositiveFloat = 30.0
+    """How long one wait for a batch lasts before the trainer says what it waits for and waits again."""
