@@ -178,7 +178,7 @@ class TrainerConfig(Config):
     test_freq: int = -1
     """Steps between evaluations; -1 evaluates at the end only."""
     val_before_train: bool = True
-    logger: list[Literal["console", "tensorboard", "wandb"]] = ["console"]
+    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
     """JSONL metrics are always written to `<run.dir>/metrics.jsonl`."""
     project_name: str = "meshrl"
     experiment_name: str | None = None
