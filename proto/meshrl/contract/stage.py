@@ -1,0 +1,282 @@
+"""The loop that every stage of the mesh runs: lease rows, work on them, write columns back.
+
+    lease ──rows──▶ handle(rows) ──RowWrite──▶ write
+      ▲                  │  └──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
+      └── free capacity ─┘
+    renew: every third of the time to live, for all rows held; work whose lease is lost is cancelled.
+
+consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `drain`.
+produces: columns. A stage that dies leaves nothing behind but leases, and those expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from meshrl.contract.errors import (
+    EndOfDataError,
+    FencedError,
+    MeshError,
+    UserError,
+    WaitTimeoutError,
+)
+from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
+from meshrl.contract.ports import Queue
+
+log = logging.getLogger(__name__)
+
+LEASE_WAIT_S = 20.0
+"""One long poll; the stream of polls has no end but `drain`."""
+IDLE_PAUSE_S = 2.0
+"""Between two questions to a queue whose feed is closed and empty: a rewind may still bring rows back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A row that could not be worked on, and whose fault that was."""
+
+    uid: Uid
+    outcome: Outcome
+    reason: str
+
+
+StageResult: TypeAlias = RowWrite | Failure
+Handler: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
+
+
+@dataclass(slots=True)
+class StageStats:
+    """Rows since the start of this loop."""
+
+    leased: int = 0
+    written: int = 0
+    failed: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One running `handle`: its task and the rows it holds."""
+
+    rows: dict[Uid, LeasedRow]
+    task: asyncio.Task[None] | None = field(default=None)
+
+
+class StageLoop:
+    """Works on rows of `runs` until drained. `limit` rows at most are held at once.
+
+    In `wave` mode exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
+    call in every execution; `handle` then gets the whole wave.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        runs: Sequence[str],
+        stage: StageSpec,
+        handle: Handler,
+        *,
+        worker: str,
+        limit: int,
+        rows_per_call: int = 1,
+        wave: bool = False,
+        version: Callable[[], Version] | None = None,
+    ) -> None:
+        self.stats = StageStats()
+        self._queue = queue
+        self._runs = tuple(runs)
+        self._stage = stage
+        self._handle = handle
+        self._worker = worker
+        self._limit = limit
+        self._rows_per_call = limit if wave else rows_per_call
+        self._wave = wave
+        self._version = version
+        self._calls: set[_Call] = set()
+        self._freed = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._broken: BaseException | None = None
+        self._ttl_s = 30.0
+
+    @property
+    def held(self) -> int:
+        """Rows held now."""
+        return sum(len(call.rows) for call in self._calls)
+
+    def drain(self) -> None:
+        """Lease no more; `run` returns when the calls in flight are done."""
+        self._draining.set()
+        self._freed.set()
+
+    async def run(self, *, grace_s: float = 30.0) -> None:
+        """Work until drained; calls still running `grace_s` after that are cancelled, their rows released."""
+        renewer = asyncio.create_task(self._renew(), name=f"{self._stage.name}-renew")
+        feeder = asyncio.create_task(self._lease_and_start(), name=f"{self._stage.name}-lease")
+        try:
+            await asyncio.wait({renewer, feeder}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (renewer, feeder):
+                if task.done():
+                    task.result()
+            running = [call.task for call in self._calls if call.task]
+            if running:
+                await asyncio.wait(running, timeout=grace_s)
+        finally:
+            for task in (renewer, feeder):
+                task.cancel()
+            await asyncio.gather(renewer, feeder, return_exceptions=True)
+            await self._release_all()
+        if self._broken is not None:
+            raise self._broken
+
+    async def _lease_and_start(self) -> None:
+        while not self._draining.is_set():
+            free = await self._capacity()
+            lease = await self._lease(free) if free else None
+            if lease is None:
+                continue
+            self._ttl_s = lease.ttl_s
+            self.stats.leased += len(lease.rows)
+            for start in range(0, len(lease.rows), self._rows_per_call):
+                self._start(lease.rows[start : start + self._rows_per_call])
+
+    def _start(self, rows: Iterable[LeasedRow]) -> None:
+        call = _Call(rows={row.uid: row for row in rows})
+        self._calls.add(call)
+        call.task = asyncio.create_task(self._work(call), name=f"{self._stage.name}-call")
+        call.task.add_done_callback(lambda task: self._finished(call, task))
+
+    async def _capacity(self) -> int:
+        """Rows that may be leased now; waits for a finished call (or `drain`, then 0)."""
+        while not self._draining.is_set():
+            free = self._limit - self.held
+            if free == self._limit or (free > 0 and not self._wave):
+                return free
+            self._freed.clear()
+            await self._freed.wait()
+        return 0
+
+    async def _lease(self, free: int) -> Lease | None:
+        asking = asyncio.ensure_future(
+            self._queue.lease(
+                self._runs,
+                self._stage.name,
+                worker=self._worker,
+                limit=free,
+                at_least=self._limit if self._wave else 1,
+                version=self._version() if self._version else None,
+                wait_s=LEASE_WAIT_S,
+            )
+        )
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait({asking, draining}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                return None
+            return asking.result()
+        except WaitTimeoutError:
+            return None
+        except EndOfDataError:
+            await asyncio.wait({draining}, timeout=IDLE_PAUSE_S)
+            return None
+        finally:
+            asking.cancel()
+            draining.cancel()
+            await asyncio.gather(asking, draining, return_exceptions=True)
+
+    async def _work(self, call: _Call) -> None:
+        rows = list(call.rows.values())
+        results: Sequence[StageResult]
+        try:
+            results = await self._handle(rows)
+        except Exception as error:
+            # A handler's crash is a fault of the infrastructure: the rows are tried again elsewhere.
+            log.exception("%s: handler failed on %s", self._stage.name, rows[0].uid)
+            reason = f"{type(error).__name__}: {error}"
+            results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]
+        await self._give_back(call, results)
+
+    def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        self._freed.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # The queue cannot be reached or refuses us: nothing here can mend that, `run` raises it.
+            self._broken = self._broken or error
+            self.drain()
+
+    async def _give_back(self, call: _Call, results: Sequence[StageResult]) -> None:
+        failures = {r.uid: r for r in results if isinstance(r, Failure)}
+        writes = {r.uid: r for r in results if isinstance(r, RowWrite)}
+        run = next(iter(call.rows)).run
+        while writes:
+            tokens = {uid: call.rows[uid].token for uid in writes}
+            try:
+                await self._queue.write(run, self._stage.name, tokens, list(writes.values()))
+            except FencedError as error:
+                lost = Uid.parse(error.details["uid"])
+                log.warning("%s: %s was leased to somebody else", self._stage.name, lost)
+                self.stats.lost += 1
+                del writes[lost]
+            except UserError as error:
+                # A column that the queue refuses would be refused again: one row's defect, not the batch's.
+                uid = (
+                    Uid.parse(error.details["uid"])
+                    if "uid" in error.details
+                    else next(iter(writes))
+                )
+                failures[uid] = Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=str(error))
+                del writes[uid]
+            else:
+                self.stats.written += len(writes)
+                break
+        for failure in failures.values():
+            token = call.rows[failure.uid].token
+            self.stats.failed += 1
+            try:
+                await self._queue.fail(
+                    run, self._stage.name, failure.uid, token, failure.outcome, failure.reason
+                )
+            except FencedError:
+                self.stats.lost += 1
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            held: dict[str, list[Uid]] = defaultdict(list)
+            for call in self._calls:
+                for uid in call.rows:
+                    held[uid.run].append(uid)
+            for run, uids in held.items():
+                lost = await self._queue.renew(run, self._stage.name, self._worker, uids)
+                self._forget(set(lost))
+
+    def _forget(self, lost: set[Uid]) -> None:
+        """Cancel calls none of whose rows are ours any more."""
+        for call in list(self._calls):
+            if call.rows and call.rows.keys() <= lost:
+                log.warning("%s: lease lost on %s", self._stage.name, next(iter(call.rows)))
+                self.stats.lost += len(call.rows)
+                self._calls.discard(call)
+                if call.task:
+                    call.task.cancel()
+                self._freed.set()
+
+    async def _release_all(self) -> None:
+        """Cancel what still runs and give its rows back, so that nobody waits for their leases to expire."""
+        calls, self._calls = list(self._calls), set()
+        for call in calls:
+            if call.task:
+                call.task.cancel()
+        await asyncio.gather(*(c.task for c in calls if c.task), return_exceptions=True)
+        for call in calls:
+            tokens = {uid: row.token for uid, row in call.rows.items()}
+            try:
+                await self._queue.release(next(iter(tokens)).run, self._stage.name, tokens)
+            except MeshError as error:
+                log.warning(
+                    "%s: rows not released, their leases will expire: %s", self._stage.name, error
+                )
