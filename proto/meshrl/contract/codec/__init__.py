@@ -1,0 +1,130 @@
+"""Between nouns and messages, both ways: `encode_*` takes a noun, `decode_*` a message or a list of them.
+
+Total: whatever is wrong with a value or a message ends in a UserError that names the noun, never in a TypeError from
+deep inside. Decoded arrays are read-only views of the message's bytes, not copies.
+
+    checks     what turns a mistake into a UserError; enums, JSON, presence
+    arrays     small arrays in one piece
+    payload    columns of many rows, streamed in messages of at most CHUNK_BYTES
+    nouns      versions, uids, tasks, and what else every service shares
+    runs       what the queue's control methods say
+    streams    what the queue streams: admitted tasks, leases, writes, fetched rows
+    work       what the engine, the judges, the reference and the trainer say
+"""
+
+from meshrl.contract.codec.arrays import decode_array, encode_array
+from meshrl.contract.codec.nouns import (
+    decode_outcome,
+    decode_row_facts,
+    decode_sampling,
+    decode_task,
+    decode_uid,
+    decode_uids,
+    decode_version,
+    encode_outcome,
+    encode_row_facts,
+    encode_sampling,
+    encode_task,
+    encode_uid,
+    encode_uids,
+    encode_version,
+)
+from meshrl.contract.codec.payload import CHUNK_BYTES
+from meshrl.contract.codec.runs import (
+    decode_batch,
+    decode_dead_letter,
+    decode_held_rows,
+    decode_ledger,
+    decode_run_spec,
+    decode_run_state,
+    decode_waiting,
+    encode_batch,
+    encode_dead_letter,
+    encode_held_rows,
+    encode_ledger,
+    encode_run_spec,
+    encode_run_state,
+    encode_waiting,
+)
+from meshrl.contract.codec.streams import (
+    AdmitCall,
+    WriteCall,
+    decode_admit,
+    decode_fetched,
+    decode_lease,
+    decode_write,
+    encode_admit,
+    encode_fetched,
+    encode_lease,
+    encode_write,
+)
+from meshrl.contract.codec.work import (
+    decode_engine_stats,
+    decode_generate_delta,
+    decode_generate_request,
+    decode_sample,
+    decode_score,
+    decode_trainer_status,
+    encode_engine_stats,
+    encode_generate_delta,
+    encode_generate_request,
+    encode_sample,
+    encode_score,
+    encode_trainer_status,
+)
+
+__all__ = [
+    "CHUNK_BYTES",
+    "AdmitCall",
+    "WriteCall",
+    "decode_admit",
+    "decode_array",
+    "decode_batch",
+    "decode_dead_letter",
+    "decode_engine_stats",
+    "decode_fetched",
+    "decode_generate_delta",
+    "decode_generate_request",
+    "decode_held_rows",
+    "decode_lease",
+    "decode_ledger",
+    "decode_outcome",
+    "decode_row_facts",
+    "decode_run_spec",
+    "decode_run_state",
+    "decode_sample",
+    "decode_sampling",
+    "decode_score",
+    "decode_task",
+    "decode_trainer_status",
+    "decode_uid",
+    "decode_uids",
+    "decode_version",
+    "decode_waiting",
+    "decode_write",
+    "encode_admit",
+    "encode_array",
+    "encode_batch",
+    "encode_dead_letter",
+    "encode_engine_stats",
+    "encode_fetched",
+    "encode_generate_delta",
+    "encode_generate_request",
+    "encode_held_rows",
+    "encode_lease",
+    "encode_ledger",
+    "encode_outcome",
+    "encode_row_facts",
+    "encode_run_spec",
+    "encode_run_state",
+    "encode_sample",
+    "encode_sampling",
+    "encode_score",
+    "encode_task",
+    "encode_trainer_status",
+    "encode_uid",
+    "encode_uids",
+    "encode_version",
+    "encode_waiting",
+    "encode_write",
+]

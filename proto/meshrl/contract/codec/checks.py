@@ -1,0 +1,117 @@
+"""What the codec's functions share: one place where a mistake becomes a UserError; enums, JSON, presence."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Generic, Never, ParamSpec, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from meshrl.contract.errors import MeshError, UserError
+from meshrl.contract.nouns import Json
+
+P = ParamSpec("P")
+R = TypeVar("R")
+NounEnum = TypeVar("NounEnum", bound=StrEnum)
+WireEnum = TypeVar("WireEnum", bound=int)
+WireEnumOut = TypeVar("WireEnumOut", bound=int, covariant=True)
+
+MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What Python, numpy, json and protobuf raise for a value that does not fit."""
+
+
+def encoder(function: Callable[P, R]) -> Callable[P, R]:
+    """`encode_<noun>`: a value that does not fit into the message raises UserError naming the noun."""
+    noun = function.__name__.removeprefix("encode_").replace("_", " ")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except MeshError:
+            raise
+        except MISTAKES as error:
+            raise UserError(f"this {noun} cannot travel: {error}") from error
+
+    return checked
+
+
+def decoder(function: Callable[P, R]) -> Callable[P, R]:
+    """`decode_<noun>`: a message that makes no sense raises UserError naming the noun."""
+    noun = function.__name__.removeprefix("decode_").replace("_", " ")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except MeshError:
+            raise
+        except MISTAKES as error:
+            raise UserError(f"malformed {noun}: {error}") from error
+
+    return checked
+
+
+def malformed(why: str) -> Never:
+    """Called inside a decoder, which adds the noun."""
+    raise ValueError(why)
+
+
+def require(message: Message, *fields: str) -> None:
+    """Raises ValueError naming the first of the sub-messages `fields` that is absent."""
+    for field in fields:
+        if not message.HasField(field):
+            malformed(f"{field} is missing")
+
+
+def lossless_json(value: Json) -> str:
+    """JSON text; null is the empty text. NaN and infinities are written as Python's json does."""
+    return "" if value is None else json.dumps(value)
+
+
+def from_json(text: str) -> Json:
+    """The inverse of `lossless_json`."""
+    return json.loads(text) if text else None
+
+
+def json_object(text: str) -> Mapping[str, Json]:
+    """A JSON object; the empty text is {}."""
+    value = from_json(text)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        malformed(f"want a JSON object, not {type(value).__name__}")
+    return value
+
+
+def printable(text: str) -> str:
+    """Free text for people, with what UTF-8 cannot say replaced: a reason must never be why a report is lost."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class _ProtoEnum(Protocol[WireEnumOut]):
+    """What the generated code offers of an enum."""
+
+    def Value(self, name: str, /) -> WireEnumOut: ...
+
+
+class EnumCodec(Generic[NounEnum, WireEnum]):
+    """One enum of the contract and its like in the language: same names, the wire's with `prefix` before them."""
+
+    def __init__(self, noun: type[NounEnum], wire: _ProtoEnum[WireEnum], prefix: str) -> None:
+        self._noun = noun
+        self._to_wire = {member: wire.Value(f"{prefix}_{member.name}") for member in noun}
+        self._from_wire = {int(number): member for member, number in self._to_wire.items()}
+
+    def encode(self, member: NounEnum) -> WireEnum:
+        """Raises KeyError for a value that is no member."""
+        return self._to_wire[self._noun(member)]
+
+    def decode(self, number: int) -> NounEnum:
+        """Raises ValueError for an unknown number, UNSPECIFIED included."""
+        if number not in self._from_wire:
+            malformed(f"{number} is no {self._noun.__name__}")
+        return self._from_wire[number]

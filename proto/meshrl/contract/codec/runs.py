@@ -1,0 +1,244 @@
+"""What the queue's control methods say: run specifications and states, manifests, the ledger, what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from meshrl.contract.codec.checks import EnumCodec, decoder, encoder, printable, require
+from meshrl.contract.codec.nouns import (
+    OUTCOMES,
+    decode_uid,
+    decode_uids,
+    decode_version,
+    encode_uid,
+    encode_uids,
+    encode_version,
+)
+from meshrl.contract.nouns import (
+    Batch,
+    BatchRow,
+    DeadLetter,
+    GroupPolicy,
+    Ledger,
+    RunSpec,
+    RunState,
+    StageSpec,
+    StalePolicy,
+    Uid,
+    Waiting,
+)
+from meshrl.v1 import queue_pb2 as pb
+
+GROUP_POLICIES = EnumCodec(GroupPolicy, pb.GroupPolicy, "GROUP_POLICY")
+STALE_POLICIES = EnumCodec(StalePolicy, pb.StalePolicy, "STALE_POLICY")
+
+
+@encoder
+def encode_run_spec(spec: RunSpec) -> pb.RunSpec:
+    """Any specification."""
+    return pb.RunSpec(
+        run=spec.run,
+        group_size=spec.group_size,
+        batch_groups=spec.batch_groups,
+        max_staleness=spec.max_staleness,
+        stages=[
+            pb.StageSpec(name=stage.name, reads=stage.reads, writes=stage.writes)
+            for stage in spec.stages
+        ],
+        group_policy=GROUP_POLICIES.encode(spec.group_policy),
+        group_k=spec.group_k,
+        stale_policy=STALE_POLICIES.encode(spec.stale_policy),
+        max_attempts=spec.max_attempts,
+        lease_ttl_s=spec.lease_ttl_s,
+        resident_batches=spec.resident_batches,
+        resident_bytes=spec.resident_bytes,
+        sampler=spec.sampler,
+        gated=spec.gated,
+        priority=spec.priority,
+    )
+
+
+@decoder
+def decode_run_spec(message: pb.RunSpec) -> RunSpec:
+    """Raises UserError for an unknown policy; whether the numbers make a run is for the queue to say."""
+    return RunSpec(
+        run=message.run,
+        group_size=message.group_size,
+        batch_groups=message.batch_groups,
+        max_staleness=message.max_staleness,
+        stages=tuple(
+            StageSpec(name=stage.name, reads=tuple(stage.reads), writes=tuple(stage.writes))
+            for stage in message.stages
+        ),
+        group_policy=GROUP_POLICIES.decode(message.group_policy),
+        group_k=message.group_k,
+        stale_policy=STALE_POLICIES.decode(message.stale_policy),
+        max_attempts=message.max_attempts,
+        lease_ttl_s=message.lease_ttl_s,
+        resident_batches=message.resident_batches,
+        resident_bytes=message.resident_bytes,
+        sampler=message.sampler,
+        gated=message.gated,
+        priority=message.priority,
+    )
+
+
+@encoder
+def encode_run_state(state: RunState) -> pb.RunState:
+    """Any state."""
+    return pb.RunState(
+        spec=encode_run_spec(state.spec),
+        epoch=state.epoch,
+        published=encode_version(state.published),
+        cursor=state.cursor,
+        feed_closed=state.feed_closed,
+        committed_step=state.committed_step,
+    )
+
+
+@decoder
+def decode_run_state(message: pb.RunState) -> RunState:
+    """Raises UserError."""
+    require(message, "spec", "published")
+    return RunState(
+        spec=decode_run_spec(message.spec),
+        epoch=message.epoch,
+        published=decode_version(message.published),
+        cursor=message.cursor,
+        feed_closed=message.feed_closed,
+        committed_step=message.committed_step,
+    )
+
+
+@encoder
+def encode_held_rows(token_of: Mapping[Uid, int]) -> list[pb.HeldRow]:
+    """Rows with their fencing tokens."""
+    return [pb.HeldRow(uid=encode_uid(uid), token=token) for uid, token in token_of.items()]
+
+
+@decoder
+def decode_held_rows(messages: Iterable[pb.HeldRow]) -> dict[Uid, int]:
+    """Raises UserError."""
+    return {decode_uid(message.uid): message.token for message in messages}
+
+
+@encoder
+def encode_batch(batch: Batch) -> pb.Batch:
+    """The manifest."""
+    return pb.Batch(
+        batch_id=batch.batch_id,
+        run=batch.run,
+        step=batch.step,
+        rows=[
+            pb.BatchRow(
+                uid=encode_uid(row.uid),
+                group=row.group,
+                group_size=row.group_size,
+                num_tokens=row.num_tokens,
+                oldest=encode_version(row.oldest),
+                newest=encode_version(row.newest),
+                outcome=OUTCOMES.encode(row.outcome),
+            )
+            for row in batch.rows
+        ],
+    )
+
+
+def _batch_row(message: pb.BatchRow) -> BatchRow:
+    require(message, "oldest", "newest")
+    return BatchRow(
+        uid=decode_uid(message.uid),
+        group=message.group,
+        group_size=message.group_size,
+        num_tokens=message.num_tokens,
+        oldest=decode_version(message.oldest),
+        newest=decode_version(message.newest),
+        outcome=OUTCOMES.decode(message.outcome),
+    )
+
+
+@decoder
+def decode_batch(message: pb.Batch) -> Batch:
+    """Raises UserError."""
+    return Batch(
+        batch_id=message.batch_id,
+        run=message.run,
+        step=message.step,
+        rows=tuple(_batch_row(row) for row in message.rows),
+    )
+
+
+@encoder
+def encode_ledger(ledger: Ledger) -> pb.Ledger:
+    """Any ledger, balanced or not."""
+    return pb.Ledger(
+        run=ledger.run,
+        admitted=ledger.admitted,
+        trained=ledger.trained,
+        filtered=ledger.filtered,
+        stale=ledger.stale,
+        dead_lettered=ledger.dead_lettered,
+        resident=ledger.resident,
+    )
+
+
+@decoder
+def decode_ledger(message: pb.Ledger) -> Ledger:
+    """Any message is a ledger."""
+    return Ledger(
+        run=message.run,
+        admitted=message.admitted,
+        trained=message.trained,
+        filtered=dict(message.filtered),
+        stale=dict(message.stale),
+        dead_lettered=dict(message.dead_lettered),
+        resident=dict(message.resident),
+    )
+
+
+@encoder
+def encode_dead_letter(letter: DeadLetter) -> pb.DeadLetter:
+    """Any dead letter."""
+    return pb.DeadLetter(
+        uid=encode_uid(letter.uid),
+        stage=letter.stage,
+        outcome=OUTCOMES.encode(letter.outcome),
+        reason=printable(letter.reason),
+        attempts=letter.attempts,
+    )
+
+
+@decoder
+def decode_dead_letter(message: pb.DeadLetter) -> DeadLetter:
+    """Raises UserError."""
+    return DeadLetter(
+        uid=decode_uid(message.uid),
+        stage=message.stage,
+        outcome=OUTCOMES.decode(message.outcome),
+        reason=message.reason,
+        attempts=message.attempts,
+    )
+
+
+@encoder
+def encode_waiting(waiting: Waiting) -> pb.Waiting:
+    """Any wait."""
+    return pb.Waiting(
+        who=printable(waiting.who),
+        what=printable(waiting.what),
+        since_s=waiting.since_s,
+        owners=map(printable, waiting.owners),
+        uids=encode_uids(waiting.uids),
+    )
+
+
+@decoder
+def decode_waiting(message: pb.Waiting) -> Waiting:
+    """Raises UserError."""
+    return Waiting(
+        who=message.who,
+        what=message.what,
+        since_s=message.since_s,
+        owners=tuple(message.owners),
+        uids=tuple(decode_uids(message.uids)),
+    )

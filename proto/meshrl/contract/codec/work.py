@@ -1,0 +1,203 @@
+"""What the engine, the judges and the trainer say."""
+
+from __future__ import annotations
+
+from meshrl.contract.codec.arrays import decode_array, encode_array
+from meshrl.contract.codec.checks import (
+    EnumCodec,
+    decoder,
+    encoder,
+    from_json,
+    json_object,
+    lossless_json,
+    malformed,
+    printable,
+    require,
+)
+from meshrl.contract.codec.nouns import (
+    OUTCOMES,
+    decode_sampling,
+    decode_uid,
+    decode_version,
+    encode_sampling,
+    encode_uid,
+    encode_version,
+)
+from meshrl.contract.nouns import (
+    EngineStats,
+    GenerateDelta,
+    GenerateRequest,
+    Sample,
+    Score,
+    TrainerPhase,
+    TrainerStatus,
+)
+from meshrl.v1 import reward_pb2, rollout_pb2, trainer_pb2
+
+PHASES = EnumCodec(TrainerPhase, trainer_pb2.TrainerPhase, "TRAINER_PHASE")
+
+
+@encoder
+def encode_generate_request(request: GenerateRequest) -> rollout_pb2.GenerateRequest:
+    """Any request."""
+    return rollout_pb2.GenerateRequest(
+        request_id=request.request_id,
+        prompt_ids=encode_array(request.prompt_ids),
+        sampling=encode_sampling(request.sampling),
+    )
+
+
+@decoder
+def decode_generate_request(message: rollout_pb2.GenerateRequest) -> GenerateRequest:
+    """Raises UserError."""
+    require(message, "prompt_ids", "sampling")
+    return GenerateRequest(
+        request_id=message.request_id,
+        prompt_ids=decode_array(message.prompt_ids, "int32", axes=1),
+        sampling=decode_sampling(message.sampling),
+    )
+
+
+@encoder
+def encode_generate_delta(delta: GenerateDelta) -> rollout_pb2.GenerateDelta:
+    """Any delta."""
+    return rollout_pb2.GenerateDelta(
+        tokens=encode_array(delta.tokens),
+        logprobs=encode_array(delta.logprobs),
+        version=encode_version(delta.version),
+        finish_reason=delta.finish_reason,
+    )
+
+
+@decoder
+def decode_generate_delta(message: rollout_pb2.GenerateDelta) -> GenerateDelta:
+    """Raises UserError, also when tokens and log-probabilities differ in number."""
+    require(message, "tokens", "logprobs", "version")
+    tokens = decode_array(message.tokens, "int32", axes=1)
+    logprobs = decode_array(message.logprobs, "float32", axes=1)
+    if len(tokens) != len(logprobs):
+        malformed(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
+    return GenerateDelta(
+        tokens=tokens,
+        logprobs=logprobs,
+        version=decode_version(message.version),
+        finish_reason=message.finish_reason,
+    )
+
+
+@encoder
+def encode_engine_stats(stats: EngineStats) -> rollout_pb2.EngineStats:
+    """Any stats."""
+    return rollout_pb2.EngineStats(
+        version=encode_version(stats.version),
+        running=stats.running,
+        capacity=stats.capacity,
+        tokens_generated=stats.tokens_generated,
+        tokens_per_s=stats.tokens_per_s,
+        updates=stats.updates,
+        update_pause_s=stats.update_pause_s,
+    )
+
+
+@decoder
+def decode_engine_stats(message: rollout_pb2.EngineStats) -> EngineStats:
+    """Raises UserError."""
+    require(message, "version")
+    return EngineStats(
+        version=decode_version(message.version),
+        running=message.running,
+        capacity=message.capacity,
+        tokens_generated=message.tokens_generated,
+        tokens_per_s=message.tokens_per_s,
+        updates=message.updates,
+        update_pause_s=message.update_pause_s,
+    )
+
+
+@encoder
+def encode_sample(sample: Sample) -> reward_pb2.Sample:
+    """Raises UserError when `ground_truth` or `extra_info` is not JSON."""
+    return reward_pb2.Sample(
+        uid=encode_uid(sample.uid),
+        data_source=sample.data_source,
+        solution=printable(sample.solution),
+        ground_truth_json=lossless_json(sample.ground_truth),
+        extra_info_json=lossless_json(dict(sample.extra_info) or None),
+    )
+
+
+@decoder
+def decode_sample(message: reward_pb2.Sample) -> Sample:
+    """Raises UserError."""
+    return Sample(
+        uid=decode_uid(message.uid),
+        data_source=message.data_source,
+        solution=message.solution,
+        ground_truth=from_json(message.ground_truth_json),
+        extra_info=json_object(message.extra_info_json),
+    )
+
+
+@encoder
+def encode_score(score: Score) -> reward_pb2.Score:
+    """Any score."""
+    return reward_pb2.Score(
+        uid=encode_uid(score.uid),
+        outcome=OUTCOMES.encode(score.outcome),
+        score=score.score,
+        components=score.components,
+        reason=printable(score.reason),
+        reward_hash=score.reward_hash,
+    )
+
+
+@decoder
+def decode_score(message: reward_pb2.Score) -> Score:
+    """Raises UserError."""
+    return Score(
+        uid=decode_uid(message.uid),
+        outcome=OUTCOMES.decode(message.outcome),
+        score=message.score,
+        components=dict(message.components),
+        reason=message.reason,
+        reward_hash=message.reward_hash,
+    )
+
+
+@encoder
+def encode_trainer_status(status: TrainerStatus) -> trainer_pb2.TrainerStatus:
+    """Any status."""
+    return trainer_pb2.TrainerStatus(
+        step=status.step,
+        total_steps=status.total_steps,
+        version=encode_version(status.version),
+        phase=PHASES.encode(status.phase),
+        reward_mean=status.reward_mean,
+        held_out_score=status.held_out_score,
+        tokens_per_s=status.tokens_per_s,
+        samples=status.samples,
+        staleness=status.staleness,
+        metrics=status.metrics,
+        eta_s=status.eta_s,
+        waiting_for=printable(status.waiting_for),
+    )
+
+
+@decoder
+def decode_trainer_status(message: trainer_pb2.TrainerStatus) -> TrainerStatus:
+    """Raises UserError."""
+    require(message, "version")
+    return TrainerStatus(
+        step=message.step,
+        total_steps=message.total_steps,
+        version=decode_version(message.version),
+        phase=PHASES.decode(message.phase),
+        reward_mean=message.reward_mean if message.HasField("reward_mean") else None,
+        held_out_score=message.held_out_score if message.HasField("held_out_score") else None,
+        tokens_per_s=message.tokens_per_s,
+        samples=message.samples,
+        staleness=dict(message.staleness),
+        metrics=dict(message.metrics),
+        eta_s=message.eta_s if message.HasField("eta_s") else None,
+        waiting_for=message.waiting_for,
+    )

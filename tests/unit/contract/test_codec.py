@@ -1,0 +1,524 @@
+"""The codec: whatever goes in comes out, and whatever makes no sense is a UserError."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from meshrl.contract import codec
+from meshrl.contract.codec.arrays import DTYPES
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import (
+    Batch,
+    BatchRow,
+    DeadLetter,
+    EngineStats,
+    GenerateDelta,
+    GenerateRequest,
+    GroupPolicy,
+    Lease,
+    LeasedRow,
+    Ledger,
+    Message,
+    Outcome,
+    RowFacts,
+    RowWrite,
+    RunSpec,
+    RunState,
+    Sample,
+    SamplingParams,
+    Score,
+    StageSpec,
+    StalePolicy,
+    Task,
+    TrainerPhase,
+    TrainerStatus,
+    Uid,
+    Version,
+    Waiting,
+)
+from meshrl.v1 import queue_pb2, rollout_pb2, trajectory_pb2
+
+settings.register_profile("codec", max_examples=30, deadline=None)
+settings.load_profile("codec")
+
+small = st.integers(0, 2**31 - 1)
+large = st.integers(0, 2**63 - 1)
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+names = texts.filter(bool)
+runs = names.map(lambda text: text.replace("/", "_"))
+numbers = st.floats(allow_nan=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | numbers | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+json_objects = st.dictionaries(st.text(max_size=8), json_values, max_size=3)
+versions = st.builds(Version, large, large)
+uids = st.builds(Uid, runs, names, small, small)
+ids = hnp.arrays(np.int32, st.integers(0, 20))
+arrays = st.sampled_from(sorted(DTYPES)).flatmap(
+    lambda name: hnp.arrays(np.dtype(name), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0))
+)
+columns = st.dictionaries(names, arrays, max_size=4)
+facts = st.builds(
+    RowFacts,
+    outcome=st.sampled_from(Outcome),
+    num_tokens=large,
+    oldest=versions,
+    newest=versions,
+    finish_reason=texts,
+)
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 10),
+    top_p=st.floats(0.01, 1),
+    top_k=st.integers(-1, 1000),
+    max_tokens=st.integers(1, 2**31 - 1),
+    stop=st.lists(texts, max_size=3).map(tuple),
+    stop_token_ids=st.lists(small, max_size=3).map(tuple),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+tasks = st.builds(
+    Task,
+    run=runs,
+    task_id=names,
+    prompt_ids=ids,
+    messages=st.lists(st.builds(Message, role=texts, content=texts), max_size=2).map(tuple),
+    data_source=texts,
+    ground_truth=json_values,
+    extra_info=json_objects,
+    program=texts,
+    sampling=sampling,
+    group_size=st.integers(1, 64),
+    deadline_s=numbers,
+    priority=st.integers(-5, 5),
+)
+stages = st.builds(
+    StageSpec,
+    name=texts,
+    reads=st.lists(texts, max_size=3).map(tuple),
+    writes=st.lists(texts, max_size=3).map(tuple),
+)
+specs = st.builds(
+    RunSpec,
+    run=texts,
+    group_size=small,
+    batch_groups=small,
+    max_staleness=st.just(math.inf) | st.integers(0, 9).map(float),
+    stages=st.lists(stages, max_size=3).map(tuple),
+    group_policy=st.sampled_from(GroupPolicy),
+    group_k=small,
+    stale_policy=st.sampled_from(StalePolicy),
+    max_attempts=small,
+    lease_ttl_s=numbers,
+    resident_batches=small,
+    resident_bytes=large,
+    sampler=texts,
+    gated=st.booleans(),
+    priority=st.integers(-5, 5),
+)
+counts = st.dictionaries(texts, large, max_size=3)
+measures = st.dictionaries(texts, numbers, max_size=3)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equality of nouns that contain arrays: dtype, shape and bits."""
+    if isinstance(left, np.ndarray):
+        return (
+            isinstance(right, np.ndarray)
+            and left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.tobytes() == right.tobytes()
+        )
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if hasattr(left, "__dataclass_fields__"):
+        return type(left) is type(right) and all(
+            same(getattr(left, name), getattr(right, name)) for name in left.__dataclass_fields__
+        )
+    return bool(left == right)
+
+
+def over_the_wire(message: Any) -> Any:
+    """The message as the other side parses it."""
+    if isinstance(message, list):
+        return [over_the_wire(one) for one in message]
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(arrays)
+def test_any_array_comes_back_bit_for_bit(array: np.ndarray) -> None:
+    assert same(array, codec.decode_array(over_the_wire(codec.encode_array(array))))
+
+
+def round_trip(name: str, noun: Any) -> None:
+    message = getattr(codec, f"encode_{name}")(noun)
+    assert same(noun, getattr(codec, f"decode_{name}")(over_the_wire(message)))
+
+
+@given(versions, uids, facts, sampling, tasks)
+def test_shared_nouns_come_back(
+    version: Version, uid: Uid, row: RowFacts, how: SamplingParams, task: Task
+) -> None:
+    round_trip("version", version)
+    round_trip("uid", uid)
+    round_trip("row_facts", row)
+    round_trip("sampling", how)
+    round_trip("task", task)
+
+
+@given(
+    st.builds(
+        RunState,
+        spec=specs,
+        epoch=large,
+        published=versions,
+        cursor=texts,
+        feed_closed=st.booleans(),
+        committed_step=large,
+    )
+)
+def test_run_states_come_back(state: RunState) -> None:
+    round_trip("run_state", state)
+
+
+@given(
+    st.builds(
+        Batch,
+        batch_id=texts,
+        run=texts,
+        step=large,
+        rows=st.lists(
+            st.builds(
+                BatchRow,
+                uid=uids,
+                group=texts,
+                group_size=small,
+                num_tokens=large,
+                oldest=versions,
+                newest=versions,
+                outcome=st.sampled_from(Outcome),
+            ),
+            max_size=3,
+        ).map(tuple),
+    ),
+    st.builds(
+        Ledger,
+        run=texts,
+        admitted=large,
+        trained=large,
+        filtered=counts,
+        stale=counts,
+        dead_lettered=counts,
+        resident=counts,
+    ),
+    st.builds(
+        DeadLetter,
+        uid=uids,
+        stage=texts,
+        outcome=st.sampled_from(Outcome),
+        reason=texts,
+        attempts=small,
+    ),
+    st.builds(
+        Waiting,
+        who=texts,
+        what=texts,
+        since_s=numbers,
+        owners=st.lists(texts, max_size=2).map(tuple),
+        uids=st.lists(uids, max_size=2).map(tuple),
+    ),
+)
+def test_what_the_queue_reports_comes_back(
+    batch: Batch, ledger: Ledger, letter: DeadLetter, waiting: Waiting
+) -> None:
+    round_trip("batch", batch)
+    round_trip("ledger", ledger)
+    round_trip("dead_letter", letter)
+    round_trip("waiting", waiting)
+
+
+@given(
+    st.builds(GenerateRequest, request_id=texts, prompt_ids=ids, sampling=sampling), ids, versions
+)
+def test_what_the_engine_says_comes_back(
+    request: GenerateRequest, tokens: np.ndarray, version: Version
+) -> None:
+    round_trip("generate_request", request)
+    logprobs = np.linspace(-9, 0, len(tokens), dtype=np.float32)
+    delta = GenerateDelta(tokens=tokens, logprobs=logprobs, version=version, finish_reason="stop")
+    round_trip("generate_delta", delta)
+    stats = EngineStats(
+        version=version,
+        running=1,
+        capacity=2,
+        tokens_generated=3,
+        tokens_per_s=4.5,
+        updates=6,
+        update_pause_s=7.5,
+    )
+    round_trip("engine_stats", stats)
+
+
+@given(
+    st.builds(
+        Sample,
+        uid=uids,
+        data_source=texts,
+        solution=texts,
+        ground_truth=json_values,
+        extra_info=json_objects,
+    ),
+    st.builds(
+        Score,
+        uid=uids,
+        outcome=st.sampled_from(Outcome),
+        score=numbers,
+        components=measures,
+        reason=texts,
+        reward_hash=texts,
+    ),
+    st.builds(
+        TrainerStatus,
+        step=large,
+        total_steps=large,
+        version=versions,
+        phase=st.sampled_from(TrainerPhase),
+        reward_mean=st.none() | numbers,
+        held_out_score=st.none() | numbers,
+        tokens_per_s=numbers,
+        samples=large,
+        staleness=st.dictionaries(large, large, max_size=3),
+        metrics=measures,
+        eta_s=st.none() | numbers,
+        waiting_for=texts,
+    ),
+)
+def test_what_judges_and_trainers_say_comes_back(
+    sample: Sample, score: Score, status: TrainerStatus
+) -> None:
+    round_trip("sample", sample)
+    round_trip("score", score)
+    round_trip("trainer_status", status)
+
+
+@given(st.lists(tasks, max_size=3).map(tuple), runs, texts, numbers)
+def test_admitted_tasks_come_back(
+    several: tuple[Task, ...], run: str, cursor: str, wait_s: float
+) -> None:
+    call = codec.AdmitCall(run=run, tasks=several, cursor=cursor, wait_s=wait_s)
+    assert same(call, codec.decode_admit(over_the_wire(codec.encode_admit(call))))
+
+
+@given(st.lists(st.tuples(uids, columns, tasks, st.none() | facts), max_size=4))
+def test_leases_writes_and_fetched_rows_come_back(rows: list[Any]) -> None:
+    rows = list({row[0]: row for row in rows}.values())
+    lease = Lease(
+        stage="rollout",
+        worker="w",
+        ttl_s=3.5,
+        rows=tuple(
+            LeasedRow(uid=uid, token=number, task=task, columns=content, delivery=1)
+            for number, (uid, content, task, _) in enumerate(rows)
+        ),
+    )
+    assert same(lease, codec.decode_lease(over_the_wire(codec.encode_lease(lease))))
+    write = codec.WriteCall(
+        run="r",
+        stage="rollout",
+        token_of={uid: number for number, (uid, *_) in enumerate(rows)},
+        rows=tuple(RowWrite(uid=u, columns=c, facts=f) for u, c, _, f in rows),
+    )
+    assert same(write, codec.decode_write(over_the_wire(codec.encode_write(write))))
+    asked = [uid for uid, *_ in rows]
+    fetched = [content for _, content, *_ in rows]
+    messages = over_the_wire(list(codec.encode_fetched(asked, fetched)))
+    assert same(fetched, codec.decode_fetched(messages, asked))
+
+
+@given(st.lists(st.sampled_from([0, 1, 7, 1000, 400_000, 1_048_570, 1_048_576, 2_500_001])))
+@settings(max_examples=20)
+def test_columns_of_any_size_travel_in_messages_of_a_mebibyte(sizes: list[int]) -> None:
+    uid = Uid("r", "t", 0)
+    content = {f"c{i}": np.arange(size, dtype=np.uint8) for i, size in enumerate(sizes)}
+    content["last"] = np.arange(5, dtype=np.int64)
+    messages = list(codec.encode_fetched([uid], [content]))
+    assert all(len(message.payload) <= codec.CHUNK_BYTES for message in messages)
+    [decoded] = codec.decode_fetched(over_the_wire(messages), [uid])
+    assert same(content, dict(decoded))
+    assert decoded["last"].flags.aligned
+
+
+def test_many_rows_share_a_message_and_are_decoded_without_a_copy() -> None:
+    asked = [Uid("r", str(number), 0) for number in range(100)]
+    fetched = [{"tokens": np.arange(10, dtype=np.int32)} for _ in asked]
+    messages = list(codec.encode_fetched(asked, fetched))
+    assert len(messages) == 1
+    decoded = codec.decode_fetched(messages, asked)
+    payload = np.frombuffer(messages[0].payload, np.uint8)
+    assert all(not row["tokens"].flags.owndata for row in decoded)
+    assert not decoded[0]["tokens"].flags.writeable
+    assert payload.nbytes == 100 * 40
+
+
+def test_a_big_endian_or_strided_array_travels_as_little_endian_and_contiguous() -> None:
+    array = np.arange(12, dtype=">i4").reshape(3, 4)[:, ::2]
+    decoded = codec.decode_array(codec.encode_array(array))
+    assert decoded.tolist() == array.tolist()
+    assert decoded.dtype == np.dtype("<i4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"dtype": "int32", "shape": [4], "data": bytes(12)}, "takes 16 bytes, 12 were sent"),
+        ({"dtype": "complex64", "shape": [1], "data": bytes(8)}, "unknown dtype 'complex64'"),
+        ({"dtype": "object", "shape": [1], "data": bytes(8)}, "unknown dtype 'object'"),
+        ({"dtype": "int32", "shape": [-1], "data": b""}, "no array has the shape"),
+        ({"dtype": "int32", "shape": [0, 2**62], "data": b""}, "malformed array"),
+        ({"dtype": "int32", "shape": [2**62, 2**62], "data": b""}, "0 were sent"),
+        ({"dtype": "int64", "shape": [1], "data": bytes(8)}, "want int32, got int64"),
+        ({"dtype": "int32", "shape": [1, 1], "data": bytes(4)}, "want 1 axes"),
+    ],
+)
+def test_a_malformed_array_is_refused_in_words(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match="malformed array") as raised:
+        codec.decode_array(trajectory_pb2.Array(**fields), "int32", axes=1)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "uid",
+    [
+        trajectory_pb2.Uid(),
+        trajectory_pb2.Uid(run="a/b", task="t"),
+        trajectory_pb2.Uid(run="a", task="t", index=-1),
+        trajectory_pb2.Uid(run="a", task="t", attempt=-1),
+    ],
+)
+def test_a_bad_uid_is_refused(uid: trajectory_pb2.Uid) -> None:
+    with pytest.raises(UserError, match="malformed uid"):
+        codec.decode_uid(uid)
+
+
+def test_an_unknown_enum_number_and_a_missing_part_are_refused() -> None:
+    with pytest.raises(UserError, match="0 is no Outcome"):
+        codec.decode_outcome(0)
+    with pytest.raises(UserError, match="99 is no Outcome"):
+        codec.decode_outcome(99)
+    with pytest.raises(UserError, match="oldest is missing"):
+        codec.decode_row_facts(trajectory_pb2.RowFacts(outcome=trajectory_pb2.OUTCOME_OK))
+    with pytest.raises(UserError, match="malformed task"):
+        codec.decode_task(trajectory_pb2.Task(run="r", task_id="t", group_size=1))
+
+
+def test_bad_json_is_refused() -> None:
+    task = codec.encode_task(Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32)))
+    for text in ("{", "[1]", "[" * 100_000):
+        task.extra_info_json = text
+        with pytest.raises(UserError, match="malformed task"):
+            codec.decode_task(task)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), ground_truth=object()),
+        Task(run="r", task_id="t\ud83d", prompt_ids=np.zeros(1, np.int32)),
+        Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.complex64)),
+        Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), group_size=2**40),
+        Task(run="r", task_id="t", prompt_ids=[1]),  # type: ignore[arg-type]
+    ],
+)
+def test_a_task_that_cannot_travel_says_so(task: Task) -> None:
+    with pytest.raises(UserError, match=r"this (task|array) cannot travel"):
+        codec.encode_task(task)
+
+
+def test_free_text_travels_even_where_it_is_no_unicode() -> None:
+    score = Score(uid=Uid("r", "t", 0), outcome=Outcome.INFRA_FAULT, reason="bad \ud83d text")
+    assert codec.decode_score(codec.encode_score(score)).reason == "bad ? text"
+
+
+def test_a_stream_that_was_cut_short_is_refused() -> None:
+    rows = tuple(
+        RowWrite(uid=Uid("r", str(n), 0), columns={"tokens": np.zeros(100_000, np.int32)})
+        for n in range(5)
+    )
+    call = codec.WriteCall(run="r", stage="s", token_of={}, rows=rows)
+    messages = codec.encode_write(call)
+    assert len(messages) > 1
+    with pytest.raises(UserError, match="malformed write"):
+        codec.decode_write(messages[:-1])
+    with pytest.raises(UserError, match="no header"):
+        codec.decode_write(messages[1:])
+    with pytest.raises(UserError, match="no header"):
+        codec.decode_admit([])
+    messages[-1].payload += bytes(8)
+    with pytest.raises(UserError, match="belong to no column"):
+        codec.decode_write(messages)
+
+
+def test_a_column_that_is_there_twice_is_refused() -> None:
+    call = codec.WriteCall(
+        run="r",
+        stage="s",
+        token_of={},
+        rows=(RowWrite(uid=Uid("r", "t", 0), columns={"reward": np.zeros(1, np.float32)}),),
+    )
+    [message] = codec.encode_write(call)
+    message.rows[0].row.columns.add(name="reward", dtype="int8", shape=[0])
+    with pytest.raises(UserError, match="there twice"):
+        codec.decode_write([message])
+
+
+def test_fetched_rows_must_be_the_rows_asked_for() -> None:
+    messages = list(codec.encode_fetched([Uid("r", "t", 0)], [{}]))
+    with pytest.raises(UserError, match="not the ones"):
+        codec.decode_fetched(messages, [Uid("r", "t", 1)])
+
+
+def test_tokens_without_their_log_probabilities_are_refused() -> None:
+    message = rollout_pb2.GenerateDelta(
+        tokens=codec.encode_array(np.zeros(2, np.int32)),
+        logprobs=codec.encode_array(np.zeros(1, np.float32)),
+        version=codec.encode_version(Version(0, 0)),
+    )
+    with pytest.raises(UserError, match="2 tokens with 1 log-probabilities"):
+        codec.decode_generate_delta(message)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=200)
+def test_no_bytes_raise_anything_but_a_user_error(data: bytes) -> None:
+    for message, decode in (
+        (trajectory_pb2.Task, codec.decode_task),
+        (trajectory_pb2.Array, codec.decode_array),
+        (queue_pb2.RunState, codec.decode_run_state),
+        (queue_pb2.Batch, codec.decode_batch),
+    ):
+        try:
+            parsed = message.FromString(data)
+        except Exception as error:
+            assert "DecodeError" in type(error).__name__
+            continue
+        try:
+            decode(parsed)
+        except UserError as error:
+            assert "malformed" in str(error)
+
+
+def test_json_travels_as_python_writes_it() -> None:
+    task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), ground_truth=math.inf)
+    assert codec.decode_task(codec.encode_task(task)).ground_truth == math.inf
+    assert json.loads(codec.encode_task(task).ground_truth_json) == math.inf
