@@ -1,0 +1,26 @@
+"""No orphans: a process that asks here is killed when its parent dies, however the parent died."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+PARENT_VARIABLE = "MESHRL_PARENT_PID"
+"""Set by the supervisor: the process whose death is ours."""
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL at the parent's death, if a supervisor started this process.
+
+    Linux only; elsewhere the supervisor's watchdog alone sees to it.
+    """
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        # The parent died between our start and the line above: the signal will never come.
+        os._exit(128 + signal.SIGKILL)

@@ -1,0 +1,41 @@
+"""What the supervisor starts: one process, and the rules it lives by."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Probe: TypeAlias = Callable[[], Awaitable[bool]]
+"""Answers at once whether a service is ready for work."""
+
+
+async def always_ready() -> bool:
+    """The probe of a process that nobody has to wait for."""
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """One supervised process."""
+
+    name: str
+    """Unique: `rollout-0`."""
+    argv: Callable[[], tuple[str, ...]]
+    """Asked at each start, so that a port chosen anew is seen."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    probe: Probe = always_ready
+    wave: int = 0
+    """Services of a wave start together, once all of the wave before are ready."""
+    drain_wave: int = 0
+    """Services of a drain wave stop together; the lowest first."""
+    drain_s: float = 30.0
+    """How long a drain may take before the process is killed."""
+    ready_s: float = 300.0
+    """How long a start may take before it counts as failed."""
+    finite: bool = False
+    """True: exit code 0 means that its work is done. False: it should not have ended."""
+    leads: bool = False
+    """True: when it is done, the run is done."""
+    on_port_taken: Callable[[], None] | None = None
+    """Chooses another port; None where ports are fixed."""

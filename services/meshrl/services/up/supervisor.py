@@ -1,0 +1,237 @@
+"""Starts services in waves, restarts what crashes, ends the run once, drains in order, leaves nothing behind.
+
+    start:  wave 0 ──ready──▶ wave 1 ──ready──▶ ...        one `_keep` task per service owns its processes
+    over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
+    drain:  drain wave 0 ──ended──▶ drain wave 1 ──▶ ...   SIGTERM, then SIGKILL after each service's own deadline
+
+consumes: exits of processes, probes, `stop`. waits for: every wave's readiness, then `over`.
+unblocked by: a verdict; every wait also ends on `over` or on a second `stop`. produces: a Verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from meshrl.contract.errors import MeshError
+from meshrl.services.up.child import Child, LineSink
+from meshrl.services.up.exits import Exit
+from meshrl.services.up.service import Service
+from meshrl.services.up.sweeper import Sweeper
+from meshrl.services.up.waits import first_of
+
+log = logging.getLogger(__name__)
+
+QUICK_S = 5.0
+"""A service that ends before it was ready, or less than this after, failed quickly."""
+QUICK_FAILURES = 3
+"""That many in a row are a crash loop."""
+FIRST_BACKOFF_S = 0.2
+LONGEST_BACKOFF_S = 5.0
+PROBE_EVERY_S = 0.1
+PORT_TRIES = 5
+BEFORE_DRAIN_S = 15.0
+
+Phase = Literal["waiting", "starting", "ready", "restarting", "draining", "done", "stopped"]
+
+
+@dataclass(slots=True)
+class State:
+    """Where one service stands; the view reads it."""
+
+    phase: Phase = "waiting"
+    pid: int = 0
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a run ended."""
+
+    code: int
+    line: str
+    """One sentence for a person."""
+
+    @property
+    def finished(self) -> bool:
+        """True when the run did all it was asked to."""
+        return self.code == Exit.DONE
+
+
+class Supervisor:
+    """Runs `services` until the leading one is done, something ends the run, or `stop` is called."""
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        sink: LineSink,
+        *,
+        before_drain: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.states = {service.name: State() for service in services}
+        self._services = services
+        self._sink = sink
+        self._before_drain = before_drain
+        self._children: dict[str, Child] = {}
+        self._ready = {service.name: asyncio.Event() for service in services}
+        self._over = asyncio.Event()
+        self._kill = asyncio.Event()
+        self._verdict: Verdict | None = None
+        self._sweeper = Sweeper()
+
+    def stop(self, line: str, code: int) -> None:
+        """The first call drains; the second kills at once."""
+        if self._over.is_set():
+            self._kill.set()
+        self._end(Verdict(code=code, line=line))
+
+    async def run(self) -> Verdict:
+        """Start, watch, drain; returns when no process of ours is left."""
+        keepers: list[asyncio.Task[None]] = []
+        with self._sweeper:
+            try:
+                await self._start_waves(keepers)
+                await self._over.wait()
+                if self._before_drain and not self._kill.is_set():
+                    await self._last_look(self._before_drain)
+                await self._drain()
+            finally:
+                self._over.set()
+                for child in self._children.values():
+                    if child.running:
+                        child.sweep()
+                for keeper in keepers:
+                    keeper.cancel()
+                await asyncio.gather(*keepers, return_exceptions=True)
+                await asyncio.gather(*(child.done for child in self._children.values()))
+        assert self._verdict is not None
+        return self._verdict
+
+    def _end(self, verdict: Verdict) -> None:
+        if self._verdict is None:
+            self._verdict = verdict
+        self._over.set()
+
+    async def _start_waves(self, keepers: list[asyncio.Task[None]]) -> None:
+        ordered = sorted(self._services, key=lambda service: service.wave)
+        for _, wave in groupby(ordered, key=lambda service: service.wave):
+            names = []
+            for service in wave:
+                names.append(service.name)
+                task = asyncio.create_task(self._keep(service), name=f"keep-{service.name}")
+                task.add_done_callback(self._keeper_ended)
+                keepers.append(task)
+            all_ready = asyncio.gather(*(self._ready[name].wait() for name in names))
+            await first_of(all_ready, self._over.wait())
+            if self._over.is_set():
+                return
+
+    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled() and (error := keeper.exception()):
+            self._end(Verdict(code=Exit.FAILED, line=f"{keeper.get_name()}: {error}"))
+
+    async def _keep(self, service: Service) -> None:
+        """Keep one service alive until the run is over or its work is done."""
+        state = self.states[service.name]
+        quick, ports_tried = 0, 0
+        while not self._over.is_set():
+            state.phase = "starting"
+            child = await self._start(service)
+            ready = await self._until_ready(child)
+            code = await asyncio.shield(child.done)
+            self._sweeper.remove(child.pid)
+            if self._over.is_set():
+                state.phase = "stopped"
+                return
+            if code == Exit.DONE and service.finite:
+                state.phase = "done"
+                self._ready[service.name].set()
+                if service.leads:
+                    self._end(Verdict(code=Exit.DONE, line="finished"))
+                return
+            if code == Exit.USER_ERROR:
+                line = f"{service.name}: {child.last_error.removeprefix('error: ')}"
+                self._end(Verdict(code=Exit.USER_ERROR, line=line))
+                return
+            if code == Exit.PORT_IN_USE and service.on_port_taken and ports_tried < PORT_TRIES:
+                ports_tried += 1
+                service.on_port_taken()
+                continue
+            alive_s = asyncio.get_running_loop().time() - (child.ready_at or child.started)
+            quick = quick + 1 if not ready or alive_s < QUICK_S else 1
+            if quick >= QUICK_FAILURES:
+                line = f"{service.name} failed {quick} times in a row; it last said: {child.last_error}"
+                self._end(Verdict(code=Exit.FAILED, line=line))
+                return
+            state.phase = "restarting"
+            state.restarts += 1
+            backoff = min(FIRST_BACKOFF_S * 2**quick, LONGEST_BACKOFF_S)
+            self._sink("up", f"{service.name} {_how(code)}; starting it again in {backoff:.1f} s")
+            await first_of(self._over.wait(), timeout_s=backoff)
+        state.phase = "stopped"
+
+    async def _start(self, service: Service) -> Child:
+        child = await Child.start(service, self._sink)
+        self._sweeper.add(child.pid)
+        self._children[service.name] = child
+        self.states[service.name].pid = child.pid
+        return child
+
+    async def _until_ready(self, child: Child) -> bool:
+        """True when the probe says so; False when the process ended, or took too long and was killed."""
+        service = child.service
+        clock = asyncio.get_running_loop().time
+        while child.running and not self._over.is_set():
+            if await service.probe():
+                child.ready_at = clock()
+                self.states[service.name].phase = "ready"
+                self._ready[service.name].set()
+                return True
+            if clock() - child.started > service.ready_s:
+                self._sink(
+                    "up", f"{service.name} was not ready after {service.ready_s:.0f} s; killing it"
+                )
+                child.sweep()
+                return False
+            await first_of(asyncio.shield(child.done), timeout_s=PROBE_EVERY_S)
+        return False
+
+    async def _last_look(self, look: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await first_of(look(), self._kill.wait(), timeout_s=BEFORE_DRAIN_S)
+        except MeshError as error:
+            log.warning("the last look at the mesh failed: %s", error)
+
+    async def _drain(self) -> None:
+        ordered = sorted(self._services, key=lambda service: service.drain_wave)
+        for _, wave in groupby(ordered, key=lambda service: service.drain_wave):
+            children = [self._children[s.name] for s in wave if s.name in self._children]
+            await asyncio.gather(*(self._drain_one(c) for c in children if c.running))
+
+    async def _drain_one(self, child: Child) -> None:
+        """SIGTERM, a deadline, SIGKILL; a second `stop` skips to the end."""
+        name = child.service.name
+        self.states[name].phase = "draining"
+        child.signal(signal.SIGTERM)
+        ended = asyncio.shield(child.done)
+        await first_of(ended, self._kill.wait(), timeout_s=child.service.drain_s)
+        if child.running:
+            if not self._kill.is_set():
+                self._sink(
+                    "up", f"{name} did not drain in {child.service.drain_s:.0f} s; killing it"
+                )
+            child.sweep()
+        await asyncio.shield(child.done)
+        self.states[name].phase = "stopped"
+
+
+def _how(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}" if code else "ended although it had work to do"

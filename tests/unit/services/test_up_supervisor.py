@@ -1,0 +1,273 @@
+"""The supervisor against real processes and real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.services.up.exits import Exit
+from meshrl.services.up.service import Service
+from meshrl.services.up.supervisor import Supervisor
+
+WORKS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(600)"
+"""A service that works until it is asked to drain."""
+
+
+def process(name: str, source: str, **rules: object) -> Service:
+    argv = (sys.executable, "-c", textwrap.dedent(source))
+    return Service(name=name, argv=lambda: argv, **rules)  # type: ignore[arg-type]
+
+
+class Log(list[tuple[str, str]]):
+    def __call__(self, name: str, line: str) -> None:
+        self.append((name, line))
+
+    def of(self, name: str) -> list[str]:
+        return [line for who, line in self if who == name]
+
+
+@contextlib.asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[object]]:
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield task
+    finally:
+        supervisor.stop("test over", 1)
+        supervisor.stop("test over", 1)
+        await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - what is waited for is another process
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_the_run_is_over_when_the_leading_service_is_done() -> None:
+    log = Log()
+    services = [
+        process("queue", WORKS, drain_wave=1),
+        process("trainer", "print('learned')", finite=True, leads=True, wave=1),
+    ]
+    verdict = await Supervisor(services, log).run()
+    assert verdict.finished
+    assert log.of("trainer") == ["learned"]
+
+
+async def test_a_wave_starts_only_when_the_wave_before_is_ready(tmp_path: Path) -> None:
+    flag = tmp_path / "queue-is-ready"
+
+    async def probe() -> bool:
+        return flag.exists()
+
+    queue = process(
+        "queue",
+        f"import pathlib, time; time.sleep(0.3); pathlib.Path({str(flag)!r}).touch();{WORKS}",
+        probe=probe,
+    )
+    trainer = process(
+        "trainer",
+        f"import pathlib; assert pathlib.Path({str(flag)!r}).exists()",
+        finite=True,
+        leads=True,
+        wave=1,
+    )
+    verdict = await Supervisor([queue, trainer], Log()).run()
+    assert verdict.finished
+
+
+async def test_a_service_that_is_killed_is_started_again() -> None:
+    log = Log()
+    supervisor = Supervisor([process("reward", WORKS)], log)
+    async with running(supervisor):
+        await until(lambda: supervisor.states["reward"].phase == "ready")
+        first = supervisor.states["reward"].pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: supervisor.states["reward"].pid != first)
+        await until(lambda: supervisor.states["reward"].phase == "ready")
+        assert supervisor.states["reward"].restarts == 1
+        assert "reward was killed by SIGKILL; starting it again in 0.4 s" in log.of("up")
+
+
+async def test_a_crash_loop_ends_the_run_with_the_last_error_line() -> None:
+    crashes = "print('starting'); raise RuntimeError('the disk is on fire')"
+
+    async def never() -> bool:
+        return False
+
+    supervisor = Supervisor([process("rollout-0", crashes, probe=never)], Log())
+    verdict = await supervisor.run()
+    assert verdict.code == Exit.FAILED
+    assert verdict.line == (
+        "rollout-0 failed 3 times in a row; it last said: RuntimeError: the disk is on fire"
+    )
+
+
+async def test_a_user_error_is_not_tried_again() -> None:
+    wrong = (
+        "import sys; print('error: data.train_files.0: no such file: x', file=sys.stderr); exit(2)"
+    )
+    supervisor = Supervisor([process("feeder", wrong, finite=True), process("queue", WORKS)], Log())
+    verdict = await supervisor.run()
+    assert verdict.code == Exit.USER_ERROR
+    assert verdict.line == "feeder: data.train_files.0: no such file: x"
+    assert supervisor.states["feeder"].restarts == 0
+
+
+async def test_a_service_whose_work_is_done_is_left_alone() -> None:
+    supervisor = Supervisor([process("feeder", "pass", finite=True)], Log())
+    async with running(supervisor) as task:
+        await until(lambda: supervisor.states["feeder"].phase == "done")
+        assert not task.done()
+
+
+async def test_a_service_that_ends_though_it_has_work_is_started_again() -> None:
+    log = Log()
+    supervisor = Supervisor([process("reward", "import time; time.sleep(0.3)")], log)
+    async with running(supervisor):
+        await until(lambda: supervisor.states["reward"].restarts > 0)
+        assert log.of("up")[0].startswith("reward ended although it had work to do")
+
+
+async def test_a_port_that_is_taken_is_replaced_before_anybody_hears_of_it() -> None:
+    ports = [1, 2]
+
+    def argv() -> tuple[str, ...]:
+        return (sys.executable, "-c", f"exit({Exit.PORT_IN_USE.value} if {ports[0]} == 1 else 0)")
+
+    trainer = Service(
+        name="trainer",
+        argv=argv,
+        finite=True,
+        leads=True,
+        on_port_taken=lambda: ports.remove(1),
+        probe=lambda: asyncio.sleep(0, result=False),
+    )
+    supervisor = Supervisor([trainer], Log())
+    assert (await supervisor.run()).finished
+    assert supervisor.states["trainer"].restarts == 0
+
+
+async def test_a_stop_drains_in_order(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+
+    def drains(name: str) -> str:
+        return f"""
+            import pathlib, signal, time
+            def drain(*_):
+                time.sleep(0.1)
+                with pathlib.Path({str(order)!r}).open("a") as file:
+                    file.write("{name} ")
+                exit(0)
+            signal.signal(signal.SIGTERM, drain)
+            print("up", flush=True)
+            time.sleep(600)
+        """
+
+    log = Log()
+    services = [
+        process("queue", drains("queue"), drain_wave=2),
+        process("reward", drains("reward"), drain_wave=1),
+        process("trainer", drains("trainer"), drain_wave=0, leads=True, finite=True),
+    ]
+    supervisor = Supervisor(services, log)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: all("up" in log.of(service.name) for service in services))
+    supervisor.stop("stopped by Ctrl-C", 130)
+    verdict = await task
+    assert (verdict.code, verdict.line) == (130, "stopped by Ctrl-C")
+    assert order.read_text().split() == ["trainer", "reward", "queue"]
+
+
+async def test_a_second_stop_kills_at_once() -> None:
+    stubborn = """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("up", flush=True)
+        time.sleep(600)
+    """
+    log = Log()
+    supervisor = Supervisor([process("trainer", stubborn, drain_s=600)], log)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: log.of("trainer") == ["up"])
+    supervisor.stop("stopped", 130)
+    supervisor.stop("stopped", 130)
+    await task
+    assert not alive(supervisor.states["trainer"].pid)
+
+
+async def test_what_a_service_started_goes_with_it(tmp_path: Path) -> None:
+    parent = """
+        import subprocess, sys, time
+        print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+        time.sleep(600)
+    """
+    log = Log()
+    supervisor = Supervisor([process("reward", parent)], log)
+    async with running(supervisor):
+        await until(lambda: len(log.of("reward")) == 1)
+        os.kill(supervisor.states["reward"].pid, signal.SIGKILL)
+        grandchild = int(log.of("reward")[0])
+        await until(lambda: not alive(grandchild))
+
+
+PARENT = """
+import asyncio, sys
+from meshrl.services.up.service import Service
+from meshrl.services.up.supervisor import Supervisor
+
+CHILD = '''
+import os, subprocess, sys, time
+from meshrl.services.up.pdeath import die_with_parent
+die_with_parent()
+other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), other.pid, flush=True)
+time.sleep(600)
+'''
+service = Service(name="reward", argv=lambda: (sys.executable, "-c", CHILD))
+asyncio.run(Supervisor([service], lambda name, line: print(line, flush=True)).run())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_no_orphan_survives_the_supervisors_sudden_death() -> None:
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child, grandchild = map(int, (await parent.stdout.readline()).split())
+    assert alive(child) and alive(grandchild)
+    parent.kill()
+    await until(lambda: not alive(child))
+    await until(lambda: not alive(grandchild))
+    await parent.wait()
+
+
+async def test_every_child_computes_on_one_thread_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    log = Log()
+    show = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    services = [
+        process("reference", show, finite=True),
+        process("trainer", show, finite=True, leads=True, wave=1, env={"OMP_NUM_THREADS": "4"}),
+    ]
+    await Supervisor(services, log).run()
+    assert log.of("reference") == ["1"]
+    assert log.of("trainer") == ["4"]
