@@ -1,0 +1,187 @@
+"""What a checkpoint's config.json says of the model, reduced to what the decoder computes with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshrl.contract.errors import UserError
+
+SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Scalings whose frequencies do not change with the sequence length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A decoder-only transformer of the Llama family."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tied: bool
+    """The output projection is the embedding matrix."""
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    max_length: int
+    """Longest sequence that the checkpoint allows (its sliding window, where it has one)."""
+    inverse_frequencies: torch.Tensor
+    """float32[head_dim / 2]"""
+    rope_factor: float
+    """Scales cosine and sine (yarn)."""
+    eos_token_ids: tuple[int, ...]
+
+    def rotation(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine of positions `0 … length - 1`, each float32[length, head_dim].
+
+        The sine's first half is negated, so that `x * cos + swap_halves(x) * sin` rotates.
+        """
+        frequencies = self.inverse_frequencies.to(device)
+        angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
+        cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Hugging Face parameter name to shape, for every parameter of the model."""
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "mlp.gate_proj.weight": (ffn, hidden),
+            "mlp.up_proj.weight": (ffn, hidden),
+            "mlp.down_proj.weight": (hidden, ffn),
+        }
+        if self.qkv_bias:
+            layer |= {
+                f"self_attn.{p}_proj.bias": (n,)
+                for p, n in zip("qkv", (queries, keys, keys), strict=True)
+            }
+        if self.out_bias:
+            layer["self_attn.o_proj.bias"] = (hidden,)
+        if self.mlp_bias:
+            layer |= {
+                f"mlp.{p}_proj.bias": (n,)
+                for p, n in (("gate", ffn), ("up", ffn), ("down", hidden))
+            }
+        if self.qk_norm:
+            layer |= {f"self_attn.{p}_norm.weight": (self.head_dim,) for p in "qk"}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        for index in range(self.num_layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+
+def read_architecture(checkpoint: Path) -> Architecture:
+    """Read `config.json` (and `generation_config.json`, for the end-of-sequence ids) of a checkpoint directory.
+
+    Raises:
+        UserError: no such file, or a model that this decoder cannot run; says which it can.
+    """
+    raw = _json(checkpoint / "config.json")
+    if raw is None:
+        raise UserError(
+            f"{checkpoint} is not a Hugging Face checkpoint directory: it has no config.json"
+        )
+    names = raw.get("architectures") or ["none"]
+    if names[0] not in SUPPORTED:
+        raise UserError(
+            f"{checkpoint}: the torch engine cannot run {names[0]} (it runs {', '.join(SUPPORTED)}; "
+            "other models need rollout.name=vllm)"
+        )
+    from transformers import AutoConfig  # costs a second: only where a model is loaded
+
+    config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    if config.hidden_act != "silu":
+        raise UserError(
+            f"{checkpoint}: activation {config.hidden_act!r} is not supported (silu is)"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies, factor = _frequencies(config, head_dim, checkpoint)
+    bias = bool(getattr(config, "attention_bias", False))
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    longest = config.max_position_embeddings
+    return Architecture(
+        name=names[0],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=bias or names[0] == "Qwen2ForCausalLM",
+        out_bias=bias,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        qk_norm=names[0] == "Qwen3ForCausalLM",
+        max_length=min(longest, config.sliding_window) if windowed else longest,
+        inverse_frequencies=frequencies,
+        rope_factor=factor,
+        eos_token_ids=_eos_token_ids(_json(checkpoint / "generation_config.json") or {}, raw),
+    )
+
+
+def _frequencies(config: Any, head_dim: int, checkpoint: Path) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies float32[head_dim / 2] and the factor on cosine and sine."""
+    # transformers 5 keeps theta and scaling in `rope_parameters`, 4 in `rope_theta` and `rope_scaling`.
+    rope = getattr(config, "rope_parameters", None) or {
+        "rope_theta": getattr(config, "rope_theta", 10_000.0),
+        **(getattr(config, "rope_scaling", None) or {}),
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in STATIC_ROPES:
+        raise UserError(
+            f"{checkpoint}: rope type {kind!r} is not supported (known: {', '.join(STATIC_ROPES)})"
+        )
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if 2 * len(frequencies) != head_dim:
+        raise UserError(f"{checkpoint}: partial rotary embeddings are not supported")
+    return frequencies, float(factor)
+
+
+def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The first `eos_token_id` found; it may be one id or a list of them."""
+    for config in configs:
+        found = config.get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    return content

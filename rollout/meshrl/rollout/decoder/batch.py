@@ -1,0 +1,246 @@
+"""The running requests as one dense batch: join, decode one token each, leave. Knows no threads and no asyncio.
+
+waiting ──admit (prefill, first token)──▶ rows 0 … n-1 ──step (one token each)──▶ … ──▶ finished
+                                             ▲                                           │
+                                             └───────── the last row fills the gap ◀─────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from meshrl.contract.errors import InfraError, MeshError
+from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Int32, Version
+from meshrl.rollout.decoder.cache import KvCache, rounded
+from meshrl.rollout.decoder.forward import Decoder
+from meshrl.rollout.decoder.sampler import OFF, SamplingRows, row_key
+from meshrl.rollout.decoder.stopping import StopStrings
+from meshrl.rollout.decoder.weights import Weights
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Row:
+    """One request while it runs. `fresh_*` is what its consumer has not been given yet."""
+
+    request: GenerateRequest
+    deliver: Callable[[GenerateDelta | MeshError], None]
+    """Called on the consumer's event loop, in order."""
+    limit: int
+    """Response tokens at most."""
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings | None
+    tokens: list[int] = field(default_factory=list)
+    fresh_tokens: list[int] = field(default_factory=list)
+    fresh_logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    error: InfraError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will be sampled."""
+        return bool(self.finish_reason) or self.error is not None
+
+    @property
+    def longest(self) -> int:
+        """Positions the row may come to hold."""
+        return len(self.request.prompt_ids) + self.limit
+
+    def take_fresh(self, version: Version) -> GenerateDelta:
+        """What was sampled since the last call, all by `version`."""
+        delta = GenerateDelta(
+            tokens=np.array(self.fresh_tokens, dtype=np.int32),
+            logprobs=np.array(self.fresh_logprobs, dtype=np.float32),
+            version=version,
+            finish_reason=self.finish_reason,
+        )
+        self.fresh_tokens, self.fresh_logprobs = [], []
+        return delta
+
+    def accept(self, token: int, logprob: float) -> None:
+        """Take a sampled token and decide whether it is the last."""
+        if not math.isfinite(logprob):
+            self.error = InfraError(
+                f"the model's logits are not finite at response token {len(self.tokens)} of "
+                f"{self.request.request_id}"
+            )
+            return
+        self.tokens.append(token)
+        self.fresh_tokens.append(token)
+        self.fresh_logprobs.append(logprob)
+        if token in self.stop_ids or (
+            self.stop_strings is not None and self.stop_strings.completed_by(self.tokens)
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+
+
+class Batch:
+    """Row `i` of the cache, of the sampling parameters and of `rows` belong together."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KvCache, *, slots: int, max_prefill_tokens: int
+    ) -> None:
+        self.rows: list[Row] = []
+        self._decoder = decoder
+        self._cache = cache
+        self._slots = slots
+        self._max_prefill_tokens = max_prefill_tokens
+        self._sampling = SamplingRows(slots)
+        self._last = np.zeros(slots, dtype=np.int64)
+        self._stored = np.zeros(slots, dtype=np.int64)
+        """Positions in the cache: all but the last sampled token."""
+        self._sampled = np.zeros(slots, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def admit(self, weights: Weights, waiting: deque[Row]) -> list[Row]:
+        """Start the longest prefix of `waiting` that fits, all prompts together; returns the rows already done."""
+        joining: list[Row] = []
+        longest = self._longest()
+        while waiting and len(self.rows) + len(joining) < self._slots:
+            longest = max(longest, waiting[0].longest)
+            if not self._cache.fits(len(self.rows) + len(joining) + 1, longest):
+                break
+            joining.append(waiting.popleft())
+        if not joining:
+            return []
+        # By length, so that little is padded; the sort is stable, so siblings stay together.
+        joining.sort(key=lambda row: len(row.request.prompt_ids))
+        first = len(self.rows)
+        for index, row in enumerate(joining, start=first):
+            self._enter(index, row)
+        self.rows += joining
+        logits = self._fill(weights, [row.request.prompt_ids for row in joining], first)
+        return self._sample(logits, first)
+
+    def step(self, weights: Weights) -> list[Row]:
+        """Sample one token for every row; returns the rows that are done and have left."""
+        count = len(self.rows)
+        if not count:
+            return []
+        attend = rounded(int(self._stored[:count].max()) + 1)
+        self._cache.reserve(count, attend, longest=self._longest())
+        device = self._decoder.device
+        logits = self._decoder.decode(
+            weights,
+            self._cache,
+            torch.from_numpy(self._last[:count]).to(device),
+            torch.from_numpy(self._stored[:count]).to(device),
+            attend,
+        )
+        self._stored[:count] += 1
+        return self._sample(logits, 0)
+
+    def recompute(self, weights: Weights) -> None:
+        """Fill the cache anew under other weights; the next step goes on from there."""
+        if self.rows:
+            prefixes = [
+                np.concatenate([row.request.prompt_ids, np.array(row.tokens[:-1], dtype=np.int32)])
+                for row in self.rows
+            ]
+            self._fill(weights, prefixes, 0)
+
+    def remove(self, leaving: Sequence[Row]) -> None:
+        """Free the rows of `leaving`; those that do not run are ignored."""
+        gone = {id(row) for row in leaving}
+        for index in reversed(range(len(self.rows))):
+            if id(self.rows[index]) in gone:
+                self._leave(index)
+
+    def _longest(self) -> int:
+        return max((row.longest for row in self.rows), default=0)
+
+    def _enter(self, index: int, row: Row) -> None:
+        sampling = row.request.sampling
+        vocabulary = self._decoder.architecture.vocab_size
+        self._sampling.temperature[index] = sampling.temperature
+        self._sampling.top_k[index] = (
+            min(sampling.top_k, vocabulary) if sampling.top_k > 0 else vocabulary
+        )
+        self._sampling.top_p[index] = sampling.top_p if sampling.top_p < 1 else OFF
+        self._sampling.key[index] = row_key(sampling.seed, row.request.request_id)
+        self._stored[index] = len(row.request.prompt_ids)
+        self._sampled[index] = 0
+
+    def _leave(self, index: int) -> None:
+        """The last row moves into the gap."""
+        if self.rows[index].error is not None:
+            self._cache.clear(index)
+        last = len(self.rows) - 1
+        if index != last:
+            self._cache.move(last, index, int(self._stored[last]))
+            self._sampling.move(last, index)
+            for column in (self._last, self._stored, self._sampled):
+                column[index] = column[last]
+            self.rows[index] = self.rows[last]
+        self.rows.pop()
+
+    def _sample(self, logits: torch.Tensor, first: int) -> list[Row]:
+        """Sample for the rows from `first` on; those that are done leave."""
+        rows = slice(first, len(self.rows))
+        tokens, logprobs = self._sampling.sample(logits, rows, self._sampled[rows])
+        done: list[Row] = []
+        picked = tokens.tolist()
+        self._last[rows] = picked
+        self._sampled[rows] += 1
+        for row, token, logprob in zip(self.rows[rows], picked, logprobs.tolist(), strict=True):
+            row.accept(token, logprob)
+            if row.done:
+                done.append(row)
+        if done:
+            self.remove(done)
+        return done
+
+    def _fill(self, weights: Weights, prompts: Sequence[Int32], first: int) -> torch.Tensor:
+        """Prefill rows `first …` in bounded pieces; equal prompts in a piece are computed once.
+
+        Returns:
+            float32[len(prompts), V]
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        self._cache.reserve(first + len(prompts), longest, longest=self._longest())
+        device = self._decoder.device
+        pieces: list[torch.Tensor] = []
+        for distinct, source in self._pieces(prompts):
+            lengths = np.array([len(prompt) for prompt in distinct])
+            padded = np.zeros((len(distinct), lengths.max()), dtype=np.int64)
+            for line, prompt in zip(padded, distinct, strict=True):
+                line[: len(prompt)] = prompt
+            where = torch.tensor(source, device=device)
+            logits = self._decoder.prefill(
+                weights,
+                self._cache,
+                torch.from_numpy(padded).to(device),
+                torch.from_numpy(lengths).to(device),
+                where,
+                first,
+            )
+            pieces.append(logits[where])
+            first += len(source)
+        return torch.cat(pieces)
+
+    def _pieces(self, prompts: Sequence[Int32]) -> Iterator[tuple[list[Int32], list[int]]]:
+        """Consecutive prompts as (distinct prompts, which of them each row takes)."""
+        distinct: list[Int32] = []
+        source: list[int] = []
+        known: dict[bytes, int] = {}
+        widest = 0
+        for prompt in prompts:
+            content = prompt.tobytes()
+            if content not in known:
+                widest = max(widest, len(prompt))
+                if distinct and (len(distinct) + 1) * widest > self._max_prefill_tokens:
+                    yield distinct, source
+                    distinct, source, known, widest = [], [], {}, len(prompt)
+                known[content] = len(distinct)
+                distinct.append(prompt)
+            source.append(known[content])
+        yield distinct, source

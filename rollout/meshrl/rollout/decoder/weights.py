@@ -1,0 +1,255 @@
+"""The parameters as the decoder multiplies them: q, k, v in one matrix, gate and up in one matrix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import TensorSpec, Uint8, WeightManifest
+from meshrl.rollout.decoder.architecture import Architecture
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+NAMES_SHOWN = 4
+"""Names listed in an error before it says how many more there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One transformer layer. H query heads, K key heads, D head_dim, C hidden, F ffn."""
+
+    input_norm: torch.Tensor
+    """[C]"""
+    qkv: torch.Tensor
+    """[(H + 2K) D, C]: queries, keys, values."""
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    """[H + K, D]: the query norm for H rows, then the key norm for K."""
+    out: torch.Tensor
+    """[H D, C]: transposed, for addmm."""
+    out_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    """[C]"""
+    gate_up: torch.Tensor
+    """[2F, C]"""
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    """[F, C]: transposed, for addmm."""
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A complete version of the model, immutable once built."""
+
+    embedding: torch.Tensor
+    """[V, C]"""
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    """[C]"""
+    head: torch.Tensor
+    """[V, C]; the embedding itself where the model ties them."""
+
+
+Reader = Callable[[str], torch.Tensor]
+"""Name of a parameter to its tensor, valid until the next call."""
+
+
+def from_checkpoint(
+    checkpoint: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device
+) -> Weights:
+    """Read `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+
+    Raises:
+        UserError: no weights, or weights that do not fit `config.json`.
+    """
+    file_of = _checked_files(checkpoint, architecture)
+    return build(
+        lambda name: file_of[name].get_tensor(name), file_of.keys(), architecture, dtype, device
+    )
+
+
+def check_checkpoint(checkpoint: Path, architecture: Architecture) -> None:
+    """Read the headers only; raises what `from_checkpoint` would."""
+    _checked_files(checkpoint, architecture)
+
+
+def _checked_files(checkpoint: Path, architecture: Architecture) -> dict[str, Any]:
+    """Parameter name to the open safetensors file that has it."""
+    from safetensors import SafetensorError, safe_open
+
+    file_of: dict[str, Any] = {}
+    try:
+        for shard in _shards(checkpoint):
+            file: Any = safe_open(checkpoint / shard, framework="pt")
+            file_of |= dict.fromkeys(file.keys(), file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{checkpoint}: unreadable weights: {error}") from error
+    # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
+    file_of = {name: file for name, file in file_of.items() if not name.endswith(".inv_freq")}
+    shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in file_of.items()}
+    check(shapes, architecture, where=str(checkpoint))
+    return file_of
+
+
+def from_buckets(
+    manifest: WeightManifest,
+    buckets: Sequence[Uint8],
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weights:
+    """Build a version from the wire layout. Copies: the buckets may be reused on return.
+
+    Raises:
+        UserError: missing, unknown or misshapen tensors, or a layout that leaves its bucket.
+    """
+    where = f"weights {manifest.version} of {manifest.run!r}"
+    check({spec.name: spec.shape for spec in manifest.tensors}, architecture, where=where)
+    specs = {spec.name: spec for spec in manifest.tensors}
+    for spec in manifest.tensors:
+        _check_layout(spec, buckets, where)
+
+    def read(name: str) -> torch.Tensor:
+        spec = specs[name]
+        data = buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
+        # torch refuses to promise not to write: a read-only view is copied.
+        writable = data if data.flags.writeable else np.array(data)
+        return torch.from_numpy(writable).view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+    return build(read, specs.keys(), architecture, dtype, device)
+
+
+def check(shapes: Mapping[str, tuple[int, ...]], architecture: Architecture, *, where: str) -> None:
+    """Compare names and shapes with the model's; a tied `lm_head.weight` may be there or not.
+
+    Raises:
+        UserError: naming what is missing, unknown or misshapen.
+    """
+    expected = dict(architecture.shapes())
+    if architecture.tied and "lm_head.weight" in shapes:
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+    wrong = [
+        f"{name} is {list(shapes[name])}, want {list(shape)}"
+        for name, shape in expected.items()
+        if name in shapes and tuple(shapes[name]) != shape
+    ]
+    complaints = [
+        _listed("missing", sorted(expected.keys() - shapes.keys())),
+        _listed("unknown", sorted(shapes.keys() - expected.keys())),
+        _listed("misshapen", wrong),
+    ]
+    found = "; ".join(complaint for complaint in complaints if complaint)
+    if found:
+        raise UserError(f"{where} do not fit {architecture.name}: {found}")
+
+
+@torch.inference_mode()
+def build(
+    read: Reader,
+    names: Collection[str],
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weights:
+    """Fuse the checked tensors that `read` gives into the decoder's, in `dtype` on `device`.
+
+    Raises:
+        UserError: a tied model was given an `lm_head.weight` that is not its embedding.
+    """
+
+    def own(name: str) -> torch.Tensor:
+        return read(name).to(device=device, dtype=dtype, copy=True)
+
+    embedding = own("model.embed_tokens.weight")
+    head = own("lm_head.weight") if "lm_head.weight" in names else embedding
+    if architecture.tied:
+        if not torch.equal(head, embedding):
+            raise UserError(
+                f"lm_head.weight differs from model.embed_tokens.weight, yet {architecture.name} ties them "
+                "(tie_word_embeddings in config.json)"
+            )
+        head = embedding
+    return Weights(
+        embedding=embedding,
+        layers=tuple(
+            _layer(f"model.layers.{index}.", own, architecture)
+            for index in range(architecture.num_layers)
+        ),
+        final_norm=own("model.norm.weight"),
+        head=head,
+    )
+
+
+def _layer(prefix: str, own: Reader, architecture: Architecture) -> LayerWeights:
+    def joined(pattern: str, parts: Sequence[str]) -> torch.Tensor:
+        return torch.cat([own(prefix + pattern.format(part)) for part in parts])
+
+    qk_norm = None
+    if architecture.qk_norm:
+        counts = (("q", architecture.num_heads), ("k", architecture.num_kv_heads))
+        qk_norm = torch.cat(
+            [
+                own(f"{prefix}self_attn.{part}_norm.weight").expand(count, -1)
+                for part, count in counts
+            ]
+        )
+    return LayerWeights(
+        input_norm=own(prefix + "input_layernorm.weight"),
+        qkv=joined("self_attn.{}_proj.weight", "qkv"),
+        qkv_bias=joined("self_attn.{}_proj.bias", "qkv") if architecture.qkv_bias else None,
+        qk_norm=qk_norm,
+        out=own(prefix + "self_attn.o_proj.weight").t(),
+        out_bias=own(prefix + "self_attn.o_proj.bias") if architecture.out_bias else None,
+        post_norm=own(prefix + "post_attention_layernorm.weight"),
+        gate_up=joined("mlp.{}_proj.weight", ("gate", "up")),
+        gate_up_bias=joined("mlp.{}_proj.bias", ("gate", "up")) if architecture.mlp_bias else None,
+        down=own(prefix + "mlp.down_proj.weight").t(),
+        down_bias=own(prefix + "mlp.down_proj.bias") if architecture.mlp_bias else None,
+    )
+
+
+def _check_layout(spec: TensorSpec, buckets: Sequence[Uint8], where: str) -> None:
+    if spec.dtype not in DTYPES:
+        raise UserError(
+            f"{where}: {spec.name} is {spec.dtype}, which is not supported ({', '.join(DTYPES)})"
+        )
+    want = int(np.prod(spec.shape)) * DTYPES[spec.dtype].itemsize
+    if spec.nbytes != want:
+        raise UserError(f"{where}: {spec.name} has {spec.nbytes} bytes, want {want}")
+    if spec.bucket >= len(buckets):
+        raise UserError(f"{where}: {spec.name} lies in bucket {spec.bucket} of {len(buckets)}")
+    end, size = spec.offset + spec.nbytes, len(buckets[spec.bucket])
+    if end > size:
+        raise UserError(f"{where}: {spec.name} ends at {end} of a bucket of {size} bytes")
+
+
+def _shards(checkpoint: Path) -> tuple[str, ...]:
+    index = checkpoint / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (checkpoint / name).is_file()]
+    if missing:
+        raise UserError(f"{checkpoint} lacks {_some(missing)}")
+    return tuple(names)
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    return f"{what} {_some(names)}" if names else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

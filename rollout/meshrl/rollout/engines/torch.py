@@ -1,0 +1,327 @@
+"""The embedded engine: a Llama-family model in this process, batched continuously, on CPU or one GPU.
+
+    stage_weights ─▶ staged {version: Weights}  ─commit─▶ swap between two decode steps ─▶ serving
+    generate ─▶ Row ─▶ decode thread ─▶ deltas ─▶ TokenStream
+
+Nothing is served before the first committed version: requests wait. Log-probs are those of the distribution that was
+sampled (after temperature, top-k and top-p); a greedy request (temperature 0) gets those of the untempered one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt
+
+from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.errors import InfraError, MeshError, NotFoundError, UnavailableError, UserError
+from meshrl.contract.nouns import (
+    EngineStats,
+    GenerateDelta,
+    GenerateRequest,
+    OnUpdate,
+    Uint8,
+    Version,
+    WeightManifest,
+)
+from meshrl.rollout.decoder.architecture import Architecture, read_architecture
+from meshrl.rollout.decoder.batch import Batch, Row
+from meshrl.rollout.decoder.cache import KvCache
+from meshrl.rollout.decoder.forward import Decoder
+from meshrl.rollout.decoder.stopping import StopStrings
+from meshrl.rollout.decoder.thread import Abort, DecodeThread, Stop, Submit, Swap
+from meshrl.rollout.decoder.weights import (
+    DTYPES,
+    Weights,
+    check_checkpoint,
+    from_buckets,
+    from_checkpoint,
+)
+from meshrl.rollout.options import read_options
+from meshrl.rollout.streams import TokenStream, check_sampling
+from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.versions import UNSERVED
+
+log = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 2 << 30
+CUDA_CACHE_SHARE = 0.5
+"""Of the memory that is free at start: the rest is for two versions of the weights and for activations."""
+CLOSE_S = 30.0
+"""A decode step is over long before."""
+
+
+class Config(BaseConfig):
+    """`rollout.engine` for `rollout.name: torch`."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU where there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and cache; `auto` is bfloat16 on a GPU, float32 on a CPU. Sampling is float32 always."""
+    max_model_len: PositiveInt | None = None
+    """Prompt and response tokens of one request; None: what the checkpoint allows."""
+    max_prefill_tokens: PositiveInt = 8192
+    """Prompt tokens computed at once (a longer single prompt is computed alone)."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU."""
+    stream_interval: PositiveInt = Field(default=16)
+    """Decode steps between two deltas of a request: waking a consumer costs more than a token."""
+    eos_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a response; None: the checkpoint's. Empty: only stops and lengths end one."""
+
+
+def build(
+    config: Mapping[str, object],
+    *,
+    model: Path,
+    slots: int,
+    tokenizer: Tokenizer | None = None,
+) -> TorchEngine:
+    """An engine over the checkpoint directory `model` that runs up to `slots` requests at once.
+
+    `tokenizer` is needed by requests with stop strings only. Raises ConfigError for wrong options.
+    """
+    options = read_options(Config, config, where="rollout.engine")
+    return TorchEngine(options, model=model, slots=slots, tokenizer=tokenizer)
+
+
+class TorchEngine:
+    """Satisfies `meshrl.contract.ports.Engine`."""
+
+    def __init__(
+        self, config: Config, *, model: Path, slots: int, tokenizer: Tokenizer | None
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._slots = slots
+        self._tokenizer = tokenizer
+        self._thread: DecodeThread | None = None
+        self._decoder: Decoder | None = None
+        self._max_length = 0
+        self._eos: tuple[int, ...] = ()
+        self._staged: dict[Version, Weights] = {}
+        self._pieces: dict[int, str] = {}
+        self._closed = False
+
+    @property
+    def version(self) -> Version:
+        """The version that samples the next token; UNSERVED before the first commit."""
+        return self._thread.version if self._thread else UNSERVED
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and response tokens that one request may have."""
+        return self._max_length
+
+    async def start(self) -> None:
+        """Read the checkpoint's shapes and start the decode thread.
+
+        Raises:
+            UserError: the checkpoint cannot be read or run.
+        """
+        if self._thread is not None:
+            return
+        batch = await asyncio.to_thread(self._prepare)
+        self._thread = DecodeThread(
+            batch, asyncio.get_running_loop(), stream_interval=self._config.stream_interval
+        )
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End the thread; running requests finish with `abort`. Idempotent."""
+        self._closed = True
+        self._staged = {}
+        if self._thread is None:
+            return
+        try:
+            self._thread.post(Stop())
+        except UnavailableError:
+            return  # it has ended already
+        if not await asyncio.to_thread(self._thread.join, CLOSE_S):
+            raise InfraError(f"the engine's thread did not end within {CLOSE_S:.0f} s")
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        """Sample one response. Raises UserError, when iterated, for a request that cannot be run."""
+        return self.generate_together([request])[0]
+
+    def generate_together(self, requests: Sequence[GenerateRequest]) -> Sequence[TokenStream]:
+        """Start `requests` at one and the same decode step, in this order (as far as slots allow).
+
+        The same requests on an engine where nothing else runs give the same bits, whenever they come.
+        """
+        streams = [TokenStream() for _ in requests]
+        rows: list[Row] = []
+        try:
+            thread = self._serving_thread()
+            for request, stream in zip(requests, streams, strict=True):
+                try:
+                    row = self._row(request, stream.push)
+                except UserError as error:
+                    stream.push(error)
+                    continue
+                stream.on_close(functools.partial(_abort, thread, row))
+                rows.append(row)
+            thread.post(Submit(rows))
+        except UnavailableError as error:
+            for stream in streams:
+                stream.push(error)
+        return streams
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        """Build a version beside the serving one; see `WeightSink.stage_weights`."""
+        decoder = self._loaded_decoder()
+        self._staged[manifest.version] = await asyncio.to_thread(
+            from_buckets, manifest, buckets, decoder.architecture, decoder.dtype, decoder.device
+        )
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        """Serve the staged `version` from the next decode step on. Committing twice is committing once.
+
+        Raises:
+            NotFoundError: it is not staged.
+            FencedError: a newer version is served.
+        """
+        if version == self.version:
+            return
+        if version not in self._staged:
+            known = ", ".join(str(each) for each in self._staged) or "none"
+            raise NotFoundError(f"version {version} is not staged (staged: {known})")
+        swap = Swap(version=version, weights=self._staged[version], on_update=on_update)
+        self._serving_thread().post(swap)
+        await asyncio.wrap_future(swap.done)
+        self._staged = {each: w for each, w in self._staged.items() if each > version}
+
+    async def discard_weights(self, version: Version) -> None:
+        """Forget a staged version."""
+        self._staged.pop(version, None)
+
+    async def serve_checkpoint(self, version: Version) -> None:
+        """Serve the weights in the model directory itself, as `version`: evaluation without a trainer."""
+        decoder = self._loaded_decoder()
+        self._staged[version] = await asyncio.to_thread(
+            from_checkpoint, self._model, decoder.architecture, decoder.dtype, decoder.device
+        )
+        await self.commit_weights(version, OnUpdate.DRAIN)
+
+    def stats(self) -> EngineStats:
+        """Never blocks."""
+        thread = self._thread
+        return EngineStats(
+            version=self.version,
+            running=thread.running if thread else 0,
+            capacity=self._slots,
+            tokens_generated=thread.tokens_generated if thread else 0,
+            tokens_per_s=thread.tokens_per_s if thread else 0.0,
+            updates=thread.updates if thread else 0,
+            update_pause_s=thread.update_pause_s if thread else 0.0,
+        )
+
+    def _prepare(self) -> Batch:
+        config = self._config
+        architecture = read_architecture(self._model)
+        check_checkpoint(self._model, architecture)
+        cuda = torch.cuda.is_available()
+        if config.device == "cuda" and not cuda:
+            raise UserError("rollout.engine.device is cuda, but torch sees no CUDA device")
+        device = torch.device("cuda" if cuda and config.device != "cpu" else "cpu")
+        name = (
+            ("bfloat16" if device.type == "cuda" else "float32")
+            if config.dtype == "auto"
+            else config.dtype
+        )
+        cache = KvCache(
+            num_layers=architecture.num_layers,
+            num_kv_heads=architecture.num_kv_heads,
+            head_dim=architecture.head_dim,
+            dtype=DTYPES[name],
+            device=device,
+            max_rows=self._slots,
+            max_bytes=config.kv_cache_bytes or _default_cache_bytes(device),
+        )
+        self._max_length = _max_length(config, architecture, cache)
+        self._eos = (
+            architecture.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+        )
+        self._decoder = Decoder(architecture, DTYPES[name], device, self._max_length)
+        return Batch(
+            self._decoder, cache, slots=self._slots, max_prefill_tokens=config.max_prefill_tokens
+        )
+
+    def _row(
+        self, request: GenerateRequest, deliver: Callable[[GenerateDelta | MeshError], None]
+    ) -> Row:
+        """Check a request at the threshold."""
+        sampling = request.sampling
+        check_sampling(sampling)
+        prompt = request.prompt_ids
+        room = self._max_length - len(prompt)
+        if len(prompt) == 0:
+            raise UserError(f"request {request.request_id}: the prompt is empty")
+        if room < 1:
+            raise UserError(
+                f"request {request.request_id}: {len(prompt)} prompt tokens leave no room for a response in "
+                f"{self._max_length} (rollout.engine.max_model_len)"
+            )
+        vocabulary = self._loaded_decoder().architecture.vocab_size
+        if prompt.min() < 0 or prompt.max() >= vocabulary:
+            raise UserError(
+                f"request {request.request_id}: prompt ids go from {prompt.min()} to {prompt.max()}, the model "
+                f"knows 0 to {vocabulary - 1}: prompt and model have different tokenizers"
+            )
+        if sampling.stop and self._tokenizer is None:
+            raise UserError("stop strings need a tokenizer, and the engine was built without one")
+        return Row(
+            request=request,
+            deliver=deliver,
+            limit=min(sampling.max_tokens, room),
+            stop_ids=frozenset((*self._eos, *sampling.stop_token_ids)),
+            stop_strings=StopStrings(sampling.stop, self._tokenizer, self._pieces)
+            if sampling.stop and self._tokenizer
+            else None,
+        )
+
+    def _serving_thread(self) -> DecodeThread:
+        if self._thread is None or self._closed:
+            raise UnavailableError(f"the engine is {'closed' if self._closed else 'not started'}")
+        return self._thread
+
+    def _loaded_decoder(self) -> Decoder:
+        if self._decoder is None:
+            raise UnavailableError("the engine is not started")
+        return self._decoder
+
+
+def _abort(thread: DecodeThread, row: Row) -> None:
+    try:
+        thread.post(Abort(row))
+    except UnavailableError:
+        log.debug("%s: the engine ended before the request", row.request.request_id)
+
+
+def _default_cache_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return CPU_CACHE_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * CUDA_CACHE_SHARE)
+
+
+def _max_length(config: Config, architecture: Architecture, cache: KvCache) -> int:
+    """What one request may hold, by configuration, checkpoint and cache."""
+    asked = config.max_model_len or architecture.max_length
+    if asked > architecture.max_length:
+        raise UserError(
+            f"rollout.engine.max_model_len is {asked}, the checkpoint allows {architecture.max_length}"
+        )
+    if cache.longest_row < asked:
+        if config.max_model_len or cache.longest_row == 0:
+            raise UserError(
+                f"rollout.engine.kv_cache_bytes holds {cache.longest_row} tokens, max_model_len is {asked}"
+            )
+        log.warning("requests are limited to %d tokens by kv_cache_bytes", cache.longest_row)
+    return min(asked, cache.longest_row)

@@ -1,0 +1,136 @@
+"""Random tiny checkpoints of the supported families, their wire layout, and what transformers says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from meshrl.contract.nouns import (
+    GenerateRequest,
+    SamplingParams,
+    TensorSpec,
+    Version,
+    WeightManifest,
+)
+
+FIRST = Version(1, 0)
+VOCAB = 61
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random float32 model, in evaluation mode."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):  # or they would be zeros and ones
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def pack(
+    model: Any, version: Version, dtype: str = "float32"
+) -> tuple[WeightManifest, list[np.ndarray]]:
+    """The model in the wire layout: two buckets of HF names."""
+    tensors, buckets = [], []
+    names = [(n, p.detach().to(getattr(torch, dtype))) for n, p in model.named_parameters()]
+    for bucket, part in enumerate((names[::2], names[1::2])):
+        offset, pieces = 0, []
+        for name, tensor in part:
+            data = tensor.contiguous().view(torch.uint8).flatten().numpy()
+            tensors.append(
+                TensorSpec(
+                    name=name,
+                    dtype=dtype,
+                    shape=tuple(tensor.shape),
+                    bucket=bucket,
+                    offset=offset,
+                    nbytes=len(data),
+                )
+            )
+            pieces.append(data)
+            offset += len(data)
+        buckets.append(np.concatenate(pieces))
+    manifest = WeightManifest(
+        run="run",
+        version=version,
+        tensors=tuple(tensors),
+        bucket_bytes=tuple(len(b) for b in buckets),
+        bucket_hashes=tuple(xxhash.xxh3_128_hexdigest(b) for b in buckets),
+    )
+    return manifest, buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    model: Any
+    path: Path
+
+
+def request(name: str, prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        sampling=SamplingParams(**sampling),
+    )
+
+
+def prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    """Ragged random prompts without special tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
+    """What `generate` of transformers answers."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def forced_logprobs(
+    model: Any,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    top_k: int = -1,
+    top_p: float = 1.0,
+) -> np.ndarray:
+    """float32[R]: a teacher-forced pass through transformers' own warpers."""
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    ids = torch.tensor([[*prompt, *response]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    if top_k > 0:
+        logits = TopKLogitsWarper(top_k)(ids, logits)
+    if top_p < 1:
+        logits = TopPLogitsWarper(top_p)(ids, logits)
+    picked = torch.tensor(list(response))[:, None]
+    return logits.log_softmax(-1).gather(-1, picked)[:, 0].numpy()
