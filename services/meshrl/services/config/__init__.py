@@ -1,0 +1,10 @@
+"""Recipes: one YAML file, every key overridable, every mistake one line.
+
+Reading order: `recipe` (what a recipe is), `load` (file and overrides to a Recipe), `problems` (pydantic's
+errors as sentences), `checks` (what only the whole recipe can tell), `fields` (what a key means).
+"""
+
+from meshrl.services.config.load import load_recipe
+from meshrl.services.config.recipe import Recipe, RunConfig, eval_spec, needs_reference, train_spec
+
+__all__ = ["Recipe", "RunConfig", "eval_spec", "load_recipe", "needs_reference", "train_spec"]

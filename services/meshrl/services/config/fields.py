@@ -1,0 +1,206 @@
+"""What a key of a recipe means: its type in words, its default, its docstring, where it is defined."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from meshrl.contract.config import Config
+
+Loc = tuple[str | int, ...]
+SIMPLE: Mapping[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+    type(None): "null",
+    Any: "anything",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One documented key."""
+
+    path: tuple[str, ...]
+    field: FieldInfo
+    owner: type[Config]
+
+    @property
+    def dotted(self) -> str:
+        """As a person writes it."""
+        return ".".join(self.path)
+
+    @property
+    def type_text(self) -> str:
+        """What may be written there, in words."""
+        return type_text(self.field.annotation, self.field.metadata)
+
+    @property
+    def default_text(self) -> str:
+        """The default as YAML would show it; `required` when there is none."""
+        default = self.field.get_default(call_default_factory=True)
+        if default is PydanticUndefined:
+            return "required"
+        return value_text(default)
+
+
+def config_of(annotation: Any) -> type[Config] | None:
+    """The Config class inside `annotation` (also in `X | None`, `list[X]`), if there is one."""
+    if inspect.isclass(annotation) and issubclass(annotation, Config):
+        return annotation
+    for part in get_args(annotation):
+        found = config_of(part)
+        if found is not None:
+            return found
+    return None
+
+
+def walk(model: type[Config], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
+    """Every key under `model`, sections before what they hold. Items of lists have no keys of their own."""
+    for name, field in model.model_fields.items():
+        key = Key(path=(*prefix, name), field=field, owner=model)
+        yield key
+        section = config_of(field.annotation)
+        if section is not None:
+            yield from walk(section, key.path)
+
+
+def locate(model: type[Config], loc: Loc) -> tuple[Loc, type[Config], FieldInfo | None]:
+    """Follow `loc` through `model` as far as it names fields and list items.
+
+    Returns:
+        The part of `loc` that names something in a recipe (pydantic appends branches of unions), the
+        class that holds the last name, and its field; None where the class has no such field.
+    """
+    owner, field = model, None
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            continue
+        if field is not None:
+            section = config_of(field.annotation)
+            if section is None:
+                return loc[:index], owner, field
+            if part not in section.model_fields and part == section.__name__:
+                continue
+            owner = section
+        field = owner.model_fields.get(part)
+        if field is None:
+            return loc[: index + 1], owner, None
+    return loc, owner, field
+
+
+def nearest(model: type[Config], loc: Loc) -> str | None:
+    """The key that somebody who wrote `loc` most likely meant.
+
+    A key that ends in the same words first (`actor_rollout_ref.rollout.n` is `rollout.n`, `actor.lr` is
+    `actor.optim.lr`), then a similar word in the same section, then a similar key anywhere.
+    """
+    words = [str(part) for part in loc if not isinstance(part, int)]
+    dotted = ".".join(words)
+    keys = [key.path for key in walk(model)]
+
+    def shared(path: tuple[str, ...]) -> int:
+        pairs = zip(reversed(path), reversed(words), strict=False)
+        return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(path), len(words)))
+
+    def likeness(path: tuple[str, ...]) -> float:
+        return difflib.SequenceMatcher(None, ".".join(path), dotted).ratio()
+
+    best = max(keys, key=lambda path: (shared(path), likeness(path)))
+    if shared(best):
+        return ".".join(best)
+    owner = locate(model, loc)[1]
+    siblings = difflib.get_close_matches(words[-1], list(owner.model_fields), n=1)
+    if siblings:
+        return ".".join([*map(str, loc[:-1]), siblings[0]])
+    anywhere = difflib.get_close_matches(dotted, [".".join(path) for path in keys], n=1, cutoff=0.7)
+    return anywhere[0] if anywhere else None
+
+
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type in words: `a positive integer`, `one of a, b, c`, `a list of paths`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(args[0], [*args[1:], *metadata])
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(part, metadata) for part in args)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return f"one of {', '.join(str(member.value) for member in annotation)}"
+    if inspect.isclass(annotation) and issubclass(annotation, Config):
+        return f"a section with {', '.join(annotation.model_fields)}"
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"a list of {len(args)}: {', '.join(type_text(part) for part in args)}"
+    if origin in (list, tuple, set, frozenset) or origin is typing.get_origin(Sequence[int]):
+        return f"a list, each {type_text(args[0])}"
+    if annotation is dict or origin in (dict, typing.get_origin(Mapping[str, int])):
+        return "a mapping"
+    return _bounded(
+        SIMPLE.get(annotation, getattr(annotation, "__name__", str(annotation))), metadata
+    )
+
+
+def _bounded(text: str, metadata: Sequence[Any]) -> str:
+    if text not in ("an integer", "a number"):
+        return text
+    bounds = []
+    for bound in metadata:
+        match bound:
+            case annotated_types.Gt(gt=0):
+                text = text.replace("a number", "a positive number")
+                text = text.replace("an integer", "a positive integer")
+            case annotated_types.Gt(gt=low):
+                bounds.append(f"> {low}")
+            case annotated_types.Ge(ge=low):
+                bounds.append(f">= {low}")
+            case annotated_types.Lt(lt=high):
+                bounds.append(f"< {high}")
+            case annotated_types.Le(le=high):
+                bounds.append(f"<= {high}")
+    return " ".join([text, " and ".join(bounds)]).strip()
+
+
+def value_text(value: Any) -> str:
+    """A value as a recipe would show it, on one line."""
+    if isinstance(value, Config):
+        return "{}" if not value.model_fields_set else value_text(value.model_dump(mode="json"))
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(value_text(item) for item in value)}]"
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def defined_at(key: Key) -> str:
+    """`module.Class (file:line)` of the key's definition."""
+    name = key.path[-1]
+    for owner in key.owner.__mro__:
+        if name in vars(owner).get("__annotations__", {}):
+            lines, start = inspect.getsourcelines(owner)
+            offset = next(
+                (n for n, line in enumerate(lines) if re.match(rf"\s+{name}\s*:", line)), 0
+            )
+            file = Path(inspect.getsourcefile(owner) or "?")
+            here = Path.cwd()
+            shown = file.relative_to(here) if file.is_relative_to(here) else file
+            return f"{owner.__module__}.{owner.__qualname__} ({shown}:{start + offset})"
+    return f"{key.owner.__module__}.{key.owner.__qualname__}"

@@ -1,0 +1,181 @@
+"""From a YAML file and `a.b=c` overrides to a Recipe; every mistake is named with file, line and key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from meshrl.contract.errors import ConfigError
+from meshrl.services.config.checks import cross_checks
+from meshrl.services.config.fields import Loc
+from meshrl.services.config.problems import booleans_as_numbers, in_order, origin_of, problems
+from meshrl.services.config.recipe import Recipe
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: PyYAML's 1.1 reads `1e-6` as text, `0.5_5` as 0.55, `no` as false, `1:30` as 90."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, check: bool = True) -> Recipe:
+    """The recipe in `path` with `overrides` applied, the last of several winning.
+
+    Args:
+        path: A YAML file.
+        overrides: `a.b=c` with `c` in YAML; `+a.b=c` and `++a.b=c` say the same.
+        check: Also check what no single key can tell (files, names, sizes that must fit together).
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    tree, origins = _read(path)
+    found: list[str] = []
+    for text in overrides:
+        try:
+            _override(tree, origins, text)
+        except ConfigError as error:
+            found.append(str(error))
+    if found:
+        raise ConfigError("\n".join(found))
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict) and not run.get("name"):
+        run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
+    wrong = {
+        at: f"{origin_of(origins, at)}: {sentence}"
+        for at, sentence in booleans_as_numbers(Recipe, tree)
+    }
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        wrong |= problems(Recipe, error, origins)
+    if wrong:
+        raise ConfigError("\n".join(in_order(wrong, origins)))
+    if check:
+        broken = [f"{origin_of(origins, at)}: {text}" for at, text in cross_checks(recipe)]
+        if broken:
+            raise ConfigError("\n".join(broken))
+    return recipe
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    """Write `recipe` with every default filled in: what a run really ran with."""
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    path.write_text(text)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        hint = f" (there are: {', '.join(near)})" if near else ""
+        raise ConfigError(f"{path}: no such recipe{hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            origins: dict[Loc, str] = {(): str(path)}
+            if node is not None:
+                duplicates = [f"{path}:{line}: {key} is given twice" for key, line in _twice(node)]
+                if duplicates:
+                    raise ConfigError("\n".join(duplicates))
+                origins |= {at: f"{path}:{line}" for at, line in _lines(node)}
+            tree = loader.construct_document(node) if node is not None else {}
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not valid YAML: {said}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: want sections (run, model, data, ...), got {tree!r:.60}")
+    return tree, origins
+
+
+def _lines(node: yaml.Node, at: Loc = ()) -> Iterator[tuple[Loc, int]]:
+    """Every key and list item with the line it starts on."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            where = (*at, str(key.value))
+            yield where, key.start_mark.line + 1
+            yield from _lines(value, where)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*at, index), value.start_mark.line + 1
+            yield from _lines(value, (*at, index))
+
+
+def _twice(node: yaml.Node, at: Loc = ()) -> Iterator[tuple[str, int]]:
+    """Keys that stand twice in one section: YAML would silently keep the last."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[Hashable] = set()
+        for key, value in node.value:
+            where = (*at, str(key.value))
+            if key.value in seen and key.value != "<<":
+                yield ".".join(map(str, where)), key.start_mark.line + 1
+            seen.add(key.value)
+            yield from _twice(value, where)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _twice(value, (*at, index))
+
+
+def _override(tree: dict[str, Any], origins: dict[Loc, str], text: str) -> None:
+    """Set one key in `tree`; a number in the key counts items of a list."""
+    key, equals, raw = text.partition("=")
+    words = key.lstrip("+").split(".")
+    origin = f"command line: {text}"
+    if not equals or not all(words):
+        raise ConfigError(f"{origin}: want key=value, as in rollout.n=8")
+    try:
+        value = yaml.load(raw, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: the value is not valid YAML") from error
+    at: Loc = ()
+    here: Any = tree
+    for depth, word in enumerate(words):
+        last = depth == len(words) - 1
+        part: str | int = word
+        if isinstance(here, list):
+            if not word.isdigit() or int(word) >= len(here):
+                raise ConfigError(
+                    f"{origin}: {'.'.join(words[:depth])} has items 0 to {len(here) - 1}, not {word!r}"
+                )
+            part = int(word)
+        at = (*at, part)
+        if last:
+            here[part] = value
+            origins |= {at: origin}
+            for stale in [a for a in origins if a[: len(at)] == at and a != at]:
+                del origins[stale]
+        else:
+            inner = here[int(part)] if isinstance(here, list) else here.get(part)
+            if not isinstance(inner, dict | list):
+                # A section that is absent, null, or (wrongly) a value: the override makes it one.
+                inner = here[part] = {}
+            here = inner

@@ -1,0 +1,155 @@
+"""What a recipe is: one section per room, each with the class that the room itself defines. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pydantic import Field
+
+from meshrl.contract.config import Config
+from meshrl.contract.nouns import (
+    REFERENCE_STAGE,
+    REWARD_STAGE,
+    ROLLOUT_STAGE,
+    GroupPolicy,
+    RunSpec,
+    StalePolicy,
+)
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rollout.config import RolloutConfig
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.trainer.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    ReferenceConfig,
+    TrainerConfig,
+)
+from meshrl.transferqueue.config import QueueConfig
+
+EVAL_SUFFIX = ".eval"
+
+
+class RunConfig(Config):
+    """Which run this is, and where its files go."""
+
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")
+    """Letters, digits, `.`, `_`, `-`; empty takes the name of the recipe's file."""
+    dir: Path | None = None
+    """Logs, queue, checkpoints, metrics; null is `runs/<run.name>`."""
+    seed: int = 0
+    """Seeds the samplers, the trainer and everything else that draws."""
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self.dir if self.dir is not None else Path("runs") / self.name
+
+
+class Recipe(Config):
+    """Everything that a run is made from."""
+
+    run: RunConfig = RunConfig()
+    """Name, directory and seed of the run."""
+    model: ModelConfig
+    """The policy."""
+    data: DataConfig = DataConfig()
+    """Prompts to train and evaluate on."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """From rewards to advantages."""
+    actor: ActorConfig = ActorConfig()
+    """From advantages to an optimizer step."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The frozen model of KL terms."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Length, schedule and bookkeeping."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How answers are sampled, by how many workers."""
+    reward: RewardConfig = RewardConfig()
+    """How answers are scored."""
+    queue: QueueConfig = QueueConfig()
+    """The transfer queue: store, staleness, leases."""
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights reach the rollout workers."""
+
+    @property
+    def queue_path(self) -> Path:
+        """Where the queue's store keeps its files."""
+        return self.queue.path if self.queue.path is not None else self.run.path / "queue"
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where the trainer's checkpoints go."""
+        return self.trainer.default_local_dir or self.run.path / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object per step."""
+        return self.run.path / "metrics.jsonl"
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Where the tokenizer's files are."""
+        return self.model.tokenizer_path or self.model.path
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The frozen model: the policy's own start unless `reference.path` names another."""
+        return self.model.model_copy(
+            update={
+                "path": self.reference.path or self.model.path,
+                "tokenizer_path": self.tokenizer_dir,
+            }
+        )
+
+
+def needs_reference(recipe: Recipe) -> bool:
+    """True when the algorithm reads `ref_logprobs`: a KL term in the reward or in the loss."""
+    return recipe.algorithm.use_kl_in_reward or recipe.actor.use_kl_loss
+
+
+def has_evaluation(recipe: Recipe) -> bool:
+    """True when held-out prompts are given."""
+    return bool(recipe.data.val_files)
+
+
+def train_spec(recipe: Recipe) -> RunSpec:
+    """What the training run asks of the queue. Every service opens it, so start order does not matter."""
+    stages = (ROLLOUT_STAGE, REWARD_STAGE)
+    queue = recipe.queue
+    return RunSpec(
+        run=recipe.run.name,
+        group_size=recipe.rollout.n,
+        batch_groups=recipe.data.train_batch_size,
+        max_staleness=float(queue.max_staleness),
+        stages=(*stages, REFERENCE_STAGE) if needs_reference(recipe) else stages,
+        group_policy=GroupPolicy(queue.group_policy),
+        group_k=queue.group_k,
+        stale_policy=StalePolicy(queue.stale_policy),
+        max_attempts=queue.max_attempts,
+        lease_ttl_s=queue.lease_ttl_s,
+        resident_batches=queue.resident_batches,
+        resident_bytes=queue.resident_bytes,
+        sampler=queue.sampler,
+    )
+
+
+def eval_spec(recipe: Recipe) -> RunSpec:
+    """What evaluation asks of the queue: a run of its own, ahead of training, bound to no version.
+
+    Its admission bound lies beyond any held-out set: an evaluation admits all its prompts at once.
+    """
+    return RunSpec(
+        run=recipe.run.name + EVAL_SUFFIX,
+        group_size=recipe.rollout.val_kwargs.n,
+        batch_groups=1,
+        max_staleness=math.inf,
+        max_attempts=recipe.queue.max_attempts,
+        lease_ttl_s=recipe.queue.lease_ttl_s,
+        resident_batches=1 << 20,
+        resident_bytes=recipe.queue.resident_bytes,
+        gated=False,
+        priority=1,
+    )

@@ -1,0 +1,125 @@
+"""The address book of a running mesh, `runs/<name>/mesh.json`, and the lock that says whether it runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from meshrl.contract.errors import NotFoundError, UserError
+
+BOOK_NAME = "mesh.json"
+LOCK_NAME = "up.lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where one service listens."""
+
+    kind: str
+    """queue, rollout, reward, reference, trainer or feeder."""
+    host: str
+    port: int
+    metrics_port: int
+
+    @property
+    def address(self) -> str:
+        """`host:port`, as gRPC dials it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddressBook:
+    """Who listens where."""
+
+    run: str
+    recipe: Path
+    """The recipe with all its defaults and overrides: what the services read."""
+    services: Mapping[str, Entry]
+
+    def of_kind(self, kind: str) -> Mapping[str, Entry]:
+        """The entries of one kind by name."""
+        return {name: entry for name, entry in self.services.items() if entry.kind == kind}
+
+    def address(self, name: str) -> str:
+        """Where the service listens. Raises UserError when the mesh has none of that name."""
+        if name not in self.services:
+            raise UserError(f"this mesh has no {name} service (it has: {', '.join(self.services)})")
+        return self.services[name].address
+
+    def with_entry(self, name: str, entry: Entry) -> AddressBook:
+        """A copy in which `name` listens elsewhere."""
+        return replace(self, services={**self.services, name: entry})
+
+    def save(self, path: Path) -> None:
+        """Write the book; a reader sees the old one or this one, never a part."""
+        fields = {
+            "run": self.run,
+            "recipe": str(self.recipe),
+            "services": {name: asdict(entry) for name, entry in self.services.items()},
+        }
+        draft = path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps(fields, indent=2) + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> AddressBook:
+        """Read a book. Raises NotFoundError when there is none, UserError when it is something else."""
+        try:
+            fields = json.loads(path.read_text())
+            entries = {name: Entry(**entry) for name, entry in fields["services"].items()}
+            return cls(run=fields["run"], recipe=Path(fields["recipe"]), services=entries)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"no address book at {path}; is the mesh up?") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not an address book of meshrl up: {error}") from error
+
+
+@contextmanager
+def run_lock(run_dir: Path) -> Iterator[None]:
+    """Hold the run's directory for as long as `up` lives; the kernel lets go when it dies.
+
+    Raises:
+        UserError: another `up` holds it.
+    """
+    path = run_dir / LOCK_NAME
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise UserError(
+                f"{run_dir} is in use: another `meshrl up` (pid {holder}) runs there; stop it, "
+                "or choose another run.name or run.dir"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def is_up(run_dir: Path) -> bool:
+    """True while an `up` holds the run's directory."""
+    try:
+        with (run_dir / LOCK_NAME).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def newest_run_dir(runs: Path = Path("runs")) -> Path:
+    """The directory in `runs` whose mesh was started last. Raises NotFoundError."""
+    books = sorted(runs.glob(f"*/{BOOK_NAME}"), key=lambda book: book.stat().st_mtime)
+    if not books:
+        raise NotFoundError(
+            f"no mesh was ever started here: no {runs}/*/{BOOK_NAME}; see --run-dir"
+        )
+    return books[-1].parent

@@ -1,0 +1,68 @@
+"""One merged log: every service's lines into a file of its own, and into the console behind a coloured name."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
+TELLING = re.compile(
+    r"\b(WARNING|ERROR|CRITICAL)\b|^(error|warning):|^Traceback|^\w*(Error|Exception):"
+)
+
+
+class MergedLog:
+    """Takes (service, line); `up` speaks as a service too."""
+
+    def __init__(self, directory: Path, names: Sequence[str], console: Console) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._console = console
+        self._files: dict[str, TextIO] = {}
+        self._full = False
+        self._width = max(map(len, [*names, "up"]))
+        self._colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+    def __enter__(self) -> MergedLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __call__(self, name: str, line: str) -> None:
+        """Keep and show one line."""
+        self._keep(name, line)
+        self._show(name, line)
+
+    def _keep(self, name: str, line: str) -> None:
+        try:
+            if name not in self._files:
+                path = self._directory / f"{name}.log"
+                self._files[name] = path.open("a", encoding="utf-8", buffering=1)
+            self._files[name].write(line + "\n")
+        except OSError as error:
+            if not self._full:
+                # A full disk must not take the run down through its logs; said once, shown all the same.
+                self._full = True
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                why = "the disk is full" if full else str(error)
+                self._show("up", f"error: logs are shown but not kept: {self._directory}: {why}")
+
+    def _show(self, name: str, line: str) -> None:
+        style = "bold" if name == "up" else self._colour.get(name, "white")
+        text = Text(f"{name:>{self._width}} │ ", style=style)
+        text.append(Text.from_ansi(line, style="" if not TELLING.search(line) else "bold red"))
+        self._console.print(text, soft_wrap=True)

@@ -1,0 +1,37 @@
+"""Free ports that stay free: chosen below the range from which the kernel takes ports for outgoing connections."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Collection
+
+from meshrl.contract.errors import CapacityError
+
+LOWEST, HIGHEST = 20_000, 32_000
+"""Linux takes ephemeral ports from 32768 upwards, so a service that restarts finds its port unused."""
+TRIES = 200
+
+
+def free_port(host: str, taken: Collection[int] = ()) -> int:
+    """A port of `host` on which nobody listens now, and which is not in `taken`.
+
+    Raises:
+        CapacityError: none was found.
+    """
+    draw = random.SystemRandom()
+    for _ in range(TRIES):
+        port = draw.randint(LOWEST, HIGHEST)
+        if port not in taken and _is_free(host, port):
+            return port
+    raise CapacityError(f"no free port found on {host} between {LOWEST} and {HIGHEST}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
