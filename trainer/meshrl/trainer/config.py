@@ -87,8 +87,10 @@ class AlgorithmConfig(Config):
 
 
 class OptimConfig(Config):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon on hidden matrices, AdamW on the rest, at one learning rate."""
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8

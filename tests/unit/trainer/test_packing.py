@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.trainer.packing import layout_of, pack, plan
+
+LENGTHS = np.random.default_rng(0).integers(2, 300, 101).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_every_row_is_in_exactly_one_micro_batch(ranks: int) -> None:
+    made = plan(LENGTHS, ranks=ranks, max_tokens=512)
+    dealt = sorted(row for rank in range(ranks) for row in made.rows_of(rank))
+    assert dealt == list(range(len(LENGTHS)))
+
+
+def test_a_micro_batch_keeps_the_token_budget_unless_one_row_alone_exceeds_it() -> None:
+    made = plan([*LENGTHS, 900], ranks=2, max_tokens=512)
+    sizes = [*LENGTHS, 900]
+    packs = [micro for rank in made.ranks for micro in rank]
+    over = [micro for micro in packs if sum(sizes[row] for row in micro) > 512]
+    assert over == [(len(LENGTHS),)]
+
+
+def test_every_rank_runs_as_many_micro_batches() -> None:
+    made = plan([500, 10, 10], ranks=3, max_tokens=64)
+    assert {len(rank) for rank in made.ranks} == {1}
+    assert plan([9], ranks=2, max_tokens=64).ranks == (((0,),), ((),))
+
+
+def test_ranks_get_nearly_equal_tokens() -> None:
+    made = plan(LENGTHS, ranks=4, max_tokens=512)
+    loads = [sum(LENGTHS[row] for row in made.rows_of(rank)) for rank in range(4)]
+    assert max(loads) - min(loads) <= max(LENGTHS)
+
+
+def test_a_pack_points_at_the_hidden_state_before_each_response_token() -> None:
+    rows = [np.array([5, 6, 7, 8], np.int32), np.array([9, 10, 11], np.int32)]
+    made = pack(rows, [2, 1])
+    assert made.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11]]
+    assert made.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert made.targets.tolist() == [7, 8, 10, 11]
+    assert made.positions.tolist() == [1, 2, 4, 5]
+
+
+def test_a_row_without_response_has_no_targets() -> None:
+    made = pack([np.array([5, 6], np.int32), np.array([1, 2, 3], np.int32)], [2, 2])
+    assert made.targets.tolist() == [3]
+
+
+def test_an_empty_pack_is_one_token_and_no_target() -> None:
+    made = pack([], [])
+    assert made.input_ids.shape == (1, 1)
+    assert len(made.targets) == 0
+
+
+def test_the_buckets_of_a_layout_cover_every_token_once() -> None:
+    layout = layout_of(LENGTHS)
+    cells = torch.cat([b.gather.reshape(-1)[b.cells] for b in layout.buckets])
+    assert cells[layout.order].tolist() == list(range(sum(LENGTHS)))
+
+
+def test_rectangles_waste_at_most_an_eighth_beyond_the_shortest_bucket() -> None:
+    for bucket in layout_of(LENGTHS).buckets:
+        shortest = len(bucket.cells) / bucket.gather.shape[0]
+        assert bucket.gather.shape[1] <= max(16, 1.125 * shortest + 1)

@@ -1,0 +1,126 @@
+"""The trainer's ranks: who we are, and the few words that ranks say to each other.
+
+Control messages are bytes and flat arrays over gloo, never pickled objects. Gradients and parameters travel in
+FSDP's own collectives (NCCL on GPUs).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.nouns import Float32
+
+CONTROL_TIMEOUT_S = 600.0
+"""Longest silence between ranks. Rank 0 speaks at least every `take_wait_s` while it waits for a batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class World:
+    """This process among the ranks of its trainer."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    owns_group: bool
+    """True when `close` has a process group to end."""
+
+    @classmethod
+    def start(cls, device: Literal["auto", "cpu", "cuda"] = "auto") -> World:
+        """Join the group that torchrun's variables name, or be a world of one.
+
+        Raises:
+            ConfigError: CUDA was asked for and there is none.
+        """
+        kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.device: cuda, but torch sees no CUDA device; use cpu or auto"
+            )
+        owns_group = not dist.is_initialized()
+        if owns_group:
+            _init_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+        place = torch.device(kind)
+        if kind == "cuda":
+            place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(place)
+        return cls(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            device=place,
+            mesh=init_device_mesh(kind, (dist.get_world_size(),)),
+            owns_group=owns_group,
+        )
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 talks to the queue, writes metrics and checkpoints' state."""
+        return self.rank == 0
+
+    def broadcast(self, payload: bytes = b"") -> bytes:
+        """Rank 0's payload, on every rank.
+
+        Raises:
+            InfraError: a rank is gone.
+        """
+        if self.size == 1:
+            return payload
+        try:
+            size = torch.tensor([len(payload)], dtype=torch.int64)
+            dist.broadcast(size, src=0)
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            if self.is_main:
+                data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            dist.broadcast(data, src=0)
+        except RuntimeError as error:
+            raise InfraError(
+                f"rank {self.rank} of {self.size}: a peer rank is gone ({error})"
+            ) from error
+        return data.numpy().tobytes()
+
+    def all_gather(self, own: Float32) -> list[Float32]:
+        """Every rank's flat float32 array, by rank; lengths may differ."""
+        if self.size == 1:
+            return [own]
+        try:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(own)], dtype=torch.int64))
+            longest = max(1, *(int(size) for size in sizes))
+            padded = torch.zeros(longest)
+            padded[: len(own)] = torch.from_numpy(np.ascontiguousarray(own))
+            parts = [torch.zeros(longest) for _ in range(self.size)]
+            dist.all_gather(parts, padded)
+        except RuntimeError as error:
+            raise InfraError(
+                f"rank {self.rank} of {self.size}: a peer rank is gone ({error})"
+            ) from error
+        return [part.numpy()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.all_gather(np.zeros(1, dtype=np.float32))
+
+    def close(self) -> None:
+        """Leave the group; idempotent."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _init_group(backend: str) -> None:
+    timeout = timedelta(seconds=CONTROL_TIMEOUT_S)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # A world of one needs no port: the store lives in this process.
+    store = c10d.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

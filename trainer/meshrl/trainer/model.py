@@ -1,0 +1,139 @@
+"""The policy: a Hugging Face causal language model under FSDP2 that reads packs and answers with log-probs.
+
+    pack ──▶ decoder (block-diagonal attention) ──▶ hidden[response positions] ──▶ linear_logprob ──▶ [N]
+
+Master weights are float32; `param_dtype` is what matmuls run in. The projection happens inside the root module's
+forward, so that FSDP has the output embedding gathered there, and only response positions are projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshrl.contract.errors import UserError
+from meshrl.trainer import attention
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.logprob import linear_logprob
+from meshrl.trainer.packing import Pack
+
+HfModel: TypeAlias = Any
+"""A transformers `PreTrainedModel`: the library has no types."""
+
+
+class Policy(nn.Module):
+    """Log-probs and entropies of the response tokens of a pack."""
+
+    def __init__(self, hf: HfModel) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
+        hidden = self.hf.get_decoder()(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            packed_layout=pack.layout,
+        ).last_hidden_state[0]
+        weight = self.hf.get_output_embeddings().weight
+        chosen = hidden.index_select(0, pack.positions)
+        return linear_logprob(chosen, weight, pack.targets, temperature=temperature)
+
+    def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Hugging Face names and parameters in layer order; a tied tensor comes once, under its first name."""
+        yield from self.hf.named_parameters()
+
+
+def load_hf(path: Path) -> HfModel:
+    """A float32 model from a Hugging Face checkpoint directory, ready for packed attention.
+
+    Raises:
+        UserError: the directory is not such a checkpoint, or the model cannot be trained here.
+    """
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
+        )
+    try:
+        hf = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention.NAME
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path: cannot load {path}: {reason}") from error
+    return _prepared(hf, path)
+
+
+def random_hf(config: Any, seed: int) -> HfModel:
+    """A float32 model with weights drawn from `seed`; `config` is a transformers config.
+
+    The caller's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        factory: Any = AutoModelForCausalLM
+        hf = factory.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    return _prepared(hf, Path(config.name_or_path or config.model_type))
+
+
+def _prepared(hf: HfModel, path: Path) -> HfModel:
+    """Refuse what would make log-probs differ from the sampler's; switch dropout off."""
+    head = hf.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UserError(f"model {path}: the output embedding has a bias, which is not supported")
+    for key in (
+        "final_logit_softcapping",
+        "logit_scale",
+        "logits_scaling",
+        "attn_logit_softcapping",
+    ):
+        value = getattr(hf.config, key, None)
+        if value not in (None, 1, 1.0):
+            raise UserError(f"model {path}: {key}={value} in config.json is not supported")
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return hf
+
+
+def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
+    """Shard the model over the ranks: one FSDP unit per decoder layer, the rest in the root's."""
+    if config.enable_gradient_checkpointing:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = Policy(hf).train()
+    compute = getattr(torch, config.param_dtype)
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in decoder_layers(hf):
+        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    return policy.to(world.device)
+
+
+def decoder_layers(hf: HfModel) -> nn.ModuleList:
+    """The blocks of the decoder.
+
+    Raises:
+        UserError: the architecture keeps them under a name we do not know.
+    """
+    decoder = hf.get_decoder()
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise UserError(f"model {type(hf).__name__}: no list of decoder layers found")
+
+
+def vocabulary(path: Path) -> int:
+    """The vocabulary size of the checkpoint in `path`."""
+    return int(AutoConfig.from_pretrained(path).vocab_size)

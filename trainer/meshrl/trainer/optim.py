@@ -1,0 +1,93 @@
+"""The optimizer: AdamW, or Muon on hidden matrices with AdamW on the rest; a schedule that is a pure function."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshrl.trainer.config import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """The learning rate of training step `step`, counted from 0.
+
+    Warm-up rises linearly to `lr` over `lr_warmup_steps`; then constant, or cosine / linear down to
+    `lr * min_lr_ratio` at `total_steps`. A pure function, so a checkpoint holds no scheduler.
+    """
+    if step < config.lr_warmup_steps:
+        return config.lr * (step + 1) / config.lr_warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    span = max(1, total_steps - config.lr_warmup_steps)
+    done = min(1.0, (step - config.lr_warmup_steps) / span)
+    fall = (
+        1.0 - done if config.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+    )
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * fall)
+
+
+class Optimizers:
+    """The optimizers of a model, stepped as one."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+        self._model = model
+        self._config = config
+        hidden, rest = _split(model) if config.name == "muon" else ([], list(model.parameters()))
+        self.parts: list[torch.optim.Optimizer] = []
+        if hidden:
+            # match_rms_adamw scales Muon's update to AdamW's size, so that one `lr` serves both.
+            muon = torch.optim.Muon(
+                hidden,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            self.parts.append(muon)
+        self.parts.append(
+            torch.optim.AdamW(
+                rest,
+                lr=config.lr,
+                betas=config.betas,
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+            )
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def step(self, rate: float) -> float:
+        """Clip, update with learning rate `rate`, forget the gradients; returns the gradient norm.
+
+        With a gradient that is not finite the weights stay as they are: one bad batch must not end the model.
+        """
+        clipped = nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad)
+        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+        if math.isfinite(norm):
+            for part in self.parts:
+                for group in part.param_groups:
+                    group["lr"] = rate
+                part.step()
+        self.zero_grad()
+        return norm
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Hidden matrices for Muon; embeddings, output, norms and biases for AdamW."""
+    embeddings = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters(recurse=False)
+    }
+    hidden: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        outside = id(parameter) in embeddings or "lm_head" in name
+        (hidden if parameter.ndim == 2 and not outside else rest).append(parameter)
+    return hidden, rest
