@@ -1,0 +1,94 @@
+"""`meshrl config`: check, show and explain recipes. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import yaml
+
+from meshrl.contract.errors import ConfigError
+from meshrl.services.cli.options import json_option, recipe_argument
+from meshrl.services.config import Recipe, load_recipe
+from meshrl.services.config.fields import Key, config_of, defined_at, nearest, walk
+
+
+@click.group()
+def config() -> None:
+    """Check, show and explain recipes."""
+
+
+@config.command()
+@recipe_argument
+def check(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Say whether a recipe would start: keys, types, names, files, sizes that must fit."""
+    loaded = load_recipe(recipe, overrides)
+    click.echo(f"{recipe} is good: run {loaded.run.name!r}, files under {loaded.run.path}")
+
+
+@config.command()
+@recipe_argument
+@json_option
+def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print a recipe with every default and override filled in."""
+    fields = load_recipe(recipe, overrides, check=False).model_dump(mode="json")
+    text = json.dumps(fields, indent=2) if as_json else yaml.safe_dump(fields, sort_keys=False)
+    click.echo(text.rstrip())
+
+
+@config.command()
+@click.argument("key", required=False)
+@json_option
+def explain(key: str | None, as_json: bool) -> None:
+    """Say what a key means, its type, its default and where it is defined; all keys if none is given."""
+    keys = {found.dotted: found for found in walk(Recipe)}
+    if key is not None and key not in keys:
+        near = nearest(Recipe, tuple(key.split(".")))
+        raise ConfigError(
+            f"no such key {key!r}"
+            + (f"; did you mean {near!r}?" if near else f"; known: {_sections()}")
+        )
+    if as_json:
+        chosen = [found for dotted, found in keys.items() if key in (None, dotted)]
+        click.echo(json.dumps([_facts(found) for found in chosen], indent=2))
+    elif key is None:
+        for found in keys.values():
+            click.echo(_short(found))
+    else:
+        click.echo(_long(keys[key]))
+        for dotted, found in keys.items():
+            if found.path[:-1] == tuple(key.split(".")):
+                click.echo(f"  {_short(found, dotted)}")
+
+
+def _sections() -> str:
+    return ", ".join(Recipe.model_fields)
+
+
+def _doc(key: Key) -> str:
+    return " ".join((key.field.description or "").split())
+
+
+def _short(key: Key, name: str | None = None) -> str:
+    doc = f"  {_doc(key)}" if _doc(key) else ""
+    if config_of(key.field.annotation) is not None and key.default_text in ("{}", "required"):
+        return f"{name or key.dotted}:{doc}"
+    return f"{name or key.dotted} = {key.default_text}{doc}"
+
+
+def _long(key: Key) -> str:
+    lines = [key.dotted, f"  {_doc(key)}" if _doc(key) else None]
+    lines += [f"  type: {key.type_text}", f"  default: {key.default_text}"]
+    lines += [f"  defined in: {defined_at(key)}"]
+    return "\n".join(line for line in lines if line)
+
+
+def _facts(key: Key) -> dict[str, str]:
+    return {
+        "key": key.dotted,
+        "doc": _doc(key),
+        "type": key.type_text,
+        "default": key.default_text,
+        "defined_in": defined_at(key),
+    }

@@ -1,0 +1,105 @@
+"""`meshrl serve`: one service in the foreground, the same under `up`, compose, systemd and Kubernetes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshrl.contract import extend
+from meshrl.services.cli.options import PATH, recipe_argument
+from meshrl.services.config import load_recipe
+from meshrl.services.up.book import AddressBook
+from meshrl.services.up.exits import Exit
+from meshrl.services.up.pdeath import die_with_parent
+
+ASSEMBLY = "meshrl.services.assembly"
+KINDS = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
+
+
+@click.command()
+@click.argument("service", type=click.Choice(KINDS))
+@recipe_argument
+@click.option("--name", envvar="MESHRL_NAME", help="Unique in the mesh; SERVICE if not given.")
+@click.option("--host", envvar="MESHRL_HOST", default="127.0.0.1", show_default=True)
+@click.option("--port", envvar="MESHRL_PORT", type=click.IntRange(0, 65535), default=0)
+@click.option(
+    "--metrics-port", envvar="MESHRL_METRICS_PORT", type=click.IntRange(0, 65535), default=0
+)
+@click.option(
+    "--allow-insecure-bind",
+    envvar="MESHRL_ALLOW_INSECURE_BIND",
+    is_flag=True,
+    help="Listen beyond this machine, unencrypted: only in a network that you trust.",
+)
+@click.option("--queue", envvar="MESHRL_QUEUE", metavar="HOST:PORT", help="Where the queue is.")
+@click.option(
+    "--trainer", envvar="MESHRL_TRAINER", metavar="HOST:PORT", help="Where the trainer is."
+)
+@click.option(
+    "--address-book",
+    envvar="MESHRL_ADDRESS_BOOK",
+    type=PATH,
+    help="mesh.json of `up`: says where this service listens and where the others are.",
+)
+@click.option(
+    "--log-level",
+    envvar="MESHRL_LOG_LEVEL",
+    type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+    default="INFO",
+)
+def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Run one SERVICE of RECIPE until SIGTERM or Ctrl-C, which drain it."""
+    die_with_parent()
+    logging.basicConfig(
+        level=options["log_level"].upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    loaded = load_recipe(recipe, overrides)
+    # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
+    from meshrl.services.runtime import ServerSettings, run_service
+    from meshrl.services.site import Site
+
+    name, host, port = options["name"] or service, options["host"], options["port"]
+    metrics_port = options["metrics_port"]
+    peers = {kind: options[kind] for kind in ("queue", "trainer") if options[kind]}
+    if options["address_book"] is not None:
+        book = AddressBook.load(options["address_book"])
+        peers = {entry.kind: entry.address for entry in book.services.values()} | peers
+        own = book.services.get(name)
+        if own is not None:
+            host, port, metrics_port = own.host, own.port, own.metrics_port
+    for wanted in (port, metrics_port):
+        if _in_use(host, wanted):
+            click.echo(
+                f"error: {name} cannot listen on {host}:{wanted}: the port is in use", err=True
+            )
+            sys.exit(Exit.PORT_IN_USE)
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        metrics_port=metrics_port,
+        allow_insecure_bind=options["allow_insecure_bind"],
+    )
+    run = extend.load(ASSEMBLY, service, "run")
+    sys.exit(run_service(lambda: run(loaded, Site(name=name, settings=settings, peers=peers))))
+
+
+def _in_use(host: str, port: int) -> bool:
+    """True when somebody listens on the port: another one would do, which no other failure to bind says."""
+    if port == 0:
+        return False
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

@@ -1,0 +1,44 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)
+
+
+def recipe_argument(function: F) -> F:
+    """`RECIPE [KEY=VALUE ...]`."""
+    overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+    recipe = click.argument("recipe", type=PATH, envvar="MESHRL_RECIPE")
+    return recipe(overrides(function))
+
+
+def json_option(function: F) -> F:
+    """`--json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(
+        function
+    )
+
+
+def mesh_options(function: F) -> F:
+    """How to find a running mesh."""
+    run_dir = click.option(
+        "--run-dir",
+        type=PATH,
+        envvar="MESHRL_RUN_DIR",
+        help="The run's directory; the newest runs/*/mesh.json if not given.",
+    )
+    queue = click.option(
+        "--queue",
+        metavar="HOST:PORT",
+        envvar="MESHRL_QUEUE",
+        help="Ask this queue; needs --run.",
+    )
+    run = click.option("--run", metavar="NAME", envvar="MESHRL_RUN", help="The run's name.")
+    return run_dir(queue(run(function)))

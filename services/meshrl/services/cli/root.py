@@ -1,0 +1,112 @@
+"""The command group: names and one-line helps here, everything else loaded when it is asked for.
+
+Every failure a person can cause ends here as one line on stderr and exit code 2; no traceback is theirs to read.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import click
+
+from meshrl.contract.errors import MeshError, UserError
+from meshrl.services.up.exits import Exit
+
+COMMANDS = "meshrl.services.cli.commands"
+
+
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """A command that is not imported until it runs."""
+
+    target: str
+    """`module:attribute`."""
+    help: str
+
+
+KNOWN: Mapping[str, Lazy] = {
+    "up": Lazy(f"{COMMANDS}.up:up", "Train: start every service on this machine."),
+    "demo": Lazy(
+        "meshrl.services.demo.command:demo", "Make a tiny model and train it, end to end."
+    ),
+    "serve": Lazy(f"{COMMANDS}.serve:serve", "Run one service, in the foreground."),
+    "sft": Lazy(f"{COMMANDS}.sft:sft", "Supervised warm start on prompt/response pairs."),
+    "eval": Lazy(f"{COMMANDS}.evaluate:evaluate", "Score a checkpoint on held-out prompts."),
+    "export": Lazy(f"{COMMANDS}.export:export", "Turn a checkpoint into a Hugging Face directory."),
+    "status": Lazy(f"{COMMANDS}.status:status", "How a running mesh does."),
+    "ledger": Lazy(f"{COMMANDS}.ledger:ledger", "Where every admitted row is."),
+    "why-waiting": Lazy(f"{COMMANDS}.why_waiting:why_waiting", "What blocks, since when, and who."),
+    "dead-letters": Lazy(f"{COMMANDS}.dead_letters:dead_letters", "Rows given up; `replay` them."),
+    "config": Lazy(f"{COMMANDS}.config:config", "Check, show and explain recipes."),
+}
+
+
+class Root(click.Group):
+    """Lists commands without importing them."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """In the order of the table, which is the order of use."""
+        return list(KNOWN)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Import the command that runs."""
+        if name not in KNOWN:
+            return None
+        module, _, attribute = KNOWN[name].target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, lazy.help) for name, lazy in KNOWN.items()])
+
+
+@click.group(
+    cls=Root,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="A recipe's keys are overridden as a.b=c, e.g.: meshrl up my.yaml rollout.n=16",
+)
+@click.version_option(package_name="meshrl")
+def cli() -> None:
+    """Asynchronous RL post-training of language models, as a mesh of services."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    try:
+        code = cli.main(
+            args=list(arguments) if arguments is not None else None,
+            prog_name="meshrl",
+            standalone_mode=False,
+        )
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except BrokenPipeError:
+        # Who read us has gone (`meshrl ... | head`); nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = Exit.FAILED
+    except MeshError as error:
+        code = report(error)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        click.echo(f"error: {error.filename or 'a file'}: {error.strerror}", err=True)
+        code = Exit.FAILED
+    sys.exit(code if isinstance(code, int) else Exit.DONE)
+
+
+def report(error: MeshError) -> int:
+    """Say what went wrong, one line per problem; the exit code for it."""
+    for line in str(error).splitlines():
+        click.echo(f"error: {line}", err=True)
+    return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED

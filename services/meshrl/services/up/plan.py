@@ -1,0 +1,121 @@
+"""From a recipe to the services that `up` starts: their order, their ports, the rules they live by.
+
+start:  queue ▶ reward, reference, trainer ▶ rollout workers, feeder
+drain:  trainer (ends its step, saves) ▶ feeder, rollout workers, reward, reference ▶ queue
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.contract.errors import UserError
+from meshrl.services.config.recipe import Recipe, needs_reference
+from meshrl.services.up.book import AddressBook, Entry
+from meshrl.services.up.ports import free_port
+from meshrl.services.up.service import Probe, Service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a kind of service is started and ended."""
+
+    wave: int
+    drain_wave: int
+    drain_s: float
+    finite: bool = False
+    leads: bool = False
+
+
+RULES: Mapping[str, Rule] = {
+    "queue": Rule(wave=0, drain_wave=2, drain_s=30),
+    "reward": Rule(wave=1, drain_wave=1, drain_s=30),
+    "reference": Rule(wave=1, drain_wave=1, drain_s=30),
+    "trainer": Rule(wave=1, drain_wave=0, drain_s=300, finite=True, leads=True),
+    "rollout": Rule(wave=2, drain_wave=1, drain_s=30),
+    "feeder": Rule(wave=2, drain_wave=1, drain_s=30, finite=True),
+}
+
+
+def service_kinds(recipe: Recipe) -> dict[str, str]:
+    """Name to kind of every service of the mesh."""
+    kinds = {"queue": "queue", "reward": "reward"}
+    if needs_reference(recipe):
+        kinds["reference"] = "reference"
+    kinds["trainer"] = "trainer"
+    kinds |= {f"rollout-{index}": "rollout" for index in range(recipe.rollout.workers)}
+    return {**kinds, "feeder": "feeder"}
+
+
+class Plan:
+    """The services of one `up`, and the address book that tells them of each other."""
+
+    def __init__(
+        self, recipe: Recipe, recipe_path: Path, book_path: Path, fixed: Mapping[str, int]
+    ) -> None:
+        """Choose ports and write the book.
+
+        Args:
+            recipe: what to run.
+            recipe_path: the resolved recipe that the services read.
+            book_path: where the address book goes.
+            fixed: ports that must be taken as they are, by service name.
+
+        Raises:
+            UserError: `fixed` names no service of this mesh.
+        """
+        self._kinds = service_kinds(recipe)
+        unknown = sorted(set(fixed) - set(self._kinds))
+        if unknown:
+            raise UserError(
+                f"--port: no service named {unknown[0]!r} in this mesh; it has {', '.join(self._kinds)}"
+            )
+        self._fixed = fixed
+        self._path = book_path
+        self._taken: set[int] = set(fixed.values())
+        self.book = AddressBook(run=recipe.run.name, recipe=recipe_path, services={})
+        for name in self._kinds:
+            self._choose(name)
+        self.book.save(book_path)
+
+    def services(self, probe_of: Callable[[Callable[[], Entry]], Probe]) -> list[Service]:
+        """What the supervisor runs. `probe_of` makes a probe of whatever address the book then has."""
+        return [self._service(name, kind, probe_of) for name, kind in self._kinds.items()]
+
+    def _service(
+        self, name: str, kind: str, probe_of: Callable[[Callable[[], Entry]], Probe]
+    ) -> Service:
+        rule = RULES[kind]
+        argv = (
+            *(sys.executable, "-m", "meshrl.services.cli", "serve", kind, str(self.book.recipe)),
+            *("--address-book", str(self._path), "--name", name),
+        )
+        return Service(
+            name=name,
+            argv=lambda: argv,
+            probe=probe_of(lambda: self.book.services[name]),
+            wave=rule.wave,
+            drain_wave=rule.drain_wave,
+            drain_s=rule.drain_s,
+            finite=rule.finite,
+            leads=rule.leads,
+            on_port_taken=None if name in self._fixed else lambda: self._replace(name),
+        )
+
+    def _choose(self, name: str) -> None:
+        host = "127.0.0.1"
+        port = self._fixed.get(name) or self._free(host)
+        entry = Entry(kind=self._kinds[name], host=host, port=port, metrics_port=self._free(host))
+        self.book = self.book.with_entry(name, entry)
+
+    def _free(self, host: str) -> int:
+        port = free_port(host, self._taken)
+        self._taken.add(port)
+        return port
+
+    def _replace(self, name: str) -> None:
+        """Another program took the port between our choice and the start: nobody has heard of it yet."""
+        self._choose(name)
+        self.book.save(self._path)
