@@ -1,0 +1,219 @@
+"""Beside each engine: joins the trainer's weight plane, receives versions, switches the engine on COMMIT.
+
+Consumes the plane's messages. Waits for them, under the silence rule of the stream, and for bytes, under the
+carrier's deadlines. Unblocked by the plane, or by its end: then it joins again, for as long as it runs. Produces
+verified versions staged beside the engine, and, only on COMMIT, an engine that serves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import grpc
+
+from meshrl.contract.errors import (
+    FencedError,
+    InfraError,
+    MeshError,
+    UnavailableError,
+    UserError,
+    from_wire,
+)
+from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.contract.ports import WeightSink
+from meshrl.services.weights.carrier import Place, load_carrier
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.patience import first_ends, within
+from meshrl.services.weights.session import AgentLine, Session
+from meshrl.services.weights.wire import Line, stamp
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.v1 import weights_pb2_grpc
+
+logger = logging.getLogger(__name__)
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
+
+
+class PoisonedError(InfraError):
+    """The engine failed while it switched weights: nobody knows what it serves, so its process must end."""
+
+
+class WeightAgent:
+    """Keeps one engine at the fleet's version. `run` is the whole of its life."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        *,
+        run: str,
+        replica: str,
+        engine: WeightSink,
+        on_update: OnUpdate,
+        place: Place,
+        connect: Callable[[], grpc.aio.Channel],
+        drain_s: float = 0.0,
+        pause_s: Callable[[], float] | None = None,
+    ) -> None:
+        """Nothing happens before `run`.
+
+        Args:
+            config: the recipe's `weights`.
+            run: the training run.
+            replica: this process's name in the fleet, the same after a restart.
+            engine: what receives the weights.
+            on_update: what running generations do at a commit.
+            place: the run's directory as this process sees it.
+            connect: a fresh channel to the trainer's process.
+            drain_s: how long running requests may keep a drained commit waiting.
+            pause_s: how long the last update held generation up; None takes the duration of the commit.
+        """
+        self._config = config
+        self._run = run
+        self._replica = replica
+        self._engine = engine
+        self._on_update = on_update
+        self._connect = connect
+        self._commit_s = config.commit_s + (drain_s if on_update is OnUpdate.DRAIN else 0.0)
+        self._pause_s = pause_s
+        self._carrier = load_carrier(config, place)
+        self._highest_epoch = 0
+        self._version: Version | None = None
+        self._first_commit = asyncio.Event()
+        self._committing: asyncio.Task[None] | None = None
+        self._retry_s = _FIRST_RETRY_S
+
+    @property
+    def version(self) -> Version | None:
+        """What the engine serves; None before the first commit."""
+        return self._version
+
+    async def serving(self) -> None:
+        """Return once the engine serves a committed version: not before that may it be given work."""
+        await self._first_commit.wait()
+
+    async def run(self) -> None:
+        """Join, and join again whenever the trainer goes away, until cancelled.
+
+        Raises:
+            UserError: the weights do not fit the engine's model, or this process belongs to another run.
+            PoisonedError: the engine broke during a commit.
+        """
+        try:
+            while True:
+                try:
+                    await self._visit()
+                except (UserError, PoisonedError):
+                    raise
+                except MeshError as error:
+                    logger.info("%s is not with the trainer: %s", self._replica, error)
+                if self._committing is not None:  # the stream ended, the switch goes on
+                    await self._committing
+                # Half of it random: a fleet that lost its trainer must not come back as one.
+                await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.0))
+                self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+        finally:
+            if self._committing is not None:
+                self._committing.cancel()
+                await asyncio.gather(self._committing, return_exceptions=True)
+            await self._carrier.close()
+
+    async def _visit(self) -> None:
+        """One joining, from HELLO until either side leaves."""
+        channel = self._connect()
+        try:
+            line = _line(channel, self._config.silence_s)
+            await line.tell(self._hello())
+            welcome = await line.receive()
+            self._check_welcome(welcome)
+            generation = welcome.stamp.generation
+            beat = pb.ReplicaMessage(stamp=stamp(self._run, generation, None), beat=pb.Beat())
+            session = Session(
+                self._config,
+                welcome=welcome,
+                line=line,
+                carrier=self._carrier,
+                engine=self._engine,
+                version=lambda: self._version,
+                commit=self._commit,
+            )
+            try:
+                await first_ends(
+                    session.act(),
+                    line.pump(generation, session.overhear),
+                    line.beat(beat, welcome.welcome.beat_s),
+                )
+            except MeshError as error:
+                if session.failure is None or session.failure is error:
+                    raise
+                raise session.failure from error  # it says more than the plane's answer to it
+            finally:
+                await session.close()
+        finally:
+            await channel.close(None)
+
+    def _hello(self) -> pb.ReplicaMessage:
+        hello = pb.ReplicaHello(
+            replica=self._replica,
+            highest_epoch=self._highest_epoch,
+            serving=self._version is not None,
+            commit_deadline_s=self._commit_s,
+        )
+        return pb.ReplicaMessage(stamp=stamp(self._run, 0, self._version), hello=hello)
+
+    def _check_welcome(self, message: pb.PlaneMessage) -> None:
+        """Raises FencedError for a trainer whose epoch is over, or the plane's own reason to refuse."""
+        if message.WhichOneof("body") == "abort":
+            raise from_wire(message.abort.code, message.abort.message, {})
+        epoch = message.stamp.epoch
+        if epoch < self._highest_epoch:
+            raise FencedError(
+                f"the trainer's epoch {epoch} is over: {self._highest_epoch} was seen"
+            )
+        self._highest_epoch = epoch
+
+    async def _commit(self, version: Version) -> float:
+        """Switch the engine; returns the seconds that generation stood still.
+
+        A switch that has begun is finished even if the stream ends meanwhile: an engine is never left between
+        two versions.
+
+        Raises:
+            PoisonedError: the engine failed, or took longer than its deadline.
+        """
+        began = time.monotonic()
+        self._committing = asyncio.create_task(self._switch(version))
+        await asyncio.shield(self._committing)
+        return self._pause_s() if self._pause_s is not None else time.monotonic() - began
+
+    async def _switch(self, version: Version) -> None:
+        try:
+            switch = self._engine.commit_weights(version, self._on_update)
+            await within(switch, self._commit_s, f"commit of weights {version}")
+        except Exception as error:
+            raise PoisonedError(f"the engine broke at weights {version}: {error!r}") from error
+        self._version = version
+        self._retry_s = _FIRST_RETRY_S
+        self._first_commit.set()
+
+
+def _line(channel: grpc.aio.Channel, silence_s: float) -> AgentLine:
+    """A stream to the plane, its errors in our words."""
+    call = weights_pb2_grpc.WeightsStub(channel).Join(None)
+
+    async def read() -> pb.PlaneMessage | None:
+        try:
+            message = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"{error.code().name}: {error.details()}") from error
+        return message if isinstance(message, pb.PlaneMessage) else None
+
+    async def write(message: pb.ReplicaMessage) -> None:
+        try:
+            await call.write(message)
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise UnavailableError(f"the trainer's stream is closed: {error}") from error
+
+    return Line(read, write, silence_s)

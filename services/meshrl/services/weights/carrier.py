@@ -1,0 +1,100 @@
+"""The port of a carrier: how the bytes of a version get from the trainer's process to one replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from meshrl.contract.extend import load
+from meshrl.contract.nouns import Uint8, WeightManifest
+from meshrl.contract.ports import WeightSource
+from meshrl.services.weights.config import WeightsConfig
+
+CARRIERS = "meshrl.services.weights.carriers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process stands."""
+
+    directory: Path
+    """The run's directory; the two ends may see it under different paths."""
+    model_path: Path | None = None
+    """The checkpoint whose config and tokenizer are laid beside weights that are written to disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What both ends of a cell must agree on; the trainer's process decides it and sends it."""
+
+    run: str
+    epoch: int
+    generation: int
+    endpoint: str
+    rank: int
+    """0 is the trainer's end."""
+    size: int = 2
+
+    @property
+    def prefix(self) -> str:
+        """Names the cell among all cells that ever meet at the endpoint."""
+        return f"{self.run}/e{self.epoch}/g{self.generation}"
+
+
+class Cell(Protocol):
+    """One end of the channel between the trainer and one replica, for one generation.
+
+    Buckets are sent and received in the same order. A cell that failed once is of no further use.
+    """
+
+    async def open(self, deadline_s: float) -> None:
+        """Meet the other end. Raises UnavailableError."""
+        ...
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Send one bucket; sending it again in this cell repairs what arrived before. Raises UnavailableError."""
+        ...
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        """Fill `into`, uint8[bucket_bytes[index]].
+
+        Raises UnavailableError; CorruptError when what arrived cannot even be read.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Give everything up at once; never waits, idempotent."""
+        ...
+
+    async def close(self) -> None:
+        """Part in peace; idempotent."""
+        ...
+
+
+class Carrier(Protocol):
+    """What a process holds for all its cells."""
+
+    def __init__(self, config: WeightsConfig, place: Place) -> None: ...
+
+    async def listen(self) -> str:
+        """Trainer's process: be ready for cells; returns the endpoint that is sent to the replicas."""
+        ...
+
+    async def stage(self, source: WeightSource) -> None:
+        """Trainer's process: called once per version, before any cell sends it."""
+        ...
+
+    def cell(self, link: Link) -> Cell:
+        """One end of a cell, not yet open."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything; idempotent."""
+        ...
+
+
+def load_carrier(config: WeightsConfig, place: Place) -> Carrier:
+    """The carrier that the configuration names. Raises ConfigError for an unknown one."""
+    kind: type[Carrier] = load(CARRIERS, config.carrier, "Carrier")
+    return kind(config, place)

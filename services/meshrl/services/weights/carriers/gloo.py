@@ -1,0 +1,145 @@
+"""Weights over TCP by torch's gloo backend: one two-rank group per replica, between processes started apart.
+
+The trainer's process holds a TCPStore; a cell's two ends meet there under the prefix run/epoch/generation and
+build a ProcessGroupGloo directly, so neither joins, nor disturbs, a default process group. A group of two is
+chosen on purpose: in a larger one the death of a rank frees the root at once but leaves every other receiver
+waiting for its whole timeout. Blocking calls run in a daemon thread per cell, each with a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from meshrl.contract.errors import ConfigError, UnavailableError
+from meshrl.contract.nouns import Uint8, WeightManifest
+from meshrl.contract.ports import WeightSource
+from meshrl.services.weights.carrier import Link, Place
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.lane import Lane
+
+c10d: Any = torch.distributed
+"""torch's stubs leave out the stores, `send`, `recv` and the options of gloo."""
+
+
+class Carrier:
+    """The rendezvous store of the trainer's process."""
+
+    def __init__(self, config: WeightsConfig, place: Place) -> None:
+        self._config = config
+        self._store: Any = None
+
+    async def listen(self) -> str:
+        """Open the store; returns `host:port`."""
+        host, port = self._config.host, self._config.port
+        try:
+            self._store = c10d.TCPStore(
+                host, port, None, is_master=True, wait_for_workers=False, timeout=_delta(60.0)
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"weights.host/port: cannot listen on {host}:{port} ({_line(error)})"
+            ) from error
+        return f"{host}:{self._store.port}"
+
+    async def stage(self, source: WeightSource) -> None:
+        """Nothing: buckets are sent from where they lie."""
+
+    def cell(self, link: Link) -> GlooCell:
+        """One rank of a group of two."""
+        return GlooCell(self._config, link, self._store if link.rank == 0 else None)
+
+    async def close(self) -> None:
+        """Drop the store; its port is free when the last cell is gone."""
+        self._store = None
+
+
+class GlooCell:
+    """One rank of a group of two."""
+
+    def __init__(self, config: WeightsConfig, link: Link, store: Any) -> None:
+        self._config = config
+        self._link = link
+        self._store = store
+        self._group: Any = None
+        self._lane = Lane(f"gloo-{link.generation}")
+
+    async def open(self, deadline_s: float) -> None:
+        """Meet the other rank at the store."""
+        await self._run(self._open, deadline_s)
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Send straight from the source's memory."""
+        await self._run(self._move, "send", index, bucket)
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        """Receive straight into `into`."""
+        await self._run(self._move, "recv", index, into)
+
+    def abort(self) -> None:
+        """Leave; a call that is stuck ends at its own deadline, in its own thread."""
+        self._group = None
+        self._store = None
+        self._lane.close()
+
+    async def close(self) -> None:
+        """The same: gloo has no farewell."""
+        self.abort()
+
+    def _open(self, deadline_s: float) -> None:
+        host, _, port = self._link.endpoint.rpartition(":")
+        patience = _delta(deadline_s)
+        store = self._store or c10d.TCPStore(
+            host, int(port), None, is_master=False, wait_for_workers=False, timeout=patience
+        )
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = patience
+        options._devices = [
+            c10d.ProcessGroupGloo.create_device(hostname=_interface(host, int(port)))
+        ]
+        prefix = c10d.PrefixStore(self._link.prefix, store)
+        self._group = c10d.ProcessGroupGloo(prefix, self._link.rank, self._link.size, options)
+
+    def _move(self, way: str, index: int, bucket: Uint8) -> None:
+        group = self._group
+        if group is None:
+            raise UnavailableError(f"weight cell {self._link.prefix} is not open")
+        with warnings.catch_warnings():
+            # A source's memory is read-only on purpose, and gloo only reads what it sends.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            tensor = torch.from_numpy(bucket)
+        move: Callable[..., Any] = group.send if way == "send" else group.recv
+        other = 1 - self._link.rank
+        move([tensor], other, index).wait(_delta(self._config.deadline_s(bucket.nbytes)))
+
+    async def _run(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            await self._lane.run(call, *args)
+        except (
+            RuntimeError,
+            OSError,
+        ) as error:  # whatever gloo, the store or the name service says
+            raise UnavailableError(
+                f"weight cell {self._link.prefix}, rank {self._link.rank}: {_line(error)}"
+            ) from error
+
+
+def _interface(host: str, port: int) -> str:
+    """This machine's address on the way to `host`: what gloo must listen on to be found from there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def _delta(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,46 @@
+"""Configuration of the weight plane. Imports no torch: both ends read it before they load a carrier."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshrl.contract.config import Config
+
+
+class WeightsConfig(Config):
+    """How weights travel from the trainer to the rollout engines, and how long anybody waits for it."""
+
+    carrier: str = "gloo"
+    """A module of `meshrl.services.weights.carriers` (gloo, disk), or a dotted path."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What floating-point tensors are cast to before they are sent."""
+    bucket_bytes: PositiveInt = 64 << 20
+    """Tensors are sent in buckets of about this many bytes; a bucket is hashed, resent and timed as one."""
+    host: str = "127.0.0.1"
+    """Address of the trainer's machine under which the rollout processes reach the carrier."""
+    port: NonNegativeInt = 0
+    """Port of the carrier's rendezvous on the trainer's machine; 0 lets the system choose."""
+    base_s: PositiveFloat = 10.0
+    """Every progress deadline: this, plus the bytes at stake divided by `min_bytes_per_s`."""
+    min_bytes_per_s: PositiveFloat = 20e6
+    """A replica that moves bytes more slowly than this counts as stuck."""
+    ready_s: PositiveFloat = 30.0
+    """Longest wait from the proposal of a version until a replica is ready to receive it."""
+    commit_s: PositiveFloat = 60.0
+    """Longest time an engine may take to switch to a staged version; a drain adds the rollout's deadline."""
+    beat_s: PositiveFloat = 2.0
+    """Seconds between signs of life on an idle stream."""
+    silence_s: PositiveFloat = 30.0
+    """A side that says nothing for this long is given up."""
+    resends: NonNegativeInt = 2
+    """How often buckets that arrive corrupted are sent again before the replica is quarantined."""
+    quorum: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the live replicas that must hold a version before it is committed; the others follow."""
+    keep: int = Field(default=2, ge=2)
+    """Versions that the disk carrier keeps."""
+
+    def deadline_s(self, nbytes: int) -> float:
+        """Seconds within which moving `nbytes` must show progress."""
+        return self.base_s + nbytes / self.min_bytes_per_s

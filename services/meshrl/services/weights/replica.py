@@ -1,0 +1,217 @@
+"""The plane's end of one replica: the conversation that brings a version to it, and what is known of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshrl.contract.errors import CorruptError, InfraError, from_wire
+from meshrl.contract.nouns import Version, WeightManifest
+from meshrl.contract.ports import WeightSource
+from meshrl.services.weights.carrier import Cell
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.patience import together, within
+from meshrl.services.weights.wire import Line, digest, manifest_message, stamp
+from meshrl.v1 import weights_pb2 as pb
+
+PlaneLine = Line[pb.ReplicaMessage, pb.PlaneMessage]
+
+
+class SourceError(CorruptError):
+    """The source's own bytes are not what its manifest says: nobody downstream is to blame."""
+
+
+class ReplicaState(StrEnum):
+    """Where a replica stands."""
+
+    JOINING = "joining"
+    """Has nothing of this trainer's yet."""
+    SYNCED = "synced"
+    """Holds a verified version beside its engine."""
+    SERVING = "serving"
+    """Its engine serves a committed version."""
+    SUSPECT = "suspect"
+    """Half of a deadline has passed without progress."""
+    OUT = "out"
+    """Died, hung or left; joins again as a new generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaView:
+    """What `Fleet` shows of a replica."""
+
+    name: str
+    state: ReplicaState
+    generation: int
+    version: Version | None
+    """What its engine serves."""
+    last_sync_s: float
+    """From the proposal of its last version until its engine served it."""
+    pause_s: float
+    """How long the last update held its generation up."""
+    reason: str
+    """Why it is out."""
+
+
+class Replica:
+    """One joining of one rollout process. Every wait below follows a progress rule; none touches another replica."""
+
+    def __init__(
+        self,
+        hello: pb.ReplicaMessage,
+        *,
+        generation: int,
+        version: Version | None,
+        line: PlaneLine,
+        cell: Cell,
+        endpoint: str,
+        config: WeightsConfig,
+    ) -> None:
+        self.name = hello.hello.replica
+        self.generation = generation
+        self.version = version
+        self.line = line
+        self.state = ReplicaState.JOINING
+        self.suspect = False
+        self.reason = ""
+        self.last_sync_s = 0.0
+        self.pause_s = 0.0
+        self._run = hello.stamp.run
+        self._commit_s = max(hello.hello.commit_deadline_s, config.commit_s)
+        self._cell = cell
+        self._endpoint = endpoint
+        self._config = config
+        self._opened = False
+
+    @property
+    def view(self) -> ReplicaView:
+        """As `Fleet` shows it."""
+        late = self.suspect and self.state is not ReplicaState.OUT
+        return ReplicaView(
+            name=self.name,
+            state=ReplicaState.SUSPECT if late else self.state,
+            generation=self.generation,
+            version=self.version,
+            last_sync_s=self.last_sync_s,
+            pause_s=self.pause_s,
+            reason=self.reason,
+        )
+
+    async def prepare(self, source: WeightSource) -> None:
+        """PROPOSE … PREPARED: the replica holds the version, verified; its engine is untouched.
+
+        Raises:
+            SourceError: the source's bytes are not what its manifest says.
+            MeshError: the replica failed, hung or received corrupted bytes too often.
+        """
+        manifest = source.manifest
+        self._began = time.monotonic()
+        message = pb.PlanePropose(manifest=manifest_message(manifest), endpoint=self._endpoint)
+        await self._tell(manifest.version, propose=message)
+        await within(self._meet(), self._config.ready_s, f"{self.name}: READY", self._late)
+        wanted: Sequence[int] = range(len(manifest.bucket_bytes))
+        for _ in range(1 + self._config.resends):
+            wanted = await self._transfer(source, wanted)
+            if not wanted:
+                break
+        else:
+            raise CorruptError(
+                f"{self.name}: buckets {list(wanted)} of weights {manifest.version} arrived corrupted "
+                f"{1 + self._config.resends} times"
+            )
+        prepared = await self._expect("prepared", self._config.deadline_s(manifest.total_bytes))
+        if tuple(prepared.prepared.hashes) != manifest.bucket_hashes:
+            raise CorruptError(f"{self.name}: staged bytes of weights {manifest.version} differ")
+        if self.state is ReplicaState.JOINING:
+            self.state = ReplicaState.SYNCED
+
+    async def commit(self, version: Version) -> None:
+        """COMMIT … COMMITTED: the engine serves the version."""
+        await self._tell(version, commit=pb.PlaneCommit())
+        committed = await self._expect("committed", self._commit_s)
+        self.version = version
+        self.state = ReplicaState.SERVING
+        self.pause_s = committed.committed.pause_s
+        self.last_sync_s = time.monotonic() - self._began
+
+    async def drop(self, version: Version, reason: str) -> None:
+        """The prepared version will not come; the replica stays in the fleet."""
+        await self._tell(version, abort=pb.PlaneAbort(code="corrupt", message=reason))
+
+    def out(self, reason: str) -> None:
+        """Given up: whatever is still moving to it is cut."""
+        self.state, self.suspect, self.reason = ReplicaState.OUT, False, reason
+        self._cell.abort()
+
+    def overhear(self, message: pb.ReplicaMessage) -> None:
+        """Raise at once what the replica says has failed, whatever is being waited for."""
+        if message.WhichOneof("body") == "failed":
+            raise from_wire(message.failed.code, f"{self.name}: {message.failed.message}", {})
+
+    async def _meet(self) -> None:
+        """Open both ends of the cell; the replica is ready when its end is."""
+        if self._opened:
+            await self._hear("ready")
+        else:
+            await together(self._cell.open(self._config.ready_s), self._hear("ready"))
+            self._opened = True
+        self.suspect = False
+
+    async def _transfer(self, source: WeightSource, wanted: Sequence[int]) -> list[int]:
+        """Send `wanted` buckets; returns those that arrived corrupted."""
+        manifest = source.manifest
+        spoiled: list[int] = []
+
+        async def send() -> None:
+            for index in wanted:
+                await self._cell.send(manifest, index, source.bucket(index))
+
+        async def acknowledge() -> None:
+            for index in wanted:
+                patience = self._config.deadline_s(manifest.bucket_bytes[index])
+                received = (await self._expect("received", patience)).received
+                if received.bucket != index:
+                    raise InfraError(
+                        f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
+                    )
+                if received.hash != manifest.bucket_hashes[index]:
+                    spoiled.append(index)
+
+        await self._tell(manifest.version, transfer=pb.PlaneTransfer(buckets=wanted))
+        await together(send(), acknowledge())
+        for index in spoiled:
+            _vouch(manifest, index, source)
+        return spoiled
+
+    async def _expect(self, kind: str, deadline_s: float) -> pb.ReplicaMessage:
+        message = await within(
+            self._hear(kind), deadline_s, f"{self.name}: {kind.upper()}", self._late
+        )
+        self.suspect = False
+        return message
+
+    async def _hear(self, kind: str) -> pb.ReplicaMessage:
+        message = await self.line.hear()
+        body = message.WhichOneof("body")
+        if body != kind:
+            raise InfraError(f"{self.name}: said {body}, not {kind}")
+        return message
+
+    async def _tell(self, version: Version, **body: object) -> None:
+        about = stamp(self._run, self.generation, version)
+        await self.line.tell(pb.PlaneMessage(stamp=about, **body))  # type: ignore[arg-type]
+
+    def _late(self) -> None:
+        self.suspect = True
+
+
+def _vouch(manifest: WeightManifest, index: int, source: WeightSource) -> None:
+    """Before a replica is sent a bucket again: is it the source that is wrong?"""
+    actual = digest(source.bucket(index))
+    if actual != manifest.bucket_hashes[index]:
+        raise SourceError(
+            f"bucket {index} of weights {manifest.version} has hash {actual}, its manifest says "
+            f"{manifest.bucket_hashes[index]}: the trainer's memory changed after the version was made"
+        )

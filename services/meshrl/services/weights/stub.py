@@ -1,0 +1,104 @@
+"""Made-up weights and an engine that keeps only their hashes: a whole weight plane without a model.
+
+What tests, benchmarks and a dry run of a fleet use in place of a trainer and of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.nouns import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.services.weights.wire import digest
+
+_ITEM = {"float32": 4, "bfloat16": 2}
+
+
+class MadeSource:
+    """A WeightSource of random bytes that follow from the version alone."""
+
+    def __init__(
+        self,
+        run: str,
+        version: Version,
+        *,
+        buckets: int = 4,
+        bucket_bytes: int = 1 << 16,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
+        """Lay out `buckets` buckets of two tensors each.
+
+        Args:
+            run: the training run.
+            version: decides the bytes.
+            buckets: how many.
+            bucket_bytes: of each; a multiple of 16.
+            dtype: of every tensor.
+        """
+        random = np.random.default_rng([version.epoch, version.step])
+        self._buckets = [
+            random.integers(0, 256, bucket_bytes, dtype=np.uint8) for _ in range(buckets)
+        ]
+        half = bucket_bytes // 2
+        tensors = tuple(
+            TensorSpec(
+                name=f"layers.{index}.{part}.weight",
+                dtype=dtype,
+                shape=(8, half // (8 * _ITEM[dtype])),
+                bucket=index,
+                offset=offset,
+                nbytes=half,
+            )
+            for index in range(buckets)
+            for part, offset in (("up", 0), ("down", half))
+        )
+        self._manifest = WeightManifest(
+            run=run,
+            version=version,
+            tensors=tensors,
+            bucket_bytes=(bucket_bytes,) * buckets,
+            bucket_hashes=tuple(digest(bucket) for bucket in self._buckets),
+        )
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """What is sent."""
+        return self._manifest
+
+    def bucket(self, index: int) -> Uint8:
+        """uint8[bucket_bytes[index]]."""
+        return self._buckets[index]
+
+
+class HashSink:
+    """A WeightSink that serves hashes."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = None
+        self.hashes: tuple[str, ...] = ()
+        """Of the bytes that it serves."""
+        self.commits: list[Version] = []
+        self._staged: dict[Version, tuple[str, ...]] = {}
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        """Hash what came. Raises UserError when it is not what the manifest describes."""
+        if tuple(bucket.nbytes for bucket in buckets) != manifest.bucket_bytes:
+            raise UserError(
+                f"weights {manifest.version}: buckets are not of their manifest's sizes"
+            )
+        self._staged[manifest.version] = tuple(digest(bucket) for bucket in buckets)
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        """Serve what was staged. Raises NotFoundError."""
+        if version not in self._staged:
+            raise NotFoundError(f"weights {version} are not staged")
+        self.hashes = self._staged.pop(version)
+        self.version = version
+        self.commits.append(version)
+
+    async def discard_weights(self, version: Version) -> None:
+        """Forget it."""
+        self._staged.pop(version, None)

@@ -1,0 +1,107 @@
+"""One version on its way through the fleet: who must hold it, who does, and when it is committed. Pure bookkeeping.
+
+PARKED ◀──────▶ PREPARING ──────▶ COMMITTING ──────▶ COMMITTED
+  no replica      members prepare    prepared ones         at least one engine serves it
+                                     switch                and nobody is left on the way
+A version that its source cannot vouch for is DROPPED before any engine has seen it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import StrEnum
+
+from meshrl.contract.nouns import Version
+from meshrl.contract.ports import WeightSource
+
+
+class Phase(StrEnum):
+    """How far a version is."""
+
+    PARKED = "parked"
+    PREPARING = "preparing"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    DROPPED = "dropped"
+
+
+class Transaction:
+    """A version and the replicas on its way; replicas are named by their generation.
+
+    Members are frozen when the version is proposed, so that a stream of joiners cannot hold it up; who comes later
+    follows, and takes the members' place only when none is left.
+    """
+
+    def __init__(self, source: WeightSource, members: Iterable[int], quorum: float) -> None:
+        self.source = source
+        self.phase = Phase.PARKED
+        self._quorum = quorum
+        self._members = set(members)
+        self._followers: set[int] = set()
+        self._prepared: set[int] = set()
+        self._committed: set[int] = set()
+        self._advance()
+
+    @property
+    def version(self) -> Version:
+        """What is carried."""
+        return self.source.manifest.version
+
+    @property
+    def in_transfer(self) -> bool:
+        """True while somebody is on the way and the outcome is open."""
+        return self.phase in (Phase.PREPARING, Phase.COMMITTING)
+
+    @property
+    def may_commit(self) -> bool:
+        """True once the fleet has decided: a replica that holds the version may switch to it."""
+        return self.phase in (Phase.COMMITTING, Phase.COMMITTED)
+
+    def enter(self, replica: int) -> None:
+        """A replica begins to receive the version."""
+        if replica not in self._members:
+            self._followers.add(replica)
+        self._advance()
+
+    def prepared(self, replica: int) -> None:
+        """A replica holds the version, verified, beside its engine."""
+        self._prepared.add(replica)
+        self._advance()
+
+    def committed(self, replica: int) -> None:
+        """A replica's engine serves the version."""
+        self._committed.add(replica)
+        self._advance()
+
+    def leave(self, replica: int) -> None:
+        """A replica is out. That it once committed still counts: rows of this version may exist."""
+        for group in (self._members, self._followers, self._prepared):
+            group.discard(replica)
+        self._advance()
+
+    def drop(self) -> None:
+        """The version cannot be carried; without effect once it may be committed."""
+        if not self.may_commit:
+            self.phase = Phase.DROPPED
+
+    def _advance(self) -> None:
+        if self.phase in (Phase.DROPPED, Phase.COMMITTED):
+            return
+        if self.phase is Phase.COMMITTING:
+            if self._members - self._committed:
+                return
+            if self._committed:
+                self.phase = Phase.COMMITTED
+                return
+        # Still open, or open again because everybody died between COMMIT and COMMITTED.
+        if not self._members:
+            self._members, self._followers = self._followers, set()
+        holders = self._members & self._prepared
+        self.phase = Phase.PREPARING if self._members else Phase.PARKED
+        if holders and len(holders) >= math.ceil(self._quorum * len(self._members)):
+            # Stragglers outside the quorum go on by themselves; only the holders are waited for.
+            self._followers |= self._members - holders
+            self._members = holders
+            self.phase = Phase.COMMITTING
+            self._advance()
