@@ -274,6 +274,7 @@ class TrainerControl(Protocol):
     async def save_checkpoint(self, *, wait_s: float) -> int:
         """Save a checkpoint after the running step; returns its number of optimizer steps.
 
-        Raises WaitTimeoutError when it is not durable within `wait_s`.
+        Asking while one is being saved joins it; a caller that goes away does not end it. Raises WaitTimeoutError
+        when it is not durable within `wait_s`.
         """
         ...

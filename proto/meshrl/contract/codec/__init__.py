@@ -13,6 +13,7 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
 """
 
 from meshrl.contract.codec.arrays import decode_array, encode_array
+from meshrl.contract.codec.checks import printable
 from meshrl.contract.codec.nouns import (
     decode_outcome,
     decode_row_facts,
@@ -29,7 +30,7 @@ from meshrl.contract.codec.nouns import (
     encode_uids,
     encode_version,
 )
-from meshrl.contract.codec.payload import CHUNK_BYTES
+from meshrl.contract.codec.payload import CHUNK_BYTES, chunks
 from meshrl.contract.codec.runs import (
     decode_batch,
     decode_dead_letter,
@@ -77,6 +78,7 @@ __all__ = [
     "CHUNK_BYTES",
     "AdmitCall",
     "WriteCall",
+    "chunks",
     "decode_admit",
     "decode_array",
     "decode_batch",
@@ -127,4 +129,5 @@ __all__ = [
     "encode_version",
     "encode_waiting",
     "encode_write",
+    "printable",
 ]

@@ -1,0 +1,148 @@
+"""The Queue port for callers elsewhere. Each method is described in meshrl/v1/queue.proto."""
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc
+
+from meshrl.contract import codec
+from meshrl.contract.ports import Queue
+from meshrl.services.doors.base import bounded, collected, full_name
+from meshrl.services.interceptor import Context
+from meshrl.v1 import queue_pb2 as pb
+from meshrl.v1 import queue_pb2_grpc as rpc
+from meshrl.v1.trajectory_pb2 import Ack
+
+
+class QueueDoor(rpc.QueueServicer):
+    """Translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "Queue")
+    waits: Final = frozenset({"Admit", "Lease", "Take"})
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        rpc.add_QueueServicer_to_server(self, server)
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.RunState:
+        spec = codec.decode_run_spec(request.spec)
+        return codec.encode_run_state(await self._queue.open_run(spec))
+
+    async def GetRunState(self, request: pb.RunRequest, context: Context) -> pb.RunState:
+        return codec.encode_run_state(await self._queue.run_state(request.run))
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.RunState:
+        return codec.encode_run_state(await self._queue.acquire(request.run, request.owner))
+
+    async def Admit(
+        self, request_iterator: AsyncIterator[pb.AdmitRequest], context: Context
+    ) -> pb.AdmitResponse:
+        call = codec.decode_admit(await collected(request_iterator))
+        admitted = await self._queue.admit(
+            call.run, call.tasks, cursor=call.cursor, wait_s=bounded(call.wait_s)
+        )
+        return pb.AdmitResponse(admitted=admitted)
+
+    async def CloseFeed(self, request: pb.RunRequest, context: Context) -> Ack:
+        await self._queue.close_feed(request.run)
+        return Ack()
+
+    async def Lease(
+        self, request: pb.LeaseRequest, context: Context
+    ) -> AsyncIterator[pb.LeaseResponse]:
+        lease = await self._queue.lease(
+            list(request.runs),
+            request.stage,
+            worker=request.worker,
+            limit=request.limit,
+            at_least=request.at_least,
+            version=codec.decode_version(request.version) if request.HasField("version") else None,
+            wait_s=bounded(request.wait_s),
+        )
+        for message in codec.encode_lease(lease):
+            yield message
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        uids = codec.decode_uids(request.uids)
+        lost = await self._queue.renew(request.run, request.stage, request.worker, uids)
+        return pb.RenewResponse(lost=codec.encode_uids(lost))
+
+    async def Write(
+        self, request_iterator: AsyncIterator[pb.WriteRequest], context: Context
+    ) -> Ack:
+        call = codec.decode_write(await collected(request_iterator))
+        await self._queue.write(call.run, call.stage, call.token_of, call.rows)
+        return Ack()
+
+    async def Fail(self, request: pb.FailRequest, context: Context) -> Ack:
+        [(uid, token)] = codec.decode_held_rows([request.row]).items()
+        outcome = codec.decode_outcome(request.outcome)
+        await self._queue.fail(request.run, request.stage, uid, token, outcome, request.reason)
+        return Ack()
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> Ack:
+        token_of = codec.decode_held_rows(request.rows)
+        await self._queue.release(request.run, request.stage, token_of)
+        return Ack()
+
+    async def Take(self, request: pb.TakeRequest, context: Context) -> pb.Batch:
+        batch = await self._queue.take(
+            request.run,
+            epoch=request.epoch,
+            step=request.step,
+            groups=request.groups,
+            batch_id=request.batch_id,
+            wait_s=bounded(request.wait_s),
+        )
+        return codec.encode_batch(batch)
+
+    async def Fetch(
+        self, request: pb.FetchRowsRequest, context: Context
+    ) -> AsyncIterator[pb.FetchRowsResponse]:
+        uids = codec.decode_uids(request.uids)
+        rows = await self._queue.fetch(request.run, uids, list(request.columns))
+        for message in codec.encode_fetched(uids, rows):
+            yield message
+
+    async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:
+        uids = codec.decode_uids(request.uids)
+        await self._queue.filter(request.run, epoch=request.epoch, uids=uids, reason=request.reason)
+        return Ack()
+
+    async def Settle(self, request: pb.SettleRequest, context: Context) -> Ack:
+        await self._queue.settle(
+            request.run, epoch=request.epoch, step=request.step, batch_id=request.batch_id
+        )
+        return Ack()
+
+    async def Publish(self, request: pb.PublishVersionRequest, context: Context) -> Ack:
+        await self._queue.publish(request.run, codec.decode_version(request.version))
+        return Ack()
+
+    async def Commit(self, request: pb.CommitStepRequest, context: Context) -> Ack:
+        await self._queue.commit(request.run, epoch=request.epoch, step=request.step)
+        return Ack()
+
+    async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
+        rows = await self._queue.rewind(request.run, epoch=request.epoch, step=request.step)
+        return pb.RewindResponse(rows=rows)
+
+    async def GetLedger(self, request: pb.RunRequest, context: Context) -> pb.Ledger:
+        return codec.encode_ledger(await self._queue.ledger(request.run))
+
+    async def ListDeadLetters(self, request: pb.RunRequest, context: Context) -> pb.DeadLetters:
+        letters = await self._queue.dead_letters(request.run)
+        return pb.DeadLetters(letters=map(codec.encode_dead_letter, letters))
+
+    async def Replay(self, request: pb.ReplayRequest, context: Context) -> pb.ReplayResponse:
+        uids = codec.decode_uids(request.uids)
+        return pb.ReplayResponse(rows=await self._queue.replay(request.run, uids))
+
+    async def WhyWaiting(self, request: pb.RunRequest, context: Context) -> pb.WaitingList:
+        waits = await self._queue.why_waiting(request.run)
+        return pb.WaitingList(waits=map(codec.encode_waiting, waits))

@@ -1,0 +1,207 @@
+"""How to call a service: a channel, deadlines, long waits cut into long polls, patience while it restarts.
+
+    poll(wait_s)  ─┬─ ask ── attempt ──▶ answer
+                   │            │ unavailable: pause, attempt again, until `patience_s` of it are over
+                   └─ no rows within POLL_S: ask again, until `wait_s` is over
+
+A dead peer is noticed by keepalive (transport.py), a hanging one by the deadline of every attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from meshrl.contract.errors import (
+    CapacityError,
+    CorruptError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
+from meshrl.services.errors import from_rpc
+from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+Question = TypeVar("Question", bound=Message)
+Answer = TypeVar("Answer", bound=Message)
+Noun = TypeVar("Noun")
+
+STAGE_PATIENCE_S: Final = 120.0
+"""For services: longer than a restart with a large store takes."""
+PERSON_PATIENCE_S: Final = 10.0
+"""For a person at a terminal."""
+POLL_S: Final = 20.0
+"""The longest single question; well below the server's own patience."""
+MARGIN_S: Final = 15.0
+"""What an answer may take beyond the wait that was asked for."""
+ANSWER_S: Final = 60.0
+"""The deadline of a question that waits for nothing."""
+
+
+class Patience:
+    """Pauses between attempts, growing to two seconds, until `patience_s` after the first failure."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.relax()
+
+    def relax(self) -> None:
+        """It works again."""
+        self._pause_s = 0.05
+        self._give_up_at: float | None = None
+
+    async def pause(self, error: UnavailableError) -> None:
+        """Raises `error` once patience is at its end."""
+        now = asyncio.get_running_loop().time()
+        if self._give_up_at is None:
+            self._give_up_at = now + self._patience_s
+            log.debug("%s; trying again for %.0f s", error, self._patience_s)
+        if now + self._pause_s > self._give_up_at:
+            raise error
+        # Jitter, so that a fleet does not come back in step.
+        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
+        self._pause_s = min(2.0, self._pause_s * 2)
+
+
+class Peer:
+    """A channel to one service and the manners of calling it."""
+
+    def __init__(self, service: str, address: str, patience_s: float) -> None:
+        self.name = f"{service} at {address}"
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.patience_s = patience_s
+
+    async def close(self) -> None:
+        """Cancel what runs and hang up; idempotent."""
+        await self.channel.close(None)
+
+    async def ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Question, Answer],
+        question: Question,
+        decode: Callable[[Answer], Noun],
+        *,
+        timeout_s: float = ANSWER_S,
+        repeatable: bool = True,
+    ) -> Noun:
+        """One message there, one back. `repeatable` when doing it twice is doing it once."""
+        self.check_size(question)
+
+        async def attempt() -> Answer:
+            return await method(question, timeout=timeout_s)
+
+        return self.understand(await self.patiently(attempt, repeatable), decode)
+
+    async def ask_for_stream(
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[Question, Answer],
+        question: Question,
+        decode: Callable[[Sequence[Answer]], Noun],
+        *,
+        timeout_s: float = ANSWER_S,
+    ) -> Noun:
+        """One message there, all messages of a stream back; a stream that breaks is asked for again."""
+        self.check_size(question)
+
+        async def attempt() -> list[Answer]:
+            return await collected(method(question, timeout=timeout_s))
+
+        return self.understand(await self.patiently(attempt), decode)
+
+    async def tell_stream(
+        self,
+        method: grpc.aio.StreamUnaryMultiCallable[Question, Answer],
+        questions: Sequence[Question],
+        decode: Callable[[Answer], Noun],
+        *,
+        timeout_s: float = ANSWER_S,
+    ) -> Noun:
+        """All messages of a stream there, one back; the whole stream is sent again if it breaks."""
+        for question in questions:
+            self.check_size(question)
+
+        async def attempt() -> Answer:
+            return await method(iter(questions), timeout=timeout_s)
+
+        return self.understand(await self.patiently(attempt), decode)
+
+    async def poll(self, wait_s: float, ask: Callable[[float], Awaitable[Noun]]) -> Noun:
+        """Calls `ask(seconds)` until it answers or `wait_s` is over; then its WaitTimeoutError."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + wait_s
+        while True:
+            left = max(0.0, deadline - clock())
+            try:
+                return await ask(min(left, POLL_S))
+            except WaitTimeoutError:
+                if left <= POLL_S:
+                    raise
+
+    async def patiently(self, attempt: Callable[[], Awaitable[Noun]], repeat: bool = True) -> Noun:
+        """The result of the first attempt that reaches the service."""
+        patience = Patience(self.patience_s)
+        while True:
+            try:
+                return await attempt()
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc(failure, self.name)
+                if not (repeat and isinstance(error, UnavailableError)):
+                    raise error from failure
+                await patience.pause(error)
+
+    def understand(self, answer: Answer | Sequence[Answer], decode: Callable[..., Noun]) -> Noun:
+        """Decode an answer. One that makes no sense is the service's mistake, not the caller's."""
+        try:
+            return decode(answer)
+        except UserError as error:
+            raise CorruptError(f"{self.name} answered nonsense: {error}") from error
+
+    def check_size(self, message: Message) -> None:
+        """Raises CapacityError for a message that gRPC would refuse to send."""
+        size = message.ByteSize()
+        if size > MAX_MESSAGE_BYTES:
+            raise CapacityError(
+                f"a message of {size} bytes for {self.name} is larger than {MAX_MESSAGE_BYTES}",
+                size=size,
+                limit=MAX_MESSAGE_BYTES,
+            )
+
+
+class Wire:
+    """The base of every client: `async with QueueWire("127.0.0.1:7001") as queue`."""
+
+    def __init__(self, service: str, address: str, patience_s: float) -> None:
+        self._peer = Peer(service, address, patience_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what runs and hang up; idempotent."""
+        await self._peer.close()
+
+
+async def collected(messages: AsyncIterable[Answer]) -> list[Answer]:
+    """All of a stream."""
+    return [message async for message in messages]
+
+
+def nothing(_: Message) -> None:
+    """Decodes an answer that has nothing to say but "done"."""

@@ -1,0 +1,192 @@
+"""A server binds, becomes ready, is watched, drains and ends; and says in one line why it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.services.doors import RewardDoor, TrainerDoor
+from meshrl.services.runtime import Server, ServerSettings, run_service
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+DOORS = ("meshrl.v1.Reward", "meshrl.v1.Trainer")
+
+
+def serve(**settings: object) -> Server:
+    # The doors are never opened here: health, reflection and metrics are the runtime's own.
+    doors = [RewardDoor(None), TrainerDoor(None)]  # type: ignore[arg-type]
+    return Server(ServerSettings.model_validate({"drain_grace_s": 1} | settings), doors)
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=service)
+    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)).status
+
+
+async def test_health_follows_ready_and_stop() -> None:
+    async with serve() as server, grpc.aio.insecure_channel(server.address) as channel:
+        for service in ("", *DOORS):
+            assert await health_of(channel, service) == NOT_SERVING
+        await server.ready()
+        for service in ("", *DOORS):
+            assert await health_of(channel, service) == SERVING
+        server.stop()
+        await server.until_stopped()
+        assert await health_of(channel, "meshrl.v1.Reward") == NOT_SERVING
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with serve() as server, grpc.aio.insecure_channel(server.address) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answers = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        names = [
+            service.name
+            async for answer in answers
+            for service in answer.list_services_response.service
+        ]
+    assert {*DOORS, "grpc.health.v1.Health"} <= set(names)
+
+
+async def test_metrics_count_calls_by_method_and_status() -> None:
+    async with serve() as server, grpc.aio.insecure_channel(server.address) as channel:
+        await health_of(channel, "")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health_of(channel, "no.such.Service")
+        url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+        with await asyncio.to_thread(urllib.request.urlopen, url) as page:
+            text = page.read().decode()
+    check = 'method="/grpc.health.v1.Health/Check"'
+    assert f'meshrl_rpc_total{{{check},status="OK"}} 1.0' in text
+    assert f'meshrl_rpc_total{{{check},status="NOT_FOUND"}} 1.0' in text
+    assert f"meshrl_rpc_seconds_count{{{check}}} 2.0" in text
+
+
+async def test_a_watcher_of_health_does_not_hold_the_drain_up() -> None:
+    server = await serve(drain_grace_s=60, metrics_port=None).__aenter__()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        first = await watch.read()
+        assert first.status == NOT_SERVING
+        async with asyncio.timeout(30):
+            await server.drain()
+        assert await watch.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_port_in_use_is_one_line_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}: the port is in use"):
+            await serve(port=port).__aenter__()
+        with pytest.raises(UserError, match=f"metrics on 127.0.0.1:{port}"):
+            await serve(metrics_port=port).__aenter__()
+
+
+async def test_a_host_that_is_not_ours_is_refused_in_words() -> None:
+    with pytest.raises(UserError, match=r"192\.0\.2\.1:0: Cannot assign"):
+        await serve(host="192.0.2.1", allow_insecure_bind=True).__aenter__()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "example.org", "10.0.0.1"])
+async def test_other_machines_are_let_in_only_on_request(host: str) -> None:
+    with pytest.raises(UserError, match="allow_insecure_bind"):
+        await serve(host=host).__aenter__()
+
+
+async def test_a_server_on_every_address_is_possible_on_request() -> None:
+    everywhere = serve(host="0.0.0.0", allow_insecure_bind=True, metrics_port=None)
+    async with everywhere, grpc.aio.insecure_channel(f"127.0.0.1:{everywhere.port}") as channel:
+        assert await health_of(channel, "") == NOT_SERVING
+
+
+def test_a_mistake_ends_a_service_with_one_line_and_code_two(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def main() -> None:
+        raise UserError("no such file: x.yaml")
+
+    assert run_service(main) == 2
+    assert capsys.readouterr().err == "error: no such file: x.yaml\n"
+
+
+def test_a_failure_inside_a_task_group_is_one_line_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def fail() -> None:
+        raise InfraError("the disk is gone")
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    assert run_service(main) == 1
+    assert capsys.readouterr().err == "error: the disk is gone\n"
+
+
+def test_a_bug_is_not_hidden() -> None:
+    async def main() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_service(main)
+    assert not issubclass(ZeroDivisionError, MeshError)
+
+
+SERVICE = """
+import asyncio, logging, sys
+from meshrl.services.doors import RewardDoor
+from meshrl.services.runtime import Server, ServerSettings, run_service
+
+async def main():
+    async with Server(ServerSettings(metrics_port=None), [RewardDoor(None)]) as server:
+        assert "uvloop" in type(asyncio.get_running_loop()).__module__
+        await server.ready()
+        waiting = asyncio.create_task(server.until_stopped())
+        await asyncio.sleep(0)
+        print("ready", flush=True)
+        await waiting
+        print("stopped", flush=True)
+        if "hang" in sys.argv:
+            await asyncio.sleep(600)
+    print("drained", flush=True)
+
+sys.exit(run_service(main))
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE, *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_the_service(number: signal.Signals) -> None:
+    with start() as process:
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("stopped\ndrained\n", 0)
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with start("hang") as process:
+        assert process.stdout is not None
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "stopped\n"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("", 128 + signal.SIGTERM)
