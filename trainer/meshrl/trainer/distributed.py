@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.nouns import Float32
+
+_Item = TypeVar("_Item", bound=np.generic)
 
 CONTROL_TIMEOUT_S = 600.0
 """Longest silence between ranks. Rank 0 speaks at least every `take_wait_s` while it waits for a batch."""
@@ -88,17 +89,18 @@ class World:
             ) from error
         return data.numpy().tobytes()
 
-    def all_gather(self, own: Float32) -> list[Float32]:
-        """Every rank's flat float32 array, by rank; lengths may differ."""
+    def all_gather(self, own: npt.NDArray[_Item]) -> list[npt.NDArray[_Item]]:
+        """Every rank's flat array, by rank; lengths may differ, the type may not."""
         if self.size == 1:
             return [own]
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(own)], dtype=torch.int64))
             longest = max(1, *(int(size) for size in sizes))
-            padded = torch.zeros(longest)
-            padded[: len(own)] = torch.from_numpy(np.ascontiguousarray(own))
-            parts = [torch.zeros(longest) for _ in range(self.size)]
+            padded = torch.from_numpy(
+                np.resize(own, longest) if len(own) else np.zeros(longest, own.dtype)
+            )
+            parts = [torch.zeros_like(padded) for _ in range(self.size)]
             dist.all_gather(parts, padded)
         except RuntimeError as error:
             raise InfraError(
@@ -122,5 +124,5 @@ def _init_group(backend: str) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     # A world of one needs no port: the store lives in this process.
-    store = c10d.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -45,6 +45,16 @@ def linear_logprob(
     return logprobs, entropies
 
 
+@torch.no_grad()
+def linear_argmax(
+    hidden: torch.Tensor, weight: torch.Tensor, *, chunk_elements: int = CHUNK_ELEMENTS
+) -> torch.Tensor:
+    """int64[N]: the most likely token after each of `hidden` [N, H], chunked like `linear_logprob`."""
+    chunk = max(1, chunk_elements // weight.shape[0])
+    best = [(part @ weight.T).argmax(-1) for part in hidden.split(chunk)]
+    return torch.cat(best) if best else hidden.new_empty(0, dtype=torch.int64)
+
+
 class _LinearLogprob(torch.autograd.Function):
     """The pair of formulas above."""
 

@@ -14,14 +14,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer import attention
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.logprob import linear_logprob
+from meshrl.trainer.logprob import linear_argmax, linear_logprob
 from meshrl.trainer.packing import Pack
 
 HfModel: TypeAlias = Any
@@ -37,16 +37,28 @@ class Policy(nn.Module):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
-        hidden = self.hf.get_decoder()(
+        return linear_logprob(
+            self._response_hidden(pack),
+            self.hf.get_output_embeddings().weight,
+            pack.targets,
+            temperature=temperature,
+        )
+
+    def is_greedy(self, pack: Pack) -> torch.Tensor:
+        """bool[N]: is each response token the one that greedy decoding would take? For teacher forcing."""
+        hidden = self._response_hidden(pack)
+        return linear_argmax(hidden, self.hf.get_output_embeddings().weight) == pack.targets
+
+    def _response_hidden(self, pack: Pack) -> torch.Tensor:
+        """[N, H]: the hidden states that predict a response token."""
+        hidden: torch.Tensor = self.hf.get_decoder()(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             attention_mask=None,
             use_cache=False,
             packed_layout=pack.layout,
         ).last_hidden_state[0]
-        weight = self.hf.get_output_embeddings().weight
-        chosen = hidden.index_select(0, pack.positions)
-        return linear_logprob(chosen, weight, pack.targets, temperature=temperature)
+        return hidden.index_select(0, pack.positions)
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Hugging Face names and parameters in layer order; a tied tensor comes once, under its first name."""
@@ -110,14 +122,23 @@ def _prepared(hf: HfModel, path: Path) -> HfModel:
 def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     """Shard the model over the ranks: one FSDP unit per decoder layer, the rest in the root's."""
     if config.enable_gradient_checkpointing:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute_activations(hf)
     policy = Policy(hf).train()
     compute = getattr(torch, config.param_dtype)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in decoder_layers(hf):
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
     fully_shard(policy, mesh=world.mesh, mp_policy=precision)
+    register_fsdp_forward_method(policy, "is_greedy")
     return policy.to(world.device)
+
+
+def _recompute_activations(hf: HfModel) -> None:
+    how = {"use_reentrant": False}  # FSDP2's hooks need the non-reentrant kind
+    if hasattr(hf, "activation_checkpointing_enable"):  # transformers >= 5.13
+        hf.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 def decoder_layers(hf: HfModel) -> nn.ModuleList:
@@ -132,8 +153,3 @@ def decoder_layers(hf: HfModel) -> nn.ModuleList:
         if isinstance(layers, nn.ModuleList):
             return layers
     raise UserError(f"model {type(hf).__name__}: no list of decoder layers found")
-
-
-def vocabulary(path: Path) -> int:
-    """The vocabulary size of the checkpoint in `path`."""
-    return int(AutoConfig.from_pretrained(path).vocab_size)

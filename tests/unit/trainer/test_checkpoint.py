@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.nouns import Version
+from meshrl.trainer import checkpoint
+from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.export import export_checkpoint, export_policy
+from meshrl.trainer.model import Policy, build_policy, load_hf
+from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.packing import pack
+from meshrl.trainer.snapshot import layout, take_snapshot
+
+from . import tiny
+
+
+def fresh(path: Path, world: World, optimizer: str = "adamw") -> tuple[Policy, Optimizers]:
+    policy = build_policy(load_hf(path), world, ModelConfig(path=path))
+    return policy, Optimizers(policy, OptimConfig(name=optimizer, lr=1e-2))  # type: ignore[arg-type]
+
+
+def learn(policy: Policy, optimizers: Optimizers, seed: int) -> None:
+    rows = tiny.rows(4, seed=seed)
+    logprobs, _ = policy(pack(rows, [2] * 4), 1.0)
+    (-logprobs.mean()).backward()
+    optimizers.step(1e-2)
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor().clone() for n, p in policy.named_tensors()}  # type: ignore[attr-defined]
+
+
+def state(step: int, epoch: int = 1) -> TrainerState:
+    return TrainerState(run="r", step=step, epoch=epoch, seed=0, world_size=1, kl_coef=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_loaded_model_and_optimizer_go_on_bit_for_bit(
+    tmp_path: Path, tiny_path: Path, world: World, optimizer: str
+) -> None:
+    policy, optimizers = fresh(tiny_path, world, optimizer)
+    learn(policy, optimizers, 1)
+    path = checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
+    learn(policy, optimizers, 2)
+    other, others = fresh(tiny_path, world, optimizer)
+    assert checkpoint.load(path, other, others) == state(1)
+    learn(other, others, 2)
+    expected, got = weights(policy), weights(other)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_only_the_newest_checkpoints_are_kept(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, policy, optimizers, state(step), world, keep=2)
+    assert [v for v, _ in checkpoint.found(tmp_path)] == [Version(1, 3), Version(1, 2)]
+
+
+def test_a_later_epoch_is_newer_than_a_higher_step(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    checkpoint.save(tmp_path, policy, optimizers, state(9, epoch=1), world, keep=2)
+    checkpoint.save(tmp_path, policy, optimizers, state(4, epoch=2), world, keep=2)
+    good = checkpoint.newest(tmp_path)
+    assert good is not None and good[1].step == 4
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, tiny_path: Path, world: World) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
+    path = checkpoint.save(tmp_path, policy, optimizers, state(2), world, keep=2)
+    victim = next((path / "tensors").glob("*.distcp"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"differs from what state.json says"):
+        checkpoint.read_state(path)
+    good = checkpoint.newest(tmp_path)
+    assert good is not None and good[1].step == 1
+
+
+def test_leftovers_of_a_killed_writer_are_ignored_and_swept(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    leftover = tmp_path / ".writing-step-00000007-epoch-0001"
+    leftover.mkdir()
+    (leftover / "state.json").write_text(json.dumps({}))
+    assert checkpoint.newest(tmp_path) is None
+    policy, optimizers = fresh(tiny_path, world)
+    checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
+    assert not leftover.exists()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from meshrl.trainer import checkpoint
+from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model import build_policy, load_hf
+from meshrl.trainer.optim import Optimizers
+model, root = Path(sys.argv[1]), Path(sys.argv[2])
+torch.set_num_threads(1)
+world = World.start("cpu")
+policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+optimizers = Optimizers(policy, OptimConfig())
+for step in range(1, 10_000):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(step)
+    state = TrainerState(run="r", step=step, epoch=1, seed=0, world_size=1, kl_coef=0.0)
+    checkpoint.save(root, policy, optimizers, state, world, keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_kill_9_while_writing_leaves_the_last_good_one(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    draw = np.random.default_rng(0)
+    for round_ in range(3):
+        root = tmp_path / str(round_)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tiny_path), str(root)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        with writer:
+            assert writer.stdout is not None
+            durable = 0
+            while durable < 2:
+                durable = int(writer.stdout.readline())
+            time.sleep(draw.uniform(0.0, 0.05))
+            writer.send_signal(signal.SIGKILL)
+            durable = max([durable, *(int(line) for line in writer.stdout if line.endswith("\n"))])
+        good = checkpoint.newest(root)
+        assert good is not None and good[1].step >= durable
+        policy, optimizers = fresh(tiny_path, world)
+        loaded = checkpoint.load(good[0], policy, optimizers)
+        assert all(bool((w == loaded.step).all()) for w in weights(policy).values())
+
+
+def test_transformers_loads_an_export_of_the_live_model_and_of_the_checkpoint(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    learn(policy, optimizers, 1)
+    checkpoint.save(tmp_path / "ckpt", policy, optimizers, state(1), world, keep=2)
+    live = export_policy(policy, world, tmp_path / "live", tokenizer=tiny_path)
+    stored = export_checkpoint(tmp_path / "ckpt", tmp_path / "stored", model=tiny_path)
+    expected = weights(policy)
+    for path in (live, stored):
+        hf = AutoModelForCausalLM.from_pretrained(path)
+        assert {n: p.shape for n, p in hf.named_parameters()} == {
+            n: p.shape for n, p in expected.items()
+        }
+        assert all(torch.equal(p, expected[n]) for n, p in hf.named_parameters())
+        assert (path / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_bfloat16_snapshot_holds_the_rounded_weights(tiny_path: Path, world: World) -> None:
+    policy, _ = fresh(tiny_path, world)
+    made = take_snapshot(
+        policy, world, run="r", version=Version(1, 3), dtype="bfloat16", bucket_bytes=4096
+    )
+    assert made is not None
+    expected = weights(policy)
+    names = [spec.name for spec in made.manifest.tensors]
+    assert names[0] == "model.embed_tokens.weight"
+    assert "lm_head.weight" not in names  # tied: sent once
+    assert len(made.manifest.bucket_bytes) > 1
+    for spec in made.manifest.tensors:
+        data = made.bucket(spec.bucket)[spec.offset : spec.offset + spec.nbytes]
+        tensor = torch.from_numpy(data.copy()).view(torch.bfloat16).view(spec.shape)
+        assert torch.equal(tensor, expected[spec.name].to(torch.bfloat16))
+
+
+def test_a_snapshot_does_not_move_when_training_goes_on(tiny_path: Path, world: World) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    made = take_snapshot(
+        policy, world, run="r", version=Version(1, 3), dtype="float32", bucket_bytes=1 << 20
+    )
+    assert made is not None
+    before = made.bucket(0).copy()
+    learn(policy, optimizers, 1)
+    assert np.array_equal(made.bucket(0), before)
+
+
+def test_tensors_lie_aligned_in_order_and_a_large_one_alone() -> None:
+    specs = layout(
+        [("a", (3,)), ("b", (100,)), ("c", (2, 2)), ("d", ())],
+        dtype="float32",
+        itemsize=4,
+        bucket_bytes=32,
+    )
+    assert [(s.bucket, s.offset, s.nbytes) for s in specs] == [
+        (0, 0, 12),
+        (1, 0, 400),
+        (2, 0, 16),
+        (2, 16, 4),
+    ]

@@ -1,0 +1,196 @@
+"""Checkpoints that are there whole or not at all: torch DCP tensors and a state.json, renamed into place.
+
+    .writing-…/            tensors/ (DCP: model, optimizer), state.json (hash of every file), all fsynced
+    step-00000040-epoch-0001/   the same, after one rename
+
+A kill at any moment leaves the last good one; leftovers are ignored and swept. Directories are ordered by Version,
+epoch first: what a trainer that resumed at step 10 has written is newer than its predecessor's step 20.
+
+There is no scheduler and no RNG state in a checkpoint: the learning rate is a pure function of the step, and the
+draws of a step are seeded by (seed, step, rank). DCP keeps its index as a pickle, so a checkpoint directory is as
+trusted as the code that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.nouns import Version
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model import Policy
+from meshrl.trainer.optim import Optimizers
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
+_WRITING = ".writing-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What a run remembers beside its tensors."""
+
+    run: str
+    step: int
+    """Optimizer steps done: the policy is Version(epoch, step). Also the position in the queue's ledger: rows settled
+    at steps before it are in these weights."""
+    epoch: int
+    seed: int
+    world_size: int
+    kl_coef: float
+    """The KL controller's coefficient."""
+    rows_trained: int = 0
+    tokens_trained: int = 0
+
+
+def save(
+    root: Path,
+    policy: Policy,
+    optimizers: Optimizers,
+    state: TrainerState,
+    world: World,
+    *,
+    keep: int,
+) -> Path:
+    """Write one checkpoint; durable on return. Every rank calls this.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        policy: The model.
+        optimizers: Its optimizer.
+        state: Everything that is no tensor.
+        world: The ranks.
+        keep: How many checkpoints remain; older ones are removed afterwards.
+
+    Returns:
+        The checkpoint's directory.
+    """
+    final = root / f"step-{state.step:08d}-epoch-{state.epoch:04d}"
+    writing = root / f"{_WRITING}{final.name}"
+    if world.is_main:
+        root.mkdir(parents=True, exist_ok=True)
+        sweep(root)
+        writing.mkdir()
+    world.barrier()
+    state_dict_saver.save(
+        _tensors(policy, optimizers), storage_writer=FileSystemWriter(writing / "tensors")
+    )
+    if world.is_main:
+        facts = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
+        (writing / "state.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
+        for path in (writing / "state.json", *(p for p in writing.rglob("*"))):
+            _fsync(path)
+        _fsync(writing)
+        if final.exists():  # the same Version: the same weights, already durable
+            shutil.rmtree(writing)
+        else:
+            writing.rename(final)
+            _fsync(root)
+        for _, path in list(found(root))[keep:]:
+            shutil.rmtree(path)
+    world.barrier()
+    return final
+
+
+def load(path: Path, policy: Policy, optimizers: Optimizers | None = None) -> TrainerState:
+    """Fill the model (and optimizer) from a checkpoint; any world size reads what any other wrote.
+
+    Raises:
+        CorruptError: the directory is not what was written.
+    """
+    state = read_state(path)
+    tensors = _tensors(policy, optimizers)
+    state_dict_loader.load(tensors, storage_reader=FileSystemReader(path / "tensors"))
+    set_model_state_dict(policy, tensors["model"])
+    if optimizers is not None:
+        set_optimizer_state_dict(policy, optimizers.parts, tensors["optimizer"])
+    return state
+
+
+def read_state(path: Path) -> TrainerState:
+    """The state of a checkpoint, after every file's hash was compared.
+
+    Raises:
+        CorruptError: a file is missing or differs.
+    """
+    try:
+        facts = json.loads((path / "state.json").read_text())
+        state = TrainerState(**facts["state"])
+        expected: dict[str, str] = facts["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"checkpoint {path}: unreadable state.json ({error})") from error
+    present = _fingerprints(path)
+    for name, digest in expected.items():
+        if present.get(name) != digest:
+            what = "differs from" if name in present else "is missing beside"
+            raise CorruptError(f"checkpoint {path}: {name} {what} what state.json says")
+    return state
+
+
+def newest(root: Path) -> tuple[Path, TrainerState] | None:
+    """The newest good checkpoint; damaged ones are named in the log and passed over."""
+    for _, path in found(root):
+        try:
+            return path, read_state(path)
+        except CorruptError as error:
+            log.warning("%s; trying the one before", error)
+    return None
+
+
+def found(root: Path) -> Iterator[tuple[Version, Path]]:
+    """Complete checkpoints, newest first."""
+    names = ((_NAME.fullmatch(p.name), p) for p in root.iterdir()) if root.is_dir() else ()
+    versions = [(Version(int(m[2]), int(m[1])), p) for m, p in names if m]
+    yield from sorted(versions, reverse=True)
+
+
+def sweep(root: Path) -> None:
+    """Remove what killed writers left."""
+    for path in root.glob(f"{_WRITING}*"):
+        shutil.rmtree(path)
+
+
+def _tensors(policy: Policy, optimizers: Optimizers | None) -> dict[str, Any]:
+    tensors: dict[str, Any] = {"model": get_model_state_dict(policy)}
+    if optimizers is not None:
+        tensors["optimizer"] = get_optimizer_state_dict(policy, optimizers.parts)
+    return tensors
+
+
+def _fingerprints(path: Path) -> dict[str, str]:
+    """Relative file name to xxh3-128 of its bytes; state.json, which holds them, is left out."""
+    digests = {}
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != "state.json"):
+        digest = xxhash.xxh3_128()
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+        digests[str(file.relative_to(path))] = digest.hexdigest()
+    return digests
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,95 @@
+"""Hugging Face checkpoints out of a live model or a run's checkpoint, readable by any engine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshrl.contract.errors import UserError
+from meshrl.trainer import checkpoint
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model import Policy, build_policy, load_hf
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def export_policy(
+    policy: Policy, world: World, target: Path, *, tokenizer: Path, dtype: str = "float32"
+) -> Path:
+    """Write config, safetensors and tokenizer files to `target`, replacing what is there.
+
+    Every rank calls this. The directory appears by a rename, never half-written.
+
+    Args:
+        policy: The model.
+        world: The ranks.
+        target: The directory to make.
+        tokenizer: Where to copy the tokenizer's files from.
+        dtype: Type of the stored weights.
+    """
+    kind = getattr(torch, dtype)
+    full: dict[str, torch.Tensor] = {}
+    for name, parameter in policy.hf.state_dict().items():
+        value = parameter.detach().to(kind) if parameter.is_floating_point() else parameter.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if world.is_main:
+            full[name] = whole.cpu().clone()
+    if world.is_main:
+        for tied in policy.hf.all_tied_weights_keys:
+            full.pop(tied, None)
+        writing = target.with_name(f".writing-{target.name}")
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        policy.hf.save_pretrained(writing, state_dict=full)
+        for pattern in TOKENIZER_FILES:
+            for file in sorted(tokenizer.glob(pattern)):
+                if file.is_file() and not (writing / file.name).exists():
+                    shutil.copy2(file, writing / file.name)
+        shutil.rmtree(target, ignore_errors=True)
+        writing.rename(target)
+    world.barrier()
+    return target
+
+
+def export_checkpoint(
+    path: Path, target: Path, *, model: Path, tokenizer: Path | None = None, dtype: str = "float32"
+) -> Path:
+    """Turn a checkpoint directory (or a run's directory of them: the newest) into a Hugging Face one.
+
+    Args:
+        path: `…/checkpoints/step-…` or `…/checkpoints`.
+        target: The directory to make.
+        model: The model that the run started from: its architecture is read.
+        tokenizer: Where the tokenizer is; None takes `model`.
+        dtype: Type of the stored weights.
+
+    Raises:
+        UserError: there is no checkpoint in `path`.
+        CorruptError: the checkpoint is damaged.
+    """
+    if not (path / "state.json").is_file():
+        good = checkpoint.newest(path)
+        if good is None:
+            raise UserError(
+                f"no checkpoint in {path}: want a directory named step-…, or one that holds some"
+            )
+        path = good[0]
+    world = World.start("cpu")
+    try:
+        policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+        checkpoint.load(path, policy)
+        return export_policy(policy, world, target, tokenizer=tokenizer or model, dtype=dtype)
+    finally:
+        world.close()

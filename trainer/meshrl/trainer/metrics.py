@@ -1,0 +1,169 @@
+"""Where a run's numbers go: metrics.jsonl always; console, TensorBoard and Weights & Biases by option."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Json
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """One more place for metrics."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of one step."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...
+
+
+class MetricsLog:
+    """Appends one JSON object per line to metrics.jsonl and hands the numbers to other sinks.
+
+    A line has `step` (the training step it tells of) and its values; several lines may share a step (training,
+    evaluation). What a killed trainer wrote after its last checkpoint tells of a history that is no more:
+    `resume_at` drops it.
+    """
+
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        self._path = path
+        self._sinks = tuple(sinks)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = path.open("a")
+
+    def resume_at(self, step: int) -> None:
+        """Drop lines of steps >= `step`, and a last line that was cut short."""
+        self._stream.close()
+        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) < step]
+        writing = self._path.with_name(f".{self._path.name}.writing")
+        with writing.open("w") as stream:
+            stream.writelines(f"{line}\n" for line in kept)
+            stream.flush()
+            os.fsync(stream.fileno())
+        writing.replace(self._path)
+        self._stream = self._path.open("a")
+
+    def write(self, step: int, values: Mapping[str, Json]) -> None:
+        """One line; values that are numbers go to the sinks too. Not-finite numbers become null in the file."""
+        clean = {k: _clean(v) for k, v in values.items()}
+        self._stream.write(json.dumps({"step": step, **clean}) + "\n")
+        self._stream.flush()
+        numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def close(self) -> None:
+        """Flush and end every sink."""
+        self._stream.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _clean(value: Json) -> Json:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class ConsoleSink:
+    """One log line per step with what a person looks at first."""
+
+    SHOWN = (
+        ("reward/mean", "reward", "{:.3f}"),
+        ("val/score/mean", "val score", "{:.3f}"),
+        ("actor/loss", "loss", "{:.4f}"),
+        ("actor/grad_norm", "grad", "{:.2f}"),
+        ("actor/entropy", "entropy", "{:.3f}"),
+        ("staleness/mean", "stale", "{:.2f}"),
+        ("response/length_mean", "length", "{:.0f}"),
+        ("throughput/tokens_per_s", "tok/s", "{:.0f}"),
+        ("time/step_s", "step s", "{:.2f}"),
+        ("time/wait_s", "wait s", "{:.2f}"),
+    )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the line."""
+        shown = [
+            f"{name} {form.format(values[key])}" for key, name, form in self.SHOWN if key in values
+        ]
+        log.info("step %d  %s", step, "  ".join(shown))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class TensorBoardSink:
+    """Event files for TensorBoard."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "trainer.logger: tensorboard is not installed; pip install 'meshrl[logging]'"
+            ) from error
+        self._writer: Any = SummaryWriter(str(directory))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One scalar per metric."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, offline unless WANDB_MODE says otherwise: `wandb sync` uploads it."""
+
+    def __init__(self, directory: Path, project: str, name: str) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "trainer.logger: wandb is not installed; pip install 'meshrl[logging]'"
+            ) from error
+        mode = os.environ.get("WANDB_MODE", "offline")
+        self._run: Any = wandb.init(project=project, name=name, dir=str(directory), mode=mode)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One history row; an evaluation that ended late is kept under its own axis."""
+        self._run.log({**values, "training_step": step})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def build_sinks(names: Sequence[str], directory: Path, project: str, experiment: str) -> list[Sink]:
+    """The sinks that `trainer.logger` names.
+
+    Raises:
+        UserError: a sink's package is not installed.
+    """
+    sinks: list[Sink] = []
+    for name in names:
+        if name == "console":
+            sinks.append(ConsoleSink())
+        elif name == "tensorboard":
+            sinks.append(TensorBoardSink(directory / "tensorboard"))
+        elif name == "wandb":
+            sinks.append(WandbSink(directory, project, experiment))
+    return sinks
