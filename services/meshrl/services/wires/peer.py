@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 from meshrl.contract.errors import (
     CapacityError,
     CorruptError,
+    MeshError,
     UnavailableError,
     UserError,
     WaitTimeoutError,
@@ -45,6 +46,8 @@ MARGIN_S: Final = 15.0
 """What an answer may take beyond the wait that was asked for."""
 ANSWER_S: Final = 60.0
 """The deadline of a question that waits for nothing."""
+SLOWEST_BYTES_PER_S: Final = 5e6
+"""A streamed request gets its bytes' time at this rate on top: 40 Mbit/s."""
 
 
 class Patience:
@@ -90,16 +93,17 @@ class Peer:
         question: Question,
         decode: Callable[[Answer], Noun],
         *,
-        timeout_s: float = ANSWER_S,
+        wait_s: float | None = None,
         repeatable: bool = True,
     ) -> Noun:
         """One message there, one back. `repeatable` when doing it twice is doing it once."""
         self.check_size(question)
 
         async def attempt() -> Answer:
-            return await method(question, timeout=timeout_s)
+            return await method(question, timeout=_deadline_s(wait_s))
 
-        return self.understand(await self.patiently(attempt, repeatable), decode)
+        answer = await self._patiently(attempt, wait_s, repeatable)
+        return self.understand(answer, decode)
 
     async def ask_for_stream(
         self,
@@ -107,15 +111,19 @@ class Peer:
         question: Question,
         decode: Callable[[Sequence[Answer]], Noun],
         *,
-        timeout_s: float = ANSWER_S,
+        wait_s: float | None = None,
     ) -> Noun:
-        """One message there, all messages of a stream back; a stream that breaks is asked for again."""
+        """One message there, a stream back, each message within the deadline; asked for again if it breaks."""
         self.check_size(question)
 
         async def attempt() -> list[Answer]:
-            return await collected(method(question, timeout=timeout_s))
+            call = method(question)
+            try:
+                return await _collected(call, _deadline_s(wait_s))
+            finally:
+                call.cancel()
 
-        return self.understand(await self.patiently(attempt), decode)
+        return self.understand(await self._patiently(attempt, wait_s), decode)
 
     async def tell_stream(
         self,
@@ -123,16 +131,17 @@ class Peer:
         questions: Sequence[Question],
         decode: Callable[[Answer], Noun],
         *,
-        timeout_s: float = ANSWER_S,
+        wait_s: float | None = None,
     ) -> Noun:
-        """All messages of a stream there, one back; the whole stream is sent again if it breaks."""
+        """A stream there, one message back; the whole stream is sent again if it breaks."""
         for question in questions:
             self.check_size(question)
+        sending_s = sum(question.ByteSize() for question in questions) / SLOWEST_BYTES_PER_S
 
         async def attempt() -> Answer:
-            return await method(iter(questions), timeout=timeout_s)
+            return await method(iter(questions), timeout=_deadline_s(wait_s) + sending_s)
 
-        return self.understand(await self.patiently(attempt), decode)
+        return self.understand(await self._patiently(attempt, wait_s), decode)
 
     async def poll(self, wait_s: float, ask: Callable[[float], Awaitable[Noun]]) -> Noun:
         """Calls `ask(seconds)` until it answers or `wait_s` is over; then its WaitTimeoutError."""
@@ -146,17 +155,34 @@ class Peer:
                 if left <= POLL_S:
                     raise
 
-    async def patiently(self, attempt: Callable[[], Awaitable[Noun]], repeat: bool = True) -> Noun:
+    async def _patiently(
+        self,
+        attempt: Callable[[], Awaitable[Noun]],
+        wait_s: float | None,
+        repeatable: bool = True,
+    ) -> Noun:
         """The result of the first attempt that reaches the service."""
         patience = Patience(self.patience_s)
         while True:
             try:
                 return await attempt()
-            except grpc.aio.AioRpcError as failure:
-                error = from_rpc(failure, self.name)
-                if not (repeat and isinstance(error, UnavailableError)):
+            except (grpc.aio.AioRpcError, TimeoutError) as failure:
+                error = self._error(failure, wait_s)
+                if not (repeatable and isinstance(error, UnavailableError)):
                     raise error from failure
                 await patience.pause(error)
+
+    def _error(
+        self, failure: grpc.aio.AioRpcError | TimeoutError, wait_s: float | None
+    ) -> MeshError:
+        """A missed deadline ends a wait; where nothing was to be waited for, the service hangs."""
+        if isinstance(failure, grpc.aio.AioRpcError):
+            error = from_rpc(failure, self.name)
+        else:
+            error = WaitTimeoutError(f"{self.name} did not answer in time")
+        if isinstance(error, WaitTimeoutError) and wait_s is None:
+            return UnavailableError(f"{self.name} has not answered within {ANSWER_S:.0f} s")
+        return error
 
     def understand(self, answer: Answer | Sequence[Answer], decode: Callable[..., Noun]) -> Noun:
         """Decode an answer. One that makes no sense is the service's mistake, not the caller's."""
@@ -198,9 +224,20 @@ class Wire:
         await self._peer.close()
 
 
-async def collected(messages: AsyncIterable[Answer]) -> list[Answer]:
-    """All of a stream."""
-    return [message async for message in messages]
+def _deadline_s(wait_s: float | None) -> float:
+    return ANSWER_S if wait_s is None else wait_s + MARGIN_S
+
+
+async def _collected(messages: AsyncIterable[Answer], silence_s: float) -> list[Answer]:
+    """All of a stream. Raises TimeoutError when the next message takes longer than `silence_s`."""
+    found: list[Answer] = []
+    stream = aiter(messages)
+    while True:
+        async with asyncio.timeout(silence_s):
+            try:
+                found.append(await anext(stream))
+            except StopAsyncIteration:
+                return found
 
 
 def nothing(_: Message) -> None:

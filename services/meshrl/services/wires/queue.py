@@ -20,7 +20,7 @@ from meshrl.contract.nouns import (
     Version,
     Waiting,
 )
-from meshrl.services.wires.peer import MARGIN_S, STAGE_PATIENCE_S, Wire, nothing
+from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 
@@ -60,7 +60,7 @@ class QueueWire(Wire):
                 self._stub.Admit,
                 codec.encode_admit(call),
                 lambda answer: answer.admitted,
-                timeout_s=seconds + MARGIN_S,
+                wait_s=seconds,
             )
 
         return await self._peer.poll(wait_s, ask)
@@ -93,7 +93,7 @@ class QueueWire(Wire):
                 wait_s=seconds,
             )
             return await self._peer.ask_for_stream(
-                self._stub.Lease, request, codec.decode_lease, timeout_s=seconds + MARGIN_S
+                self._stub.Lease, request, codec.decode_lease, wait_s=seconds
             )
 
         return await self._peer.poll(wait_s, ask)
@@ -141,7 +141,7 @@ class QueueWire(Wire):
                 run=run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=seconds
             )
             return await self._peer.ask(
-                self._stub.Take, request, codec.decode_batch, timeout_s=seconds + MARGIN_S
+                self._stub.Take, request, codec.decode_batch, wait_s=seconds
             )
 
         return await self._peer.poll(wait_s, ask)

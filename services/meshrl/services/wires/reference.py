@@ -32,7 +32,7 @@ class LogProbsWire(Wire):
                 self._stub.LogProbs,
                 request,
                 lambda answer: [codec.decode_array(row, "float32", 1) for row in answer.rows],
-                timeout_s=self._deadline_s,
+                wait_s=self._deadline_s,
             )
         if [len(row) for row in found] != [len(row) for row in rows]:
             raise CorruptError(f"{self._peer.name} answered for other tokens than were sent")

@@ -48,7 +48,7 @@ class JudgeWire(Wire):
                 self._stub.Score,
                 request,
                 lambda answer: [codec.decode_score(score) for score in answer.scores],
-                timeout_s=self._deadline_s,
+                wait_s=self._deadline_s,
             )
             scores += answer
         if [score.uid for score in scores] != [sample.uid for sample in samples]:

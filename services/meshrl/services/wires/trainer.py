@@ -73,7 +73,7 @@ class TrainerWire(Wire):
                 self._stub.SaveCheckpoint,
                 pb.SaveCheckpointRequest(wait_s=seconds),
                 lambda answer: answer.step,
-                timeout_s=seconds + MARGIN_S,
+                wait_s=seconds,
             )
 
         return await self._peer.poll(wait_s, ask)

@@ -1,0 +1,398 @@
+"""Every port but the queue's, through its door and its wire, over a real server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from meshrl.contract import errors
+from meshrl.contract.nouns import (
+    EngineStats,
+    Float32,
+    GenerateDelta,
+    GenerateRequest,
+    Int32,
+    Outcome,
+    Sample,
+    SamplingParams,
+    Score,
+    TrainerPhase,
+    TrainerStatus,
+    Uid,
+    Version,
+)
+from meshrl.services.doors import ReferenceDoor, RewardDoor, RolloutDoor, TrainerDoor
+from meshrl.services.runtime import Door, Server, ServerSettings
+from meshrl.services.transport import MAX_MESSAGE_BYTES
+from meshrl.services.wires import JudgeWire, LogProbsWire, RolloutWire, TrainerWire, peer
+from meshrl.v1 import reward_pb2, trajectory_pb2
+
+SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
+
+
+@asynccontextmanager
+async def serving(door: Door, port: int = 0) -> AsyncIterator[Server]:
+    async with Server(SETTINGS.model_copy(update={"port": port}), [door]) as server:
+        await server.ready()
+        yield server
+
+
+def sample(number: int, solution: str = "42") -> Sample:
+    return Sample(
+        uid=Uid("run", f"task-{number}", 0),
+        data_source="math",
+        solution=solution,
+        ground_truth={"answer": 42},
+        extra_info={},
+    )
+
+
+class LengthJudge:
+    """Scores a solution by its length; raises `error` when it has one."""
+
+    reward_hash = "abc123"
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.calls = 0
+        self.error = error
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        self.calls += 1
+        if self.error:
+            raise self.error
+        return [
+            Score(
+                uid=s.uid,
+                outcome=Outcome.OK,
+                score=float(len(s.solution)),
+                components={"answer": float(s.ground_truth["answer"])},
+                reward_hash=self.reward_hash,
+            )
+            for s in samples
+        ]
+
+    async def close(self) -> None:
+        self.error = None
+
+
+async def test_a_judge_scores_through_the_wire_as_it_does_at_home() -> None:
+    judge = LengthJudge()
+    samples = [sample(number, "x" * number) for number in range(5)]
+    async with serving(RewardDoor(judge)) as server, JudgeWire(server.address) as wire:
+        assert wire.reward_hash == "abc123"
+        assert list(await wire.score(samples)) == list(await judge.score(samples))
+        assert await wire.score([]) == []
+
+
+async def test_many_samples_are_scored_in_messages_of_a_mebibyte_and_come_back_in_order() -> None:
+    judge = LengthJudge()
+    samples = [sample(number, "x" * 300_000) for number in range(10)]
+    async with serving(RewardDoor(judge)) as server, JudgeWire(server.address) as wire:
+        scores = await wire.score(samples)
+    assert [score.uid for score in scores] == [s.uid for s in samples]
+    assert judge.calls == 4
+
+
+@pytest.mark.parametrize("kind", sorted(set(errors.BY_CODE.values()), key=lambda k: k.code))
+async def test_an_error_is_raised_here_as_it_was_there(kind: type[errors.MeshError]) -> None:
+    judge = LengthJudge(kind("what was wrong", uid="run/t/0.0", wanted=3))
+    async with (
+        serving(RewardDoor(judge)) as server,
+        JudgeWire(server.address, patience_s=0) as wire,
+    ):
+        with pytest.raises(kind, match="what was wrong") as raised:
+            await wire.score([sample(0)])
+    assert type(raised.value) is kind
+    assert raised.value.details == {"uid": "run/t/0.0", "wanted": "3"}
+
+
+async def test_a_crash_there_is_an_infra_error_here_and_ends_nothing_else() -> None:
+    judge = LengthJudge(ZeroDivisionError("division by zero"))
+    async with serving(RewardDoor(judge)) as server, JudgeWire(server.address) as wire:
+        with pytest.raises(errors.InfraError, match="ZeroDivisionError: division by zero"):
+            await wire.score([sample(0)])
+        judge.error = None
+        assert len(await wire.score([sample(0)])) == 1
+
+
+async def test_a_mistake_of_the_caller_is_said_before_anything_is_sent() -> None:
+    async with nobody() as wire:
+        with pytest.raises(errors.UserError, match="this sample cannot travel"):
+            await wire.score([replace(sample(0), ground_truth=object())])
+
+
+@asynccontextmanager
+async def nobody() -> AsyncIterator[JudgeWire]:
+    wire = JudgeWire("127.0.0.1:1", patience_s=0.2)
+    try:
+        yield wire
+    finally:
+        await wire.close()
+
+
+async def test_a_service_that_is_not_there_is_named_once_patience_is_over() -> None:
+    async with nobody() as wire:
+        with pytest.raises(errors.UnavailableError, match=r"reward at 127\.0\.0\.1:1"):
+            await wire.open()
+
+
+async def test_a_wire_to_another_service_says_so() -> None:
+    async with serving(ReferenceDoor(ShiftedModel())) as server:
+        wire = JudgeWire(server.address)
+        with pytest.raises(errors.InfraError, match="is it that service"):
+            await wire.open()
+        await wire.close()
+
+
+async def status_of_call(server: Server, method: str, data: bytes) -> grpc.StatusCode:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        call: Any = channel.unary_unary(method)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(data, timeout=10)
+        return raised.value.code()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff",
+        reward_pb2.ScoreRequest(samples=[reward_pb2.Sample()]).SerializeToString(),
+        reward_pb2.ScoreRequest(
+            samples=[
+                reward_pb2.Sample(uid=trajectory_pb2.Uid(run="r", task="t"), ground_truth_json="{")
+            ]
+        ).SerializeToString(),
+    ],
+    ids=["no message", "no uid", "no json"],
+)
+async def test_a_malformed_message_is_the_callers_mistake(data: bytes) -> None:
+    async with serving(RewardDoor(LengthJudge())) as server:
+        status = await status_of_call(server, "/meshrl.v1.Reward/Score", data)
+    assert status is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_method_that_does_not_exist_is_unimplemented() -> None:
+    async with serving(RewardDoor(LengthJudge())) as server:
+        status = await status_of_call(server, "/meshrl.v1.Reward/Praise", b"")
+    assert status is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_message_that_is_too_large_names_the_sizes() -> None:
+    huge = sample(0, "x" * (MAX_MESSAGE_BYTES + 1))
+    async with serving(RewardDoor(LengthJudge())) as server, JudgeWire(server.address) as wire:
+        with pytest.raises(errors.CapacityError, match=str(MAX_MESSAGE_BYTES)) as raised:
+            await wire.score([huge])
+        assert int(raised.value.details["size"]) > MAX_MESSAGE_BYTES
+        assert len(await wire.score([sample(0)])) == 1
+
+
+class ShiftedModel:
+    """Says the token's number divided by the temperature."""
+
+    async def logprobs(
+        self, rows: Sequence[Int32], *, temperature: float = 1.0
+    ) -> Sequence[Float32]:
+        return [(row / temperature).astype(np.float32) for row in rows]
+
+
+async def test_log_probabilities_come_back_row_by_row() -> None:
+    rows = [np.arange(size, dtype=np.int32) for size in (0, 1, 7, 400_000, 3)]
+    async with (
+        serving(ReferenceDoor(ShiftedModel())) as server,
+        LogProbsWire(server.address) as wire,
+    ):
+        found = await wire.logprobs(rows, temperature=2.0)
+    assert [row.dtype for row in found] == [np.float32] * len(rows)
+    for row, logprobs in zip(rows, found, strict=True):
+        np.testing.assert_array_equal(logprobs, row / 2)
+
+
+class CountingEngine:
+    """Samples the numbers from the prompt's last on, one a delta; `aborted` once its iterator was closed early."""
+
+    def __init__(self, limit: int = 5, error: errors.MeshError | None = None) -> None:
+        self.limit = limit
+        self.error = error
+        self.aborted = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        try:
+            for number in range(self.limit):
+                yield GenerateDelta(
+                    tokens=np.array([request.prompt_ids[-1] + number], np.int32),
+                    logprobs=np.array([-number], np.float32),
+                    version=Version(1, number),
+                    finish_reason="length" if number == self.limit - 1 else "",
+                )
+                await asyncio.sleep(0)
+            if self.error:
+                raise self.error
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted.set()
+            raise
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=Version(1, 2),
+            running=3,
+            capacity=4,
+            tokens_generated=5,
+            tokens_per_s=6.5,
+            updates=7,
+            update_pause_s=8.5,
+        )
+
+
+QUESTION = GenerateRequest(
+    request_id="q", prompt_ids=np.array([7], np.int32), sampling=SamplingParams()
+)
+
+
+async def test_generation_streams_its_deltas() -> None:
+    engine = CountingEngine()
+    async with serving(RolloutDoor(engine)) as server, RolloutWire(server.address) as wire:
+        deltas = [delta async for delta in wire.generate(QUESTION)]
+        assert await wire.stats() == engine.stats()
+    assert [int(delta.tokens[0]) for delta in deltas] == [7, 8, 9, 10, 11]
+    assert [delta.version.step for delta in deltas] == [0, 1, 2, 3, 4]
+    assert deltas[-1].finish_reason == "length"
+
+
+async def test_closing_the_iterator_aborts_the_request_there() -> None:
+    engine = CountingEngine(limit=10**9)
+    async with serving(RolloutDoor(engine)) as server, RolloutWire(server.address) as wire:
+        async with aclosing(wire.generate(QUESTION)) as deltas:
+            await anext(deltas)
+        async with asyncio.timeout(30):
+            await engine.aborted.wait()
+
+
+async def test_an_error_in_the_middle_of_a_stream_arrives_after_the_deltas() -> None:
+    engine = CountingEngine(limit=2, error=errors.CapacityError("no blocks left", blocks=0))
+    got = []
+    async with serving(RolloutDoor(engine)) as server, RolloutWire(server.address) as wire:
+        with pytest.raises(errors.CapacityError, match="no blocks left"):
+            async for delta in wire.generate(QUESTION):
+                got.append(delta)
+    assert len(got) == 2
+
+
+class SteppingTrainer:
+    """Takes one step per status that is watched; a checkpoint is durable once `saved` is set."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.step = 0
+        self.stopped = ""
+        self.asked: asyncio.Queue[float] = asyncio.Queue()
+        self.at_the_end = asyncio.Event()
+        self.saved = asyncio.Event()
+
+    async def status(self) -> TrainerStatus:
+        done = self.step >= self.total
+        return TrainerStatus(
+            step=self.step,
+            total_steps=self.total,
+            version=Version(1, self.step),
+            phase=TrainerPhase.DONE if done else TrainerPhase.TRAINING,
+            staleness={0: 3, 2: 1},
+            metrics={"loss": 0.5},
+        )
+
+    async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
+        while True:
+            status = await self.status()
+            yield status
+            if status.phase.ended:
+                return
+            self.step += 1
+            if self.step == self.total:
+                self.at_the_end.set()
+                await self.saved.wait()
+
+    async def stop(self, reason: str) -> None:
+        self.stopped = reason
+
+    async def save_checkpoint(self, *, wait_s: float) -> int:
+        self.asked.put_nowait(wait_s)
+        try:
+            async with asyncio.timeout(wait_s):
+                await self.saved.wait()
+        except TimeoutError:
+            raise errors.WaitTimeoutError("the checkpoint is not durable yet") from None
+        return self.step
+
+
+async def test_a_trainer_is_asked_watched_and_stopped_from_elsewhere() -> None:
+    trainer = SteppingTrainer(total=3)
+    trainer.saved.set()
+    async with serving(TrainerDoor(trainer)) as server, TrainerWire(server.address) as wire:
+        assert await wire.status() == await trainer.status()
+        assert [status.step async for status in wire.watch()] == [0, 1, 2, 3]
+        await wire.stop("enough")
+        assert trainer.stopped == "enough"
+        assert await wire.save_checkpoint(wait_s=5) == 3
+
+
+async def test_a_long_wait_is_cut_into_long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "POLL_S", 0.05)
+    trainer = SteppingTrainer(total=3)
+    async with serving(TrainerDoor(trainer)) as server, TrainerWire(server.address) as wire:
+        with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
+            await wire.save_checkpoint(wait_s=0.2)
+        polls = trainer.asked.qsize()
+        assert polls > 2
+        waiting = asyncio.create_task(wire.save_checkpoint(wait_s=60))
+        for _ in range(polls + 3):
+            assert await trainer.asked.get() <= 0.05
+        trainer.saved.set()
+        assert await waiting == 0
+
+
+async def test_a_service_that_drains_ends_long_waits_and_a_watcher_finds_the_next_one() -> None:
+    trainer = SteppingTrainer(total=3)
+    seen: list[int] = []
+
+    async def watch(wire: TrainerWire) -> None:
+        async for status in wire.watch():
+            seen.append(status.step)
+
+    async with serving(TrainerDoor(trainer)) as server:
+        wire = TrainerWire(server.address, patience_s=60)
+        watching = asyncio.create_task(watch(wire))
+        await trainer.at_the_end.wait()
+    trainer.saved.set()
+    async with serving(TrainerDoor(trainer), port=server.port), asyncio.timeout(60):
+        await watching
+    await wire.close()
+    assert seen == [0, 1, 2, 3]
+
+
+async def test_a_negative_wait_is_refused() -> None:
+    trainer = SteppingTrainer(total=3)
+    async with serving(TrainerDoor(trainer)) as server, TrainerWire(server.address) as wire:
+        with pytest.raises(errors.UserError, match="wait_s is -1"):
+            async for _ in wire.watch(every_s=-1):
+                pass
+
+
+async def test_a_service_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "ANSWER_S", 0.05)
+
+    class Hanging(SteppingTrainer):
+        async def status(self) -> TrainerStatus:
+            await asyncio.sleep(600)
+            raise AssertionError
+
+    async with serving(TrainerDoor(Hanging(total=1))) as server:
+        wire = TrainerWire(server.address, patience_s=0.2)
+        with pytest.raises(errors.UnavailableError, match="has not answered within"):
+            await wire.status()
+        await wire.close()
