@@ -84,6 +84,11 @@ class Supervisor:
         self._verdict: Verdict | None = None
         self._sweeper = Sweeper()
 
+    @property
+    def stopping(self) -> bool:
+        """True once the run is over and drains."""
+        return self._over.is_set()
+
     def stop(self, line: str, code: int) -> None:
         """The first call drains; the second kills at once."""
         if self._over.is_set():

@@ -1,0 +1,129 @@
+"""`meshrl status`: how a running mesh does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import EngineStats, Ledger, RunState, TrainerStatus
+from meshrl.services.cli.mesh import PATIENCE_S, Mesh, find_mesh
+from meshrl.services.cli.options import json_option, mesh_options
+from meshrl.services.up.view import clock, ledger_line
+from meshrl.services.wires.queue import QueueWire
+from meshrl.services.wires.rollout import RolloutWire
+from meshrl.services.wires.trainer import TrainerWire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What was found; None where a service did not answer."""
+
+    state: RunState
+    ledger: Ledger
+    trainer: TrainerStatus | None
+    fleet: dict[str, EngineStats | None]
+
+
+@click.command()
+@mesh_options
+@json_option
+def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
+    """Steps, rewards, fleet and queue of the mesh in --run-dir (the newest one if not given)."""
+    mesh = find_mesh(run_dir, queue, run)
+    found = asyncio.run(_ask(mesh))
+    if as_json:
+        click.echo(json.dumps(_json(found), indent=2))
+    else:
+        Console(highlight=False).print(_table(mesh, found))
+
+
+async def _ask(mesh: Mesh) -> Status:
+    async with QueueWire(mesh.queue, patience_s=PATIENCE_S) as wire:
+        state, ledger = await wire.run_state(mesh.run), await wire.ledger(mesh.run)
+    answers = await asyncio.gather(*(_replica(address) for address in mesh.fleet.values()))
+    return Status(
+        state=state,
+        ledger=ledger,
+        trainer=await _trainer(mesh.trainer) if mesh.trainer else None,
+        fleet=dict(zip(mesh.fleet, answers, strict=True)),
+    )
+
+
+async def _trainer(address: str) -> TrainerStatus | None:
+    async with TrainerWire(address, patience_s=PATIENCE_S) as wire:
+        try:
+            return await wire.status()
+        except MeshError:
+            return None
+
+
+async def _replica(address: str) -> EngineStats | None:
+    async with RolloutWire(address, patience_s=PATIENCE_S) as wire:
+        try:
+            return await wire.stats()
+        except MeshError:
+            return None
+
+
+def _json(found: Status) -> dict[str, Any]:
+    trainer = found.trainer
+    shown = None
+    if trainer is not None:
+        staleness = {str(steps): rows for steps, rows in trainer.staleness.items()}
+        shown = asdict(trainer) | {"version": str(trainer.version), "staleness": staleness}
+    return {
+        "run": found.state.spec.run,
+        "epoch": found.state.epoch,
+        "published": str(found.state.published),
+        "feed_closed": found.state.feed_closed,
+        "committed_step": found.state.committed_step,
+        "trainer": shown,
+        "fleet": {
+            name: asdict(stats) | {"version": str(stats.version)} if stats else None
+            for name, stats in found.fleet.items()
+        },
+        "ledger": asdict(found.ledger) | {"balanced": found.ledger.balanced},
+    }
+
+
+def _table(mesh: Mesh, found: Status) -> Table:
+    table = Table(title=f"run {mesh.run}", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    trainer = found.trainer
+    if trainer is None:
+        table.add_row("trainer", "does not answer" if mesh.trainer else "unknown")
+    else:
+        total = f" of {trainer.total_steps}" if trainer.total_steps else ""
+        table.add_row("step", f"{trainer.step}{total} ({trainer.phase})")
+        if trainer.waiting_for:
+            table.add_row("waits for", trainer.waiting_for)
+        for label, value in (("reward", trainer.reward_mean), ("held-out", trainer.held_out_score)):
+            if value is not None:
+                table.add_row(label, f"{value:.3f}")
+        table.add_row("speed", f"{trainer.tokens_per_s:,.0f} tokens/s trained")
+        if trainer.eta_s is not None:
+            table.add_row("left", f"about {clock(trainer.eta_s)}")
+    for name, stats in found.fleet.items():
+        table.add_row(name, _replica_line(stats))
+    table.add_row("published", str(found.state.published))
+    table.add_row("checkpoint", f"step {found.state.committed_step}")
+    table.add_row("ledger", ledger_line(found.ledger))
+    return table
+
+
+def _replica_line(stats: EngineStats | None) -> str:
+    if stats is None:
+        return "does not answer"
+    return (
+        f"version {stats.version}, {stats.running}/{stats.capacity} running, "
+        f"{stats.tokens_per_s:,.0f} tokens/s"
+    )

@@ -1,0 +1,47 @@
+"""`meshrl up`: train, with every service as a process of its own on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from meshrl.services.cli.options import recipe_argument
+from meshrl.services.config import load_recipe
+
+
+def _ports(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> dict[str, int]:
+    ports = {}
+    for value in values:
+        name, _, port = value.partition("=")
+        if not port.isdigit() or not 0 < int(port) < 65536:
+            raise click.BadParameter(f"{value!r}: want SERVICE=PORT, as in queue=7001")
+        ports[name] = int(port)
+    return ports
+
+
+@click.command()
+@recipe_argument
+@click.option(
+    "--port",
+    "ports",
+    multiple=True,
+    callback=_ports,
+    metavar="SERVICE=PORT",
+    help="Let a service listen on this port; the others take free ones. May be given several times.",
+)
+@click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
+def up(recipe: Path, overrides: tuple[str, ...], ports: dict[str, int], plain: bool) -> None:
+    """Train as RECIPE says: start every service here, watch over them, drain at the end.
+
+    The first Ctrl-C ends the step, saves a checkpoint and drains; the second kills. The same command goes on from
+    the last checkpoint.
+    """
+    loaded = load_recipe(recipe, overrides)
+    # Imported here: with it comes gRPC, and a wrong recipe should be answered at once.
+    from meshrl.services.up.run import up as run_up
+
+    sys.exit(run_up(loaded, fixed_ports=ports, plain=plain))

@@ -1,0 +1,69 @@
+"""Finds the mesh that a person asks about, and says plainly when it does not run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from meshrl.contract.errors import UnavailableError, UserError
+from meshrl.services.config.recipe import EVAL_SUFFIX
+from meshrl.services.up.book import BOOK_NAME, AddressBook, is_up, newest_run_dir
+from meshrl.services.wires.queue import QueueWire
+
+PATIENCE_S = 5.0
+"""How long a person waits for a service that does not answer."""
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Whom to ask."""
+
+    run: str
+    queue: str
+    trainer: str | None = None
+    fleet: Mapping[str, str] = field(default_factory=dict)
+    """Rollout workers by name."""
+
+    @property
+    def runs(self) -> tuple[str, str]:
+        """Training and evaluation."""
+        return self.run, self.run + EVAL_SUFFIX
+
+    def ask_queue(self, question: Callable[[QueueWire], Awaitable[Answer]]) -> Answer:
+        """One conversation with the queue."""
+
+        async def ask() -> Answer:
+            async with QueueWire(self.queue, patience_s=PATIENCE_S) as queue:
+                return await question(queue)
+
+        return asyncio.run(ask())
+
+
+def find_mesh(run_dir: Path | None, queue: str | None, run: str | None) -> Mesh:
+    """The mesh at `queue`, or of `run_dir`, or the newest one here.
+
+    Raises:
+        UserError: the options do not fit together, or `run_dir` holds no mesh.
+        NotFoundError: no mesh was ever started here.
+        UnavailableError: there is one, and it does not run now.
+    """
+    if queue is not None:
+        if run is None:
+            raise UserError("--queue needs --run NAME: a queue may serve several runs")
+        return Mesh(run=run, queue=queue)
+    directory = run_dir if run_dir is not None else newest_run_dir()
+    book = AddressBook.load(directory / BOOK_NAME)
+    if not is_up(directory):
+        raise UnavailableError(
+            f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
+        )
+    return Mesh(
+        run=run or book.run,
+        queue=book.address("queue"),
+        trainer=book.address("trainer"),
+        fleet={name: entry.address for name, entry in book.of_kind("rollout").items()},
+    )

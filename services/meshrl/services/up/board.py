@@ -1,0 +1,59 @@
+"""What is known of a running mesh at this moment: filled by `observe`, drawn by `view`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshrl.contract.nouns import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
+from meshrl.services.up.supervisor import State
+
+STUCK_S = 10.0
+"""A trainer that waits for longer is stuck enough to ask why."""
+
+
+@dataclass(slots=True)
+class Board:
+    """One mesh as a person sees it."""
+
+    run: str
+    states: Mapping[str, State]
+    """Of every process, kept by the supervisor."""
+    started: float = field(default_factory=time.monotonic)
+    trainer: TrainerStatus | None = None
+    rewards: dict[int, float] = field(default_factory=dict)
+    """Mean reward by step."""
+    scores: dict[int, float] = field(default_factory=dict)
+    """Held-out score by the step at which it was seen to change."""
+    ledger: Ledger | None = None
+    fleet: dict[str, EngineStats | None] = field(default_factory=dict)
+    """By replica; None while it does not answer."""
+    waiting: Sequence[Waiting] = ()
+    waiting_since: float | None = None
+
+    def see(self, status: TrainerStatus) -> bool:
+        """Take a status in; True when it brings another step."""
+        fresh = self.trainer is None or status.step != self.trainer.step
+        if status.reward_mean is not None and status.step:
+            self.rewards[status.step] = status.reward_mean
+        if status.held_out_score is not None:
+            last = next(reversed(self.scores.values()), None)
+            if status.held_out_score != last:
+                self.scores[status.step] = status.held_out_score
+        if status.phase is not TrainerPhase.WAITING:
+            self.waiting_since, self.waiting = None, ()
+        elif self.waiting_since is None:
+            self.waiting_since = time.monotonic()
+        self.trainer = status
+        return fresh
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since `up` began."""
+        return time.monotonic() - self.started
+
+    @property
+    def stuck(self) -> bool:
+        """True when the trainer has waited for long."""
+        return self.waiting_since is not None and time.monotonic() - self.waiting_since > STUCK_S

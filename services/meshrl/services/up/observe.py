@@ -1,0 +1,112 @@
+"""Reads the mesh for the view: the trainer's stream, the queue's ledger, the engines' figures.
+
+consumes: Watch (trainer), ledger and why_waiting (queue), stats (rollout). waits for: their answers, PATIENCE_S each.
+unblocked by: an answer, or its deadline; a service that is away shows as away. produces: the Board.
+Nothing here can end a run: what is not known is not shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import TrainerStatus
+from meshrl.services.up.board import Board
+from meshrl.services.up.book import AddressBook
+from meshrl.services.wires.queue import QueueWire
+from meshrl.services.wires.rollout import RolloutWire
+from meshrl.services.wires.trainer import TrainerWire
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 2.0
+PATIENCE_S = 1.0
+"""How long an unreachable service is tried before it is shown as away; it is asked again EVERY_S later."""
+
+
+class Observer:
+    """Keeps `board` up to date until its context ends. `on_step` hears of every new step."""
+
+    def __init__(
+        self,
+        board: Board,
+        book: Callable[[], AddressBook],
+        on_step: Callable[[TrainerStatus], None],
+    ) -> None:
+        self._board = board
+        self._book = book
+        self._on_step = on_step
+
+    @asynccontextmanager
+    async def observing(self) -> AsyncIterator[None]:
+        """Observe for as long as the body runs."""
+        tasks = [
+            asyncio.create_task(self._watch_trainer(), name="observe-trainer"),
+            asyncio.create_task(self._ask_queue(), name="observe-queue"),
+            asyncio.create_task(self._ask_fleet(), name="observe-fleet"),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            for ended in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    log.error("the view stopped being updated: %r", ended)
+
+    async def last_look(self) -> None:
+        """The ledger as it stands at the end. Raises what the queue's wire raises."""
+        address = self._book().address("queue")
+        async with QueueWire(address, patience_s=PATIENCE_S) as queue:
+            self._board.ledger = await queue.ledger(self._board.run)
+
+    async def _watch_trainer(self) -> None:
+        while True:
+            await self._until_ready("trainer")
+            address = self._book().address("trainer")
+            async with TrainerWire(address, patience_s=PATIENCE_S) as trainer:
+                try:
+                    async for status in trainer.watch(every_s=5.0):
+                        if self._board.see(status):
+                            self._on_step(status)
+                except MeshError as error:
+                    log.debug("trainer: %s", error)
+            await asyncio.sleep(EVERY_S)
+
+    async def _ask_queue(self) -> None:
+        await self._until_ready("queue")
+        async with QueueWire(self._book().address("queue"), patience_s=PATIENCE_S) as queue:
+            while True:
+                try:
+                    self._board.ledger = await queue.ledger(self._board.run)
+                    if self._board.stuck:
+                        self._board.waiting = await queue.why_waiting(self._board.run)
+                except MeshError as error:
+                    log.debug("queue: %s", error)
+                await asyncio.sleep(EVERY_S)
+
+    async def _ask_fleet(self) -> None:
+        names = list(self._book().of_kind("rollout"))
+        self._board.fleet.update(dict.fromkeys(names))
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(self._ask_replica(name), name=f"observe-{name}")
+
+    async def _ask_replica(self, name: str) -> None:
+        await self._until_ready(name)
+        async with RolloutWire(self._book().address(name), patience_s=PATIENCE_S) as replica:
+            while True:
+                try:
+                    self._board.fleet[name] = await replica.stats()
+                except MeshError as error:
+                    self._board.fleet[name] = None
+                    log.debug("%s: %s", name, error)
+                await asyncio.sleep(EVERY_S)
+
+    async def _until_ready(self, name: str) -> None:
+        """The supervisor knows; before that a question would only be refused."""
+        while self._board.states[name].phase != "ready":  # noqa: ASYNC110 - a state read, not a wait
+            await asyncio.sleep(0.2)

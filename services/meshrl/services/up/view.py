@@ -1,0 +1,212 @@
+"""What a person sees of a running mesh: a live view on a terminal, a line a step elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshrl.contract.nouns import EngineStats, Ledger, TrainerStatus
+from meshrl.services.up.board import Board
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 48
+HISTOGRAM_WIDTH = 16
+RESIDENT_ORDER = ("queued", "leased", "pending", "ready", "taken", "settled")
+PHASE_STYLE = {"ready": "green", "done": "green", "restarting": "red", "starting": "yellow"}
+
+
+def live_view(board: Board) -> RenderableType:
+    """The whole view; drawn a few times a second."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", justify="right")
+    grid.add_column()
+    for label, content in _rows(board):
+        grid.add_row(label, content)
+    return grid
+
+
+def _rows(board: Board) -> list[tuple[str, RenderableType]]:
+    status = board.trainer
+    rows: list[tuple[str, RenderableType]] = [(board.run, _headline(board, status))]
+    if board.rewards:
+        values = list(board.rewards.values())
+        rows.append(("reward", Text(f"{sparkline(values)}  {values[-1]:.3f}", style="cyan")))
+    if status is not None:
+        rows.append(("", Text(" · ".join(_figures(board, status)))))
+        if status.staleness:
+            rows.append(("staleness", histogram(status.staleness)))
+    if board.ledger is not None:
+        rows.append(("queue", Text(" · ".join(_depths(board.ledger)))))
+    for name, stats in board.fleet.items():
+        rows.append((name, _replica(board, name, stats)))
+    if board.ledger is not None:
+        rows.append(("ledger", Text(ledger_line(board.ledger))))
+    away = [n for n, s in board.states.items() if s.phase not in ("ready", "done")]
+    if away:
+        rows.append(("services", _services(board, away)))
+    for line in waiting_lines(board):
+        rows.append(("waits for", Text(line, style="yellow")))
+    return rows
+
+
+def _headline(board: Board, status: TrainerStatus | None) -> RenderableType:
+    elapsed = clock(board.elapsed_s)
+    if status is None:
+        return Text(f"starting · {elapsed}")
+    total = f"/{status.total_steps}" if status.total_steps else ""
+    eta = f" · about {clock(status.eta_s)} left" if status.eta_s is not None else ""
+    words = Text(f"step {status.step}{total} · {status.phase} · {elapsed}{eta}", style="bold")
+    if not status.total_steps:
+        return words
+    bar = ProgressBar(total=status.total_steps, completed=status.step, width=SPARK_WIDTH)
+    return Group(words, bar)
+
+
+def _figures(board: Board, status: TrainerStatus) -> list[str]:
+    parts = []
+    if status.held_out_score is not None:
+        first = next(iter(board.scores.values()), status.held_out_score)
+        parts.append(f"held-out {status.held_out_score:.3f} (began at {first:.3f})")
+    parts += [f"{status.tokens_per_s:,.0f} tokens/s trained", f"{status.samples:,} samples"]
+    parts.append(f"version {status.version}")
+    return parts
+
+
+def _depths(ledger: Ledger) -> list[str]:
+    names = [*RESIDENT_ORDER, *(name for name in ledger.resident if name not in RESIDENT_ORDER)]
+    return [f"{name} {ledger.resident[name]:,}" for name in names if name in ledger.resident]
+
+
+def _replica(board: Board, name: str, stats: EngineStats | None) -> Text:
+    state = board.states[name]
+    restarts = f" · {state.restarts} restarts" if state.restarts else ""
+    if stats is None:
+        return Text(f"{state.phase}{restarts}", style="yellow")
+    text = (
+        f"version {stats.version} · {stats.running}/{stats.capacity} running · "
+        f"{stats.tokens_per_s:,.0f} tokens/s · {stats.updates} updates, "
+        f"last paused {1000 * stats.update_pause_s:.0f} ms{restarts}"
+    )
+    return Text(text)
+
+
+def _services(board: Board, names: Sequence[str]) -> Text:
+    text = Text()
+    for name in names:
+        phase = board.states[name].phase
+        text.append(f"{name} {phase}  ", style=PHASE_STYLE.get(phase, "dim"))
+    return text
+
+
+def waiting_lines(board: Board) -> list[str]:
+    """What a trainer that is stuck waits for; nothing while it is not."""
+    if not board.stuck or board.trainer is None:
+        return []
+    if not board.waiting:
+        return [board.trainer.waiting_for] if board.trainer.waiting_for else []
+    return [
+        f"{wait.who}: {wait.what}, for {wait.since_s:.0f} s"
+        + (f" ({', '.join(wait.owners[:4])})" if wait.owners else "")
+        for wait in board.waiting[:3]
+    ]
+
+
+def step_line(board: Board, status: TrainerStatus) -> str:
+    """One step, for a log."""
+    total = f"/{status.total_steps}" if status.total_steps else ""
+    parts = [f"step {status.step}{total}"]
+    if status.reward_mean is not None:
+        parts.append(f"reward {status.reward_mean:.3f}")
+    if status.held_out_score is not None:
+        parts.append(f"held-out {status.held_out_score:.3f}")
+    parts += [f"{status.tokens_per_s:,.0f} tokens/s", f"{status.samples:,} samples"]
+    if status.staleness:
+        parts.append(f"staleness {mean_staleness(status.staleness):.2f}")
+    parts.append(f"{clock(board.elapsed_s)} elapsed")
+    if status.eta_s is not None:
+        parts.append(f"about {clock(status.eta_s)} left")
+    return "  ".join(parts)
+
+
+def final_table(board: Board, files: Mapping[str, str]) -> Table:
+    """What a run came to. `files` says where things lie."""
+    table = Table(title=f"run {board.run}", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    status = board.trainer
+    if status is not None:
+        table.add_row("steps", f"{status.step} of {status.total_steps or '?'}")
+        table.add_row("version", str(status.version))
+        if board.rewards:
+            values = list(board.rewards.values())
+            table.add_row("reward", f"{values[0]:.3f} → {values[-1]:.3f}  {sparkline(values)}")
+        if board.scores:
+            scores = list(board.scores.values())
+            table.add_row("held-out score", f"{scores[0]:.3f} → {scores[-1]:.3f}")
+        table.add_row("samples", f"{status.samples:,}")
+        if status.staleness:
+            mean, top = mean_staleness(status.staleness), max(status.staleness)
+            table.add_row("staleness", f"mean {mean:.2f}, max {top}")
+    if board.ledger is not None:
+        table.add_row("ledger", ledger_line(board.ledger))
+    restarts = {name: state.restarts for name, state in board.states.items() if state.restarts}
+    if restarts:
+        table.add_row("restarts", ", ".join(f"{n} {count}" for n, count in restarts.items()))
+    table.add_row("time", clock(board.elapsed_s))
+    for what, where in files.items():
+        table.add_row(what, where)
+    return table
+
+
+def ledger_line(ledger: Ledger) -> str:
+    """The invariant with its figures."""
+    parts = {
+        "trained": ledger.trained,
+        "filtered": sum(ledger.filtered.values()),
+        "stale": sum(ledger.stale.values()),
+        "dead-lettered": sum(ledger.dead_lettered.values()),
+        "resident": sum(ledger.resident.values()),
+    }
+    terms = " + ".join(f"{name} {count:,}" for name, count in parts.items())
+    verdict = "balanced" if ledger.balanced else "NOT BALANCED"
+    return f"admitted {ledger.admitted:,} = {terms} ({verdict})"
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
+    """The curve in one line of at most `width` characters; each is the mean of its share of the values."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges) if b > a]
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+
+
+def histogram(counts: Mapping[int, int]) -> Text:
+    """Rows by staleness."""
+    most = max(counts.values())
+    text = Text()
+    for staleness in sorted(counts):
+        bar = "█" * max(1, round(HISTOGRAM_WIDTH * counts[staleness] / most))
+        text.append(f"{staleness} ", style="dim")
+        text.append(f"{bar} {counts[staleness]:,}   ", style="magenta")
+    return text
+
+
+def mean_staleness(counts: Mapping[int, int]) -> float:
+    """In optimizer steps, over rows."""
+    rows = sum(counts.values())
+    return sum(staleness * count for staleness, count in counts.items()) / rows if rows else 0.0
+
+
+def clock(seconds: float) -> str:
+    """`0:01:30`."""
+    return str(timedelta(seconds=round(seconds)))
