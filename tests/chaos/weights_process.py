@@ -1,0 +1,118 @@
+"""A trainer or a replica of the weight plane as a process of its own, with made-up weights, for the chaos tests.
+
+Speaks JSON lines: the trainer takes commands on stdin ({"publish": step} and what to kill at which bucket), both
+report events on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import grpc
+
+from meshrl.contract.nouns import OnUpdate, Uint8, Version
+from meshrl.services.weights.agent import WeightAgent
+from meshrl.services.weights.carrier import Place
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.door import WeightsDoor
+from meshrl.services.weights.plane import WeightPlane
+from meshrl.services.weights.stub import HashSink, MadeSource
+from meshrl.v1 import weights_pb2_grpc
+
+RUN = "chaos"
+
+
+def report(**event: object) -> None:
+    print(json.dumps(event), flush=True)
+
+
+class Trap(MadeSource):
+    """Sends a signal to a process when one bucket is asked for the given time."""
+
+    def __init__(self, version: Version, command: dict[str, int]) -> None:
+        super().__init__(RUN, version)
+        self._command = command
+        self._calls = command.get("call", 1)
+
+    def bucket(self, index: int) -> Uint8:
+        if index == self._command.get("at"):
+            self._calls -= 1
+            if self._calls == 0:
+                os.kill(self._command["pid"], self._command["signal"])
+        return super().bucket(index)
+
+
+class ReportingSink(HashSink):
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        await super().commit_weights(version, on_update)
+        report(commit=str(version), hashes=self.hashes)
+
+
+async def watch(plane: WeightPlane) -> None:
+    seen = None
+    while True:
+        fleet = {
+            view.name: [view.state, str(view.version or "")] for view in plane.fleet().replicas
+        }
+        if fleet != seen:
+            report(fleet=fleet)
+            seen = fleet
+        await asyncio.sleep(0.02)
+
+
+async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
+    async def on_committed(version: Version) -> None:
+        report(published=str(version))
+
+    plane = WeightPlane(
+        config,
+        run=RUN,
+        epoch=args.epoch,
+        place=Place(directory=args.directory),
+        on_committed=on_committed,
+    )
+    async with plane:
+        server = grpc.aio.server()
+        weights_pb2_grpc.add_WeightsServicer_to_server(WeightsDoor(plane, config.silence_s), server)
+        report(port=server.add_insecure_port(f"127.0.0.1:{args.port}"))
+        await server.start()
+        watching = asyncio.create_task(watch(plane))
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            command = json.loads(line)
+            source = Trap(Version(args.epoch, command["publish"]), command)
+            await plane.publish(source)
+            report(carrying=str(source.manifest.version), hashes=source.manifest.bucket_hashes)
+        watching.cancel()
+        await server.stop(0)
+
+
+async def replica(config: WeightsConfig, args: argparse.Namespace) -> None:
+    agent = WeightAgent(
+        config,
+        run=RUN,
+        replica=args.name,
+        engine=ReportingSink(),
+        on_update=OnUpdate.IN_FLIGHT,
+        place=Place(directory=args.directory),
+        connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{args.port}"),
+    )
+    await agent.run()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=["trainer", "replica"])
+    parser.add_argument("--config", required=True, help="WeightsConfig as JSON")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--epoch", type=int, default=1)
+    parser.add_argument("--name", default="")
+    arguments = parser.parse_args()
+    settings = WeightsConfig.model_validate_json(arguments.config)
+    role = trainer if arguments.role == "trainer" else replica
+    asyncio.run(role(settings, arguments))
