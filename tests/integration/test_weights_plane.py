@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -69,7 +70,13 @@ class Fleet:
         await self.plane.close()
         await self.server.stop(0)
 
-    def join(self, name: str, engine: HashSink | None = None, run: str = RUN) -> HashSink:
+    def join(
+        self,
+        name: str,
+        engine: HashSink | None = None,
+        run: str = RUN,
+        directory: Path | None = None,
+    ) -> HashSink:
         engine = engine or HashSink()
         agent = WeightAgent(
             self.config,
@@ -77,7 +84,7 @@ class Fleet:
             replica=name,
             engine=engine,
             on_update=OnUpdate.IN_FLIGHT,
-            place=self.place,
+            place=Place(directory=directory) if directory else self.place,
             connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{self.port}"),
         )
         self.agents[name] = asyncio.create_task(agent.run())
@@ -214,6 +221,47 @@ async def test_a_plane_whose_epoch_is_over_is_refused(tmp_path: Path) -> None:
         assert fleet.published == [Version(4, 0)]
 
 
+class Pretender(weights_pb2_grpc.WeightsServicer):
+    """A trainer of an old epoch that lets everybody in."""
+
+    def __init__(self) -> None:
+        self.heard: list[str | None] = []
+        self.joined = 0
+
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: object
+    ) -> AsyncIterator[pb.PlaneMessage]:
+        self.joined += 1
+        old = pb.WeightStamp(run=RUN, generation=1, epoch=3)
+        self.heard.append((await anext(request_iterator)).WhichOneof("body"))
+        yield pb.PlaneMessage(stamp=old, welcome=pb.PlaneWelcome(beat_s=1, silence_s=10))
+        yield pb.PlaneMessage(stamp=old, propose=pb.PlanePropose(endpoint="weights"))
+        async for message in request_iterator:
+            self.heard.append(message.WhichOneof("body"))
+
+    async def Fleet(self, request: pb.FleetRequest, context: object) -> pb.FleetResponse:
+        return pb.FleetResponse()
+
+
+async def test_an_agent_hangs_up_on_a_trainer_whose_epoch_is_over(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        await fleet.close_plane()
+        fleet.epoch = 4
+        await fleet.open_plane()
+        engine = fleet.join("one")
+        await until(lambda: fleet.state_of("one") is not None)
+        await fleet.carry(fleet.source(0))
+        await fleet.close_plane()
+        pretender = Pretender()
+        fleet.server = grpc.aio.server()
+        weights_pb2_grpc.add_WeightsServicer_to_server(pretender, fleet.server)
+        fleet.server.add_insecure_port(f"127.0.0.1:{fleet.port}")
+        await fleet.server.start()
+        await until(lambda: pretender.joined >= 3)
+        assert set(pretender.heard) == {"hello"}
+        assert engine.version == Version(4, 0)
+
+
 class OnceRotten(MadeSource):
     """Hands one bucket out flipped the first time that it is asked for."""
 
@@ -266,6 +314,28 @@ async def test_a_file_cut_short_is_found_and_written_again(tmp_path: Path) -> No
         late = fleet.join("late")
         await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
         assert late.hashes == source.manifest.bucket_hashes
+
+
+async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantined(
+    tmp_path: Path,
+) -> None:
+    shared, stale = tmp_path / "shared", tmp_path / "stale"
+    async with opened("disk", shared) as fleet:
+        good = fleet.join("good")
+        await until(lambda: fleet.state_of("good") is not None)
+        await fleet.carry(fleet.source(0))
+        # A mount of its own, with a flipped byte in it, that no repair of the trainer's reaches.
+        shutil.copytree(shared, stale)
+        path = stale / "weights" / "1.0" / "model-00002-of-00004.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        ill = fleet.join("ill", directory=stale)
+        await until(lambda: fleet.state_of("ill") is ReplicaState.OUT)
+        assert "buckets [1] of weights 1.0 arrived corrupted 3 times" in fleet.reason_of("ill")
+        await fleet.carry(fleet.source(1))
+        assert good.version == Version(1, 1)
+        assert ill.commits == []
 
 
 class Rotten(MadeSource):

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import (
+    ConfigError,
+    CorruptError,
+    NotFoundError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from meshrl.contract.nouns import OnUpdate, TensorSpec, Version, WeightManifest
+from meshrl.services.weights.carrier import Link, Place, load_carrier
+from meshrl.services.weights.carriers.disk import read_bucket, write_bucket
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.lane import Lane
+from meshrl.services.weights.patience import first_ends, together, within
+from meshrl.services.weights.stub import HashSink, MadeSource
+from meshrl.services.weights.wire import digest, manifest_message, manifest_noun, stamp
+
+
+def test_plane_and_agent_import_no_torch() -> None:
+    modules = ("agent", "plane", "door", "config", "stub", "carriers.disk")
+    lines = [f"import meshrl.services.weights.{module}" for module in modules]
+    lines.append("import sys; assert 'torch' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_carrier_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'gloo'\? \(known: disk, gloo,"):
+        load_carrier(WeightsConfig(carrier="glo"), Place(directory=Path()))
+
+
+def test_deadlines_grow_with_the_bytes() -> None:
+    config = WeightsConfig(base_s=2.0, min_bytes_per_s=1e6)
+    assert config.deadline_s(0) == 2.0
+    assert config.deadline_s(3_000_000) == 5.0
+
+
+def test_a_manifest_survives_the_wire() -> None:
+    manifest = MadeSource("run", Version(2, 9)).manifest
+    about = stamp("run", 4, manifest.version)
+    assert manifest_noun(about, manifest_message(manifest)) == manifest
+
+
+def test_the_hash_is_xxh3_128_of_the_bytes() -> None:
+    bucket = np.arange(10, dtype=np.uint8)
+    assert digest(bucket) == digest(bucket.copy())
+    assert len(digest(bucket)) == 32
+    assert digest(bucket) != digest(bucket[::-1].copy())
+
+
+async def test_a_wait_without_progress_ends_and_warns_at_half_of_its_deadline() -> None:
+    warnings: list[str] = []
+    with pytest.raises(WaitTimeoutError, match=r"the moon: no progress in 0\.2 s"):
+        await within(asyncio.Event().wait(), 0.2, "the moon", lambda: warnings.append("late"))
+    assert warnings == ["late"]
+
+
+async def test_a_stall_of_this_process_uses_up_nobodys_deadline() -> None:
+    async def steps() -> str:
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+        return "done"
+
+    asyncio.get_running_loop().call_later(0.02, time.sleep, 1.0)
+    assert await within(steps(), 0.8, "steps") == "done"
+
+
+async def test_the_first_failure_of_two_cancels_the_other_and_is_raised_bare() -> None:
+    cancelled = asyncio.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def fails() -> None:
+        raise CorruptError("no")
+
+    with pytest.raises(CorruptError, match="no"):
+        await together(waits(), fails())
+    assert cancelled.is_set()
+    cancelled.clear()
+    with pytest.raises(CorruptError, match="no"):
+        await first_ends(waits(), fails())
+    assert cancelled.is_set()
+
+
+async def test_a_stuck_call_in_a_lane_blocks_neither_the_loop_nor_another_lane() -> None:
+    release = threading.Event()
+    stuck, free = Lane("stuck"), Lane("free")
+    waiting = asyncio.create_task(stuck.run(release.wait))
+    assert await free.run(lambda: 42) == 42
+    waiting.cancel()
+    release.set()
+    assert await stuck.run(lambda: 43) == 43
+    stuck.close()
+    with pytest.raises(UnavailableError, match="stuck is closed"):
+        await stuck.run(lambda: 44)
+    free.close()
+
+
+async def test_a_gloo_cell_whose_peer_never_comes_gives_up_by_itself(tmp_path: Path) -> None:
+    carrier = load_carrier(WeightsConfig(), Place(directory=tmp_path))
+    link = Link(run="r", epoch=1, generation=1, endpoint=await carrier.listen(), rank=0)
+    cell = carrier.cell(link)
+    with pytest.raises(UnavailableError, match="r/e1/g1, rank 0"):
+        await cell.open(0.3)
+    cell.abort()
+    await carrier.close()
+
+
+async def test_a_gloo_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        carrier = load_carrier(WeightsConfig(port=port), Place(directory=tmp_path))
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await carrier.listen()
+
+
+async def test_a_disk_replica_without_the_shared_directory_says_so(tmp_path: Path) -> None:
+    carrier = load_carrier(WeightsConfig(carrier="disk"), Place(directory=tmp_path / "elsewhere"))
+    link = Link(run="r", epoch=1, generation=1, endpoint="weights", rank=1)
+    cell = carrier.cell(link)
+    with pytest.raises(UnavailableError, match=r"needs a shared run\.dir"):
+        await cell.open(1.0)
+    await cell.close()
+    await carrier.close()
+
+
+def padded() -> tuple[WeightManifest, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    """One bucket of two tensors with four bytes of padding between them."""
+    tensors = (
+        TensorSpec(name="a", dtype="bfloat16", shape=(2,), bucket=0, offset=0, nbytes=4),
+        TensorSpec(name="b", dtype="float32", shape=(1, 2), bucket=0, offset=8, nbytes=8),
+    )
+    bucket = np.zeros(16, dtype=np.uint8)
+    bucket[:4], bucket[8:] = 7, 9
+    manifest = WeightManifest(
+        run="r",
+        version=Version(1, 0),
+        tensors=tensors,
+        bucket_bytes=(16,),
+        bucket_hashes=(digest(bucket),),
+    )
+    return manifest, bucket
+
+
+def test_a_bucket_on_disk_comes_back_with_its_padding(tmp_path: Path) -> None:
+    manifest, bucket = padded()
+    write_bucket(tmp_path, manifest, 0, bucket)
+    into = np.full(16, 255, dtype=np.uint8)
+    read_bucket(tmp_path, manifest, 0, into)
+    assert digest(into) == manifest.bucket_hashes[0]
+
+
+@pytest.mark.parametrize("spoil", ["missing", "short", "garbage"])
+def test_a_file_that_cannot_be_read_is_corrupt(tmp_path: Path, spoil: str) -> None:
+    manifest, bucket = padded()
+    write_bucket(tmp_path, manifest, 0, bucket)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    if spoil == "missing":
+        path.unlink()
+    elif spoil == "short":
+        path.write_bytes(content[:-1])
+    else:
+        path.write_bytes(content[:8] + b"x" * 16 + content[24:])
+    with pytest.raises(CorruptError, match="model-00001-of-00001"):
+        read_bucket(tmp_path, manifest, 0, np.empty(16, dtype=np.uint8))
+
+
+async def test_the_stub_engine_serves_only_what_was_staged() -> None:
+    engine = HashSink()
+    source = MadeSource("run", Version(1, 0), buckets=2)
+    await engine.stage_weights(source.manifest, [source.bucket(0), source.bucket(1)])
+    await engine.discard_weights(Version(1, 0))
+    with pytest.raises(NotFoundError, match=r"weights 1\.0 are not staged"):
+        await engine.commit_weights(Version(1, 0), OnUpdate.IN_FLIGHT)
