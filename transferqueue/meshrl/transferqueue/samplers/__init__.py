@@ -1,0 +1,1 @@
+"""Which complete group is taken next: one module each, its name is the config value, each defines `Sampler`."""

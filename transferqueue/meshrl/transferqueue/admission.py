@@ -1,0 +1,144 @@
+"""How much may come in: credits by staleness, and a byte budget.
+
+At most `admission_groups = (max_staleness + 1) x batch_groups` groups are admitted and not consumed. A group is
+consumed when it left, or when its batch was settled at a step before the published one. So at the moment a group is
+admitted under published step p, at most `max_staleness` batches are ahead of it and it is trained at a step
+<= p + max_staleness: staleness is bounded where rows come in, and the check in `take` only meets what redelivery and
+reordering made late. With `max_staleness = 0` nothing of the next batch comes in before the next version is out.
+
+A run that is not gated (evaluation) has no versions to follow: there a settled group is a consumed one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.nouns import Task
+from meshrl.transferqueue.frames import pack_task
+from meshrl.transferqueue.rows import Group
+from meshrl.transferqueue.store import Table
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.batches import TakenBatch
+    from meshrl.transferqueue.run import Run
+
+TASK_ID_BYTES = 400
+"""A task id is part of a key, and LMDB's keys have at most 511 bytes."""
+
+
+def room(run: Run) -> int:
+    """Groups that may come in now."""
+    limit = run.spec.admission_groups
+    if run.open_bytes >= run.spec.resident_bytes:
+        # The budget never holds up the batch that is being filled: that would wait for itself.
+        limit = min(limit, run.spec.batch_groups)
+    return max(0, math.floor(limit) - unconsumed(run))
+
+
+def unconsumed(run: Run) -> int:
+    """Groups admitted and not consumed."""
+    return len(run.groups) - run.consumed
+
+
+def explain(run: Run) -> str:
+    """What admission waits for, with the numbers."""
+    spec = run.spec
+    return (
+        f"room: {unconsumed(run)} of {spec.admission_groups:g} groups are admitted and not consumed"
+        f" (published {run.published}), {run.open_bytes} of {spec.resident_bytes} bytes"
+    )
+
+
+def can_grow(run: Run) -> bool:
+    """True when admission could add rows now."""
+    return not run.feed_closed and room(run) > 0
+
+
+def frames(run: Run, tasks: Sequence[Task]) -> dict[str, bytes]:
+    """The tasks that are not known yet, checked and packed, by id. Raises UserError, with `task`."""
+    packed: dict[str, bytes] = {}
+    for task in tasks:
+        problem = ""
+        if task.run != run.name:
+            problem = f"belongs to run {task.run}, not {run.name}"
+        elif not task.task_id or len(task.task_id.encode()) > TASK_ID_BYTES:
+            problem = f"wants an id of 1 to {TASK_ID_BYTES} bytes"
+        elif task.group_size < 1:
+            problem = f"wants a group of {task.group_size} rows, at least 1 makes sense"
+        elif task.prompt_ids.ndim != 1 or task.prompt_ids.dtype != np.int32:
+            problem = f"has prompt_ids {task.prompt_ids.dtype}{list(task.prompt_ids.shape)}, want int32[P]"
+        elif run.spec.group_k > task.group_size:
+            problem = f"has {task.group_size} rows, and the run wants {run.spec.group_k} finished"
+        if problem:
+            raise UserError(f"task {task.task_id!r} {problem}", task=task.task_id)
+        if task.task_id not in run.seen and task.task_id not in packed:
+            packed[task.task_id] = pack_task(task)
+    return packed
+
+
+def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, bytes], cursor: str) -> int:
+    """Add the longest prefix that fits, maybe none; `cursor` moves when all of it did.
+
+    Raises:
+        ConflictError: the feed is closed and a task is unknown.
+    """
+    added: list[Group] = []
+    count = 0
+    for task in tasks:
+        if task.task_id not in run.seen:
+            if run.feed_closed:
+                raise ConflictError(
+                    f"run {run.name}: the feed is closed, {task.task_id} is too late"
+                )
+            if room(run) == 0:
+                break
+            added.append(_add(run, task, packed[task.task_id]))
+        count += 1
+    if count == len(tasks) and cursor != run.cursor:
+        run.cursor = cursor
+        run.save()
+    if added:
+        run.save(added)
+        run.ring_stages()
+    return count
+
+
+def _add(run: Run, task: Task, frame: bytes) -> Group:
+    number = run.next_group
+    run.next_group += 1
+    group = Group(
+        *(run.name, run.number, number, task.task_id, task.group_size, task.priority, len(frame)),
+        [0] * task.group_size,
+    )
+    run.journal.put(Table.PAYLOAD, group.task_key, frame)
+    run.seen.add(task.task_id)
+    run.journal.put(Table.META, seen_key(run.number, task.task_id), b"")
+    run.add_group(group)
+    return group
+
+
+def seen_key(run_number: int, task_id: str) -> bytes:
+    """Says for ever that the task was admitted: a feeder that repeats itself changes nothing."""
+    return b"n" + run_number.to_bytes(4, "big") + task_id.encode()
+
+
+def recount(run: Run) -> None:
+    """The published version or a batch changed: which batches give their credits back? O(batches)."""
+    for batch in run.batches.values():
+        consumed = batch.settled and (not run.spec.gated or batch.step < run.published.step)
+        if consumed is not batch.consumed:
+            _turn(run, batch, consumed)
+    run.room_bell.ring()
+    run.ring_stages()
+
+
+def _turn(run: Run, batch: TakenBatch, consumed: bool) -> None:
+    sign = 1 if consumed else -1
+    batch.consumed = consumed
+    run.consumed += sign * len(batch.groups)
+    run.open_bytes -= sign * sum(group.nbytes for group in batch.groups.values())

@@ -1,0 +1,283 @@
+"""What a trainer does with complete groups: take, filter, settle, commit, rewind.
+
+ready ──take──▶ taken ──settle(step)──▶ settled ──commit──▶ trained
+  ▲               │ acquire by another      │
+  └───────────────┴──────── rewind(step) ───┘    back in the order in which they were taken
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
+from meshrl.contract.nouns import Batch, BatchRow, Json, Outcome, Uid, Version
+from meshrl.transferqueue import admission, groups
+from meshrl.transferqueue.frames import seal_json, unseal_json
+from meshrl.transferqueue.ledger import Exit
+from meshrl.transferqueue.rows import Group, Row
+from meshrl.transferqueue.store import Table
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.run import Run
+
+
+@dataclass(slots=True, eq=False)
+class TakenBatch:
+    """Groups in a trainer's hands, or in an optimizer step that no checkpoint covers yet."""
+
+    run_number: int
+    number: int
+    batch_id: str
+    step: int
+    epoch: int
+    settled: bool = False
+    consumed: bool = False
+    """Its groups hold no credit any more; derived, see admission.py."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    """What is left of them after `filter`; stored with the groups."""
+
+    @property
+    def key(self) -> bytes:
+        """Of the record."""
+        return b"b" + self._suffix
+
+    @property
+    def manifest_key(self) -> bytes:
+        """Of the manifest: what `take` answered, for whoever asks again."""
+        return b"m" + self._suffix
+
+    @property
+    def _suffix(self) -> bytes:
+        return self.run_number.to_bytes(4, "big") + self.number.to_bytes(8, "big")
+
+    def encode(self) -> bytes:
+        """The record."""
+        return seal_json([self.number, self.batch_id, self.step, self.epoch, self.settled])
+
+
+def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch | None:
+    """A batch of `count` complete groups, or None: not now.
+
+    Raises:
+        EndOfDataError: the feed is closed and nothing is left to take.
+    """
+    found = _fresh_enough(run, step, count)
+    if len(found) < count:
+        open_groups = len(run.groups) - run.in_batches
+        if not run.feed_closed or run.complete < open_groups:
+            return None
+        if not found:
+            raise EndOfDataError(
+                f"run {run.name}: the feed is closed and every group is taken or has left"
+            )
+    batch = TakenBatch(run.number, run.next_batch, batch_id, step, epoch)
+    run.next_batch += 1
+    run.batches[batch_id] = batch
+    for group in found:
+        _put_in(run, batch, group)
+    rows = tuple(_manifest_row(row) for group in found for row in group.ordered())
+    run.journal.put(Table.PAYLOAD, batch.manifest_key, _stored_manifest(rows))
+    run.journal.touch(batch)
+    run.save(found)
+    return Batch(batch_id=batch_id, run=run.name, step=step, rows=rows)
+
+
+def _fresh_enough(run: Run, step: int, count: int) -> list[Group]:
+    """The next `count` groups in order (fewer if there are fewer); groups that grew too old leave on the way."""
+    while True:
+        found = _next_groups(run, count)
+        stale = [group for group in found if groups.too_old(run, group, step)]
+        if not stale:
+            return found
+        for group in stale:
+            groups.retire(run, group)
+
+
+def _next_groups(run: Run, count: int) -> list[Group]:
+    """What was taken before comes first, in its old order; then the sampler's order."""
+    entries: list[tuple[int, int]] = []
+    found: list[Group] = []
+    while run.replay and len(found) < count:
+        entry = heapq.heappop(run.replay)
+        group = run.groups.get(entry[1])
+        if group is not None and group.complete and group.position == entry[0]:
+            entries.append(entry)
+            found.append(group)
+    for entry in entries:
+        heapq.heappush(run.replay, entry)
+    numbers = run.sampler.first(count - len(found)) if len(found) < count else ()
+    return found + [run.groups[number] for number in numbers]
+
+
+def _put_in(run: Run, batch: TakenBatch, group: Group) -> None:
+    run.withdraw(group)
+    for row in group.ordered():
+        if not run.finished(row):
+            run.remove_row(row, Exit.FILTERED, groups.SPARE)
+    group.batch = batch
+    batch.groups[group.number] = group
+    run.in_batches += 1
+    if group.position < 0:
+        group.position = run.next_position
+        run.next_position += 1
+    for row in group.rows.values():
+        run.refresh(row)
+
+
+def _manifest_row(row: Row) -> BatchRow:
+    facts = row.facts
+    assert facts is not None, "a finished row has facts"
+    return BatchRow(
+        uid=row.uid,
+        group=row.group.task_id,
+        group_size=row.group.size,
+        num_tokens=facts.num_tokens,
+        oldest=facts.oldest,
+        newest=facts.newest,
+        outcome=facts.outcome,
+    )
+
+
+def _stored_manifest(rows: Sequence[BatchRow]) -> bytes:
+    stored: Json = [
+        [
+            *(row.group, row.uid.index, row.uid.attempt, row.group_size, row.num_tokens),
+            *(str(row.oldest), str(row.newest), row.outcome.value),
+        ]
+        for row in rows
+    ]
+    return seal_json(stored)
+
+
+def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
+    """The batch as `take` answered it. Raises CorruptError."""
+    rows = tuple(
+        BatchRow(
+            uid=Uid(run, group, index, attempt),
+            group=group,
+            group_size=size,
+            num_tokens=num_tokens,
+            oldest=Version.parse(oldest),
+            newest=Version.parse(newest),
+            outcome=Outcome(outcome),
+        )
+        for group, index, attempt, size, num_tokens, oldest, newest, outcome in unseal_json(
+            value, f"manifest of batch {batch.batch_id}"
+        )
+    )
+    return Batch(batch_id=batch.batch_id, run=run, step=batch.step, rows=rows)
+
+
+def filter_rows(run: Run, uids: Sequence[Uid], reason: str) -> None:
+    """Taken rows leave as filtered; rows that left before are passed over, so that filtering twice is once.
+
+    Raises:
+        NotFoundError: a task that was never admitted, with `uid`.
+        ConflictError: a row that is here and not taken, with `uid`.
+    """
+    rows: list[Row] = []
+    for uid in uids:
+        row = run.find(uid)
+        if row is None and uid.task not in run.seen:
+            raise NotFoundError(f"no row {uid} in run {run.name}", uid=uid)
+        if row is not None and (row.group.batch is None or row.group.batch.settled):
+            raise ConflictError(f"row {uid} is {row.state}, only taken rows are filtered", uid=uid)
+        if row is not None:
+            rows.append(row)
+    touched: dict[int, Group] = {}
+    for row in rows:
+        touched[row.group.number] = row.group
+        run.remove_row(row, Exit.FILTERED, reason)
+    for group in touched.values():
+        if not group.rows:
+            run.remove_group(group, Exit.FILTERED, reason)
+    run.save(touched.values())
+
+
+def settle(run: Run, *, step: int, batch_id: str) -> None:
+    """The batch went into optimizer step `step`; twice is once.
+
+    Raises:
+        NotFoundError: no such batch. ConflictError: it was taken for another step.
+    """
+    batch = run.batches.get(batch_id)
+    if batch is None:
+        if step < run.committed_step:
+            return  # settled and committed: the call is a repetition
+        raise NotFoundError(f"run {run.name} has no batch {batch_id!r}", batch_id=batch_id)
+    if batch.step != step:
+        raise ConflictError(f"batch {batch_id} was taken for step {batch.step}, not {step}")
+    if batch.settled:
+        return
+    batch.settled = True
+    for group in batch.groups.values():
+        for row in group.rows.values():
+            run.refresh(row)
+    run.journal.touch(batch)
+    run.save()
+    admission.recount(run)
+
+
+def commit(run: Run, step: int) -> None:
+    """Rows settled before `step` are trained for good and leave; twice is once."""
+    if step < run.committed_step:
+        return
+    for batch in [b for b in run.batches.values() if b.settled and b.step < step]:
+        for group in list(batch.groups.values()):
+            run.remove_group(group, Exit.TRAINED, "")
+        _forget(run, batch)
+    run.committed_step = step
+    run.save()
+
+
+def rewind(run: Run, step: int) -> int:
+    """Rows settled at `step` or later are ready again, and the published version is that of `step`.
+
+    Raises:
+        ConflictError: rows of that step have been committed and are gone.
+    """
+    if step < run.committed_step:
+        raise ConflictError(
+            f"run {run.name} cannot go back to step {step}: rows before step"
+            f" {run.committed_step} were committed and have left",
+            committed_step=run.committed_step,
+        )
+    back = [batch for batch in run.batches.values() if batch.settled and batch.step >= step]
+    rows = sum(len(group.rows) for batch in back for group in batch.groups.values())
+    _give_back(run, back)
+    run.published = Version(run.epoch, step)
+    run.save()
+    admission.recount(run)
+    run.complete_bell.ring()
+    return rows
+
+
+def give_back_taken(run: Run) -> None:
+    """A new epoch: what an older one had taken and not settled is ready again."""
+    _give_back(run, [batch for batch in run.batches.values() if not batch.settled])
+
+
+def _give_back(run: Run, batches: Sequence[TakenBatch]) -> None:
+    for batch in batches:
+        batch.settled = False
+        for group in batch.groups.values():
+            run.in_batches -= 1
+            if batch.consumed:
+                run.consumed -= 1
+                run.open_bytes += group.nbytes
+            group.batch = None
+            for row in group.rows.values():
+                run.refresh(row)
+            run.offer(group)
+        run.save(batch.groups.values())
+        batch.groups.clear()
+        _forget(run, batch)
+
+
+def _forget(run: Run, batch: TakenBatch) -> None:
+    del run.batches[batch.batch_id]
+    run.journal.delete(Table.META, batch.key)
+    run.journal.delete(Table.PAYLOAD, batch.manifest_key)

@@ -1,0 +1,86 @@
+"""Configuration of the transfer queue: what a recipe says under `queue:`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshrl.contract.config import Config
+from meshrl.contract.nouns import (
+    REWARD_STAGE,
+    ROLLOUT_STAGE,
+    GroupPolicy,
+    RunSpec,
+    StageSpec,
+    StalePolicy,
+)
+
+
+def _spell_infinity(value: object) -> object:
+    """YAML's `.inf` is a float; the recipe's word for it is "inf"."""
+    return "inf" if isinstance(value, float) and math.isinf(value) and value > 0 else value
+
+
+Staleness = Annotated[NonNegativeInt | Literal["inf"], BeforeValidator(_spell_infinity)]
+
+
+class QueueConfig(Config):
+    """Where rows are kept, and what bounds them."""
+
+    store: str = "disk"
+    """A module of `meshrl.transferqueue.stores` (disk, memory), or a dotted path."""
+    path: Path | None = None
+    """Folder of the disk store; none means `<run.dir>/queue`."""
+    durability: Literal["always", "process"] = "always"
+    """`always`: what is acknowledged survives a power cut (fsync). `process`: it survives kill -9, and a power cut
+    may cost the whole store."""
+    reserve_bytes: NonNegativeInt = 64 << 20
+    """Free disk space that rows may not use, so that rows can still leave when the disk is nearly full."""
+    max_staleness: Staleness = 1
+    """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
+    lease_ttl_s: PositiveFloat = 30.0
+    """A worker that is silent for so long loses its rows."""
+    max_attempts: PositiveInt = 3
+    """Deliveries of a row to a stage before it is dead-lettered."""
+    group_policy: GroupPolicy = GroupPolicy.ALL
+    """When a group is complete: all | k_of_n | replace_sibling."""
+    group_k: NonNegativeInt = 0
+    """For k_of_n: how many finished rows make a group complete."""
+    stale_policy: StalePolicy = StalePolicy.REISSUE
+    """What becomes of a prompt whose rows grew too old: reissue | drop."""
+    resident_batches: PositiveInt = 4
+    """Admission bound in batches where `max_staleness` is inf."""
+    resident_bytes: PositiveInt = 4 << 30
+    """Payload of groups that wait to be trained; beyond it new groups wait (one batch is always admitted)."""
+    sampler: str = "fifo"
+    """A module of `meshrl.transferqueue.samplers`, or a dotted path: which complete group is taken next."""
+    grow_bytes: PositiveInt = Field(default=256 << 20)
+    """Address space that the disk store starts with; it doubles by itself whenever it is full."""
+
+    def run_spec(
+        self,
+        run: str,
+        *,
+        group_size: int,
+        batch_groups: int,
+        stages: tuple[StageSpec, ...] = (ROLLOUT_STAGE, REWARD_STAGE),
+    ) -> RunSpec:
+        """The training run that this configuration asks for."""
+        return RunSpec(
+            run=run,
+            group_size=group_size,
+            batch_groups=batch_groups,
+            max_staleness=math.inf if self.max_staleness == "inf" else float(self.max_staleness),
+            stages=stages,
+            group_policy=self.group_policy,
+            group_k=self.group_k,
+            stale_policy=self.stale_policy,
+            max_attempts=self.max_attempts,
+            lease_ttl_s=self.lease_ttl_s,
+            resident_batches=self.resident_batches,
+            resident_bytes=self.resident_bytes,
+            sampler=self.sampler,
+        )

@@ -1,0 +1,133 @@
+"""Rows that were given up: kept with their task and their reason until somebody replays them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshrl.contract.nouns import DeadLetter, Json, Outcome, Uid
+from meshrl.transferqueue import groups
+from meshrl.transferqueue.frames import seal_json
+from meshrl.transferqueue.ledger import Exit
+from meshrl.transferqueue.rows import Group, Row
+from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.store import Table
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.run import Run
+
+
+@dataclass(slots=True, eq=False)
+class DeadRow:
+    """A dead letter, with what a replay needs when the group is gone."""
+
+    run_number: int
+    number: int
+    letter: DeadLetter
+    group: int
+    size: int
+    priority: int
+    task_bytes: int
+    attempts: list[int]
+    """Of every index of the group, as it was when the group left."""
+
+    @property
+    def key(self) -> bytes:
+        """Of the record."""
+        return b"d" + self.run_number.to_bytes(4, "big") + self.number.to_bytes(8, "big")
+
+    def encode(self) -> bytes:
+        """The record."""
+        letter = self.letter
+        return seal_json(
+            [
+                *(self.number, str(letter.uid), letter.stage, letter.outcome, letter.reason),
+                *(letter.attempts, self.group, self.size, self.priority, self.task_bytes),
+                self.attempts,
+            ]
+        )
+
+    @classmethod
+    def restored(cls, run_number: int, stored: Json) -> DeadRow:
+        """The inverse of `encode`."""
+        number, uid, stage, outcome, reason, tried, *rest = stored
+        letter = DeadLetter(
+            uid=Uid.parse(uid),
+            stage=stage,
+            outcome=Outcome(outcome),
+            reason=reason,
+            attempts=tried,
+        )
+        return cls(run_number, number, letter, *rest)
+
+
+def bury(run: Run, row: Row, stage: Stage, outcome: Outcome, reason: str) -> None:
+    """The row leaves as a dead letter, and its group does what the policy says."""
+    group = row.group
+    dead = DeadRow(
+        run_number=run.number,
+        number=run.next_dead,
+        letter=DeadLetter(
+            uid=row.uid,
+            stage=stage.name,
+            outcome=outcome,
+            reason=reason,
+            attempts=row.deliveries[stage.number],
+        ),
+        group=group.number,
+        size=group.size,
+        priority=group.priority,
+        task_bytes=group.task_bytes,
+        attempts=list(group.attempts),
+    )
+    run.next_dead += 1
+    keep(run, dead)
+    run.journal.touch(dead)
+    run.remove_row(row, Exit.DEAD, reason)
+    groups.lost_row(run, row)
+    run.save([group])
+
+
+def keep(run: Run, dead: DeadRow) -> None:
+    """File a dead letter."""
+    run.dead[dead.letter.uid] = dead
+    run.dead_of.setdefault(dead.group, []).append(dead)
+
+
+def replay(run: Run, uids: list[Uid]) -> int:
+    """Admit dead rows again as new attempts; returns how many letters were answered.
+
+    Where the group is still open the row joins it again. Where it left, the whole task comes in again, each index as
+    a new attempt: one sibling alone could never make a group. A letter whose group is in a batch stays.
+    """
+    answered = 0
+    for uid in uids:
+        dead = run.dead.get(uid)
+        if dead is None:
+            continue
+        group = run.groups.get(dead.group)
+        if group is not None and group.batch is not None:
+            continue
+        _forget(run, dead)
+        answered += 1
+        if group is None:
+            group = Group(
+                *(run.name, run.number, dead.group, uid.task, dead.size, dead.priority),
+                *(dead.task_bytes, [attempt + 1 for attempt in dead.attempts]),
+            )
+            run.add_group(group)
+        elif uid.index in group.dead:
+            group.dead.discard(uid.index)
+            group.attempts[uid.index] += 1
+            run.add_row(group, uid.index)
+        run.save([group])
+    return answered
+
+
+def _forget(run: Run, dead: DeadRow) -> None:
+    del run.dead[dead.letter.uid]
+    letters = run.dead_of[dead.group]
+    letters.remove(dead)
+    if not letters:
+        del run.dead_of[dead.group]
+    run.journal.delete(Table.META, dead.key)

@@ -1,0 +1,409 @@
+"""The transfer queue: the port of contract/ports.py, in process.
+
+    feeder ─admit─▶ ┌────────────────────── TransferQueue ──────────────────────┐ ─take─▶ trainer
+    worker ─lease─▶ │ runs in RAM ── transitions ──▶ journal ── commits ──▶ store │ ─fetch─▶
+           ─write─▶ └────────────────────────────────────────────────────────────┘
+
+Each method checks, makes one synchronous transition in RAM, and returns once the journal says that it is durable.
+A wait is a bell and a deadline; nothing polls. See README.md for the life of a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from meshrl.contract.errors import (
+    ConflictError,
+    FencedError,
+    NotFoundError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
+from meshrl.contract.nouns import (
+    Batch,
+    Columns,
+    DeadLetter,
+    Lease,
+    Ledger,
+    Outcome,
+    RowWrite,
+    RunSpec,
+    RunState,
+    Task,
+    Uid,
+    Version,
+    Waiting,
+)
+from meshrl.transferqueue import admission, batches, dead, explain, leases, specs
+from meshrl.transferqueue.frames import seal_json
+from meshrl.transferqueue.journal import Journal
+from meshrl.transferqueue.payload import PayloadReader
+from meshrl.transferqueue.restore import restore
+from meshrl.transferqueue.rows import Held
+from meshrl.transferqueue.run import Run
+from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.store import Store, Table
+from meshrl.transferqueue.waiting import Bell, Expiry, Wait, Waits, any_bell
+
+
+class TransferQueue:
+    """One queue on one store. `open` it, `close` it; it belongs to the event loop that opened it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._runs: dict[str, Run] = {}
+        self._payload = PayloadReader(store)
+        self._journal = Journal(store, self._recover)
+        self._expiry = Expiry(self._expired)
+        self._waits = Waits()
+        self._opened = Bell()
+        self._committer: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @classmethod
+    async def open(cls, store: Store) -> Self:
+        """Read the store back and serve it; the queue owns the store from here on.
+
+        Raises:
+            UserError: another process has the store, or another format wrote it. CorruptError: it cannot be read.
+        """
+        queue = cls(store)
+        try:
+            await queue._recover()
+        except BaseException:
+            await store.close()
+            raise
+        queue._committer = asyncio.create_task(queue._journal.run(), name="queue-journal")
+        return queue
+
+    async def close(self) -> None:
+        """End every wait with UnavailableError, make everything durable, close the store; idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._expiry.clear()
+        self._opened.ring()
+        for run in self._runs.values():
+            run.ring_all()
+        self._journal.close()
+        if self._committer is not None:
+            await self._committer
+        await self._store.close()
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The names of the runs that are here."""
+        return tuple(self._runs)
+
+    # --- runs
+
+    async def open_run(self, spec: RunSpec) -> RunState:
+        """See the port. Raises UserError for a spec that makes no sense."""
+        self._check_open()
+        run = self._runs.get(spec.run)
+        if run is not None:
+            specs.compare(run.spec, spec)
+        else:
+            specs.check(spec)
+            number = max((r.number for r in self._runs.values()), default=-1) + 1
+            run = self._make_run(spec, number)
+            self._runs[spec.run] = run
+            self._journal.put(Table.META, run.spec_key, seal_json(specs.encode(spec)))
+            run.save()
+            self._opened.ring()
+        await self._journal.flush()
+        return run.state()
+
+    async def run_state(self, run: str) -> RunState:
+        """See the port."""
+        state = self._run(run).state()
+        await self._journal.flush()
+        return state
+
+    async def acquire(self, run: str, owner: str) -> RunState:
+        """See the port."""
+        state = self._run(run)
+        state.epoch += 1
+        state.owner = owner
+        batches.give_back_taken(state)
+        state.save()
+        state.ring_all()
+        answer = state.state()
+        await self._journal.flush()
+        return answer
+
+    async def publish(self, run: str, version: Version) -> None:
+        """See the port. An older version of the same epoch than the published one changes nothing."""
+        state = self._run(run)
+        state.check_epoch(version.epoch)
+        if version > state.published:
+            state.published = version
+            state.publishes += 1
+            state.save()
+            admission.recount(state)
+            state.ring_all()
+        await self._journal.flush()
+
+    # --- the feeder
+
+    async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
+        """See the port. Raises UserError for a task that can never be answered, CapacityError for a full disk."""
+        packed = admission.frames(self._run(run), tasks)
+        self._store.check_room(sum(map(len, packed.values())))
+        deadline = self._deadline(wait_s)
+
+        def reason() -> str:
+            return admission.explain(self._run(run))
+
+        with self._waits.tracked(self._wait("admit", (run,), "feeder", reason)):
+            while True:
+                state = self._run(run)
+                count = admission.admit(state, tasks, packed, cursor)
+                if count or not tasks:
+                    await self._journal.flush()
+                    return count
+                await any_bell([state.room_bell], deadline, reason)
+
+    async def close_feed(self, run: str) -> None:
+        """See the port."""
+        state = self._run(run)
+        if not state.feed_closed:
+            state.feed_closed = True
+            state.save()
+            state.ring_all()
+        await self._journal.flush()
+
+    # --- stages
+
+    async def lease(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        limit: int,
+        at_least: int = 1,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> Lease:
+        """See the port. A run that nobody opened yet is waited for.
+
+        A lease that waits under a version that a publish made too old ends at once with WaitTimeoutError, so that
+        the caller asks again with the version that its engine has by now.
+        """
+        if limit < 1 or not runs:
+            raise UserError(f"a lease wants at least one row of at least one run, not {limit}")
+        deadline = self._deadline(wait_s)
+        seen = {name: run.publishes for name in runs if (run := self._runs.get(name))}
+
+        def reason() -> str:
+            at = f" at version {version}" if version else ""
+            return f"{min(limit, at_least)} rows of stage {stage}{at}"
+
+        with self._waits.tracked(self._wait("lease", runs, worker, reason)):
+            while True:
+                self._check_open()
+                candidates = leases.leasable(self._runs, runs, stage)
+                for run, spec in candidates:
+                    if not leases.open_to(run, spec, version):
+                        if run.publishes != seen.setdefault(run.name, run.publishes):
+                            raise WaitTimeoutError(
+                                f"version {version} is too old for run {run.name} at"
+                                f" {run.published}: ask again with the engine's version"
+                            )
+                    elif leases.enough(run, spec, min(limit, at_least)):
+                        return await self._grant(run, spec, worker, limit)
+                bells = [run.rows_bell[spec.number] for run, spec in candidates]
+                await any_bell([*bells, self._opened], deadline, reason)
+
+    async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
+        """See the port."""
+        state = self._run(run)
+        return leases.renew(state, state.stages[stage], worker, uids)
+
+    async def write(
+        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
+    ) -> None:
+        """See the port. Raises CapacityError for a full disk: nothing was written, the lease goes on."""
+        state = self._run(run)
+        spec = state.stages[stage]
+        packed = leases.checked(state, spec, token_of, rows)
+        self._store.check_room(sum(len(item.frame) for item in packed))
+        leases.write(state, spec, packed)
+        await self._journal.flush()
+
+    async def fail(
+        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
+    ) -> None:
+        """See the port."""
+        state = self._run(run)
+        leases.fail(state, state.stages[stage], uid, token, outcome, reason)
+        await self._journal.flush()
+
+    async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
+        """See the port."""
+        state = self._run(run)
+        leases.release(state, state.stages[stage], token_of)
+        await self._journal.flush()
+
+    # --- the trainer
+
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """See the port."""
+        if groups < 1 or not batch_id:
+            raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
+        deadline = self._deadline(wait_s)
+
+        def reason() -> str:
+            return explain.take_reason(self._run(run), groups, step)
+
+        who = f"trainer of epoch {epoch}, batch {batch_id}"
+        with self._waits.tracked(self._wait("take", (run,), who, reason)):
+            while True:
+                state = self._run(run)
+                state.check_epoch(epoch)
+                taken = state.batches.get(batch_id)
+                if taken is not None:
+                    return await self._taken_before(run, taken, step)
+                batch = batches.take(state, epoch=epoch, step=step, count=groups, batch_id=batch_id)
+                if batch is not None:
+                    await self._journal.flush()
+                    return batch
+                await any_bell([state.complete_bell], deadline, reason)
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        """See the port. Arrays are read-only. Raises UserError for a column of no stage."""
+        state = self._run(run)
+        numbers = state.stages.of_columns(columns)
+        keys: list[list[bytes]] = []
+        for uid in uids:
+            row = state.find(uid)
+            if row is None:
+                raise NotFoundError(f"no row {uid} in run {run}", uid=uid)
+            keys.append([row.frame_key(number) for number in numbers])
+        await self._journal.flush()
+        return await self._payload.columns(uids, keys, columns)
+
+    async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
+        """See the port."""
+        state = self._run(run)
+        state.check_epoch(epoch)
+        batches.filter_rows(state, uids, reason)
+        await self._journal.flush()
+
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
+        """See the port. Raises NotFoundError, ConflictError (taken for another step), FencedError."""
+        state = self._run(run)
+        state.check_epoch(epoch)
+        batches.settle(state, step=step, batch_id=batch_id)
+        await self._journal.flush()
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        """See the port. Raises FencedError."""
+        state = self._run(run)
+        state.check_epoch(epoch)
+        batches.commit(state, step)
+        await self._journal.flush()
+
+    async def rewind(self, run: str, *, epoch: int, step: int) -> int:
+        """See the port. Raises FencedError, and ConflictError when rows of that step were committed."""
+        state = self._run(run)
+        state.check_epoch(epoch)
+        rows = batches.rewind(state, step)
+        await self._journal.flush()
+        return rows
+
+    # --- the books
+
+    async def ledger(self, run: str) -> Ledger:
+        """See the port: what is told has been made durable."""
+        ledger = (state := self._run(run)).books.snapshot(state.name)
+        await self._journal.flush()
+        return ledger
+
+    async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
+        """See the port, in the order in which they died."""
+        letters = [row.letter for row in self._run(run).dead.values()]
+        await self._journal.flush()
+        return letters
+
+    async def replay(self, run: str, uids: Sequence[Uid]) -> int:
+        """See the port. Where the group has left, its whole task comes in again."""
+        count = dead.replay(self._run(run), list(uids))
+        await self._journal.flush()
+        return count
+
+    async def why_waiting(self, run: str) -> Sequence[Waiting]:
+        """See the port."""
+        return explain.why_waiting(self._run(run), self._waits.of(run))
+
+    # --- inside
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise UnavailableError("the queue is closing")
+
+    def _run(self, name: str) -> Run:
+        self._check_open()
+        run = self._runs.get(name)
+        if run is None:
+            known = ", ".join(self._runs) or "none"
+            raise NotFoundError(f"no run named {name!r} is open (open: {known})", run=name)
+        return run
+
+    def _make_run(self, spec: RunSpec, number: int) -> Run:
+        clock = asyncio.get_running_loop().time
+        return Run(spec, number, journal=self._journal, expiry=self._expiry, clock=clock)
+
+    def _deadline(self, wait_s: float) -> float:
+        return asyncio.get_running_loop().time() + max(0.0, wait_s)
+
+    def _wait(self, kind: str, runs: Sequence[str], who: str, reason: Callable[[], str]) -> Wait:
+        now = asyncio.get_running_loop().time()
+        return Wait(kind=kind, runs=tuple(runs), who=who, since=now, reason=reason)
+
+    async def _grant(self, run: Run, stage: Stage, worker: str, limit: int) -> Lease:
+        """Grant, make it durable, and read what the stage reads; a caller that went away gives the rows back."""
+        granted = leases.grant(run, stage, worker, limit)
+        try:
+            await self._journal.flush()
+            rows = await self._payload.leased_rows(granted, stage)
+        except asyncio.CancelledError:
+            if self._runs.get(run.name) is run and not self._closing:
+                leases.release(run, stage, {row.uid: row.token for row in granted})
+            raise
+        return Lease(stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, rows=rows)
+
+    async def _taken_before(self, run: str, taken: batches.TakenBatch, step: int) -> Batch:
+        if taken.step != step:
+            raise ConflictError(
+                f"batch {taken.batch_id} was taken for step {taken.step}, not {step}",
+                batch_id=taken.batch_id,
+            )
+        await self._journal.flush()
+        (value,) = await self._store.read([taken.manifest_key])
+        if value is None:
+            raise FencedError(f"batch {taken.batch_id} was given back while it was read")
+        return batches.read_manifest(run, taken, value)
+
+    def _expired(self, held: Held) -> None:
+        run = self._runs[held.row.group.run]
+        leases.expired(run, held)
+
+    async def _recover(self) -> None:
+        """RAM becomes what the store holds: at the start, and after a commit that failed."""
+        items = await self._store.load()
+        self._expiry.clear()
+        gone, self._runs = self._runs, restore(items, self._make_run)
+        self._payload.forget()
+        self._journal.restarted()
+        self._opened.ring()
+        for run in gone.values():
+            run.ring_all()

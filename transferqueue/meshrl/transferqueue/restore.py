@@ -1,0 +1,104 @@
+"""From the records of a store back to runs in RAM: what happens when a queue opens.
+
+Keys of META, all with the run's number:  r spec · s state and books · g group with its rows · b batch · d dead letter
+· n task id that was admitted.  Keys of PAYLOAD:  t task · c columns of one stage of one row · m manifest of a batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.nouns import Json, RunSpec
+from meshrl.transferqueue import admission, groups, specs
+from meshrl.transferqueue.batches import TakenBatch
+from meshrl.transferqueue.dead import DeadRow, keep
+from meshrl.transferqueue.frames import unseal_json
+from meshrl.transferqueue.ledger import Books
+from meshrl.transferqueue.rows import Group, Row
+from meshrl.transferqueue.run import Run
+
+MakeRun: TypeAlias = Callable[[RunSpec, int], Run]
+Sorted: TypeAlias = dict[bytes, list[tuple[bytes, bytes]]]
+
+
+def restore(items: Sequence[tuple[bytes, bytes]], make_run: MakeRun) -> dict[str, Run]:
+    """The runs, by name. Leases go on under their tokens, each with a full time to live.
+
+    Raises:
+        CorruptError: a record is not what was written.
+    """
+    by_run: defaultdict[bytes, Sorted] = defaultdict(lambda: defaultdict(list))
+    for key, value in items:
+        by_run[key[1:5]][key[:1]].append((key, value))
+    runs: dict[str, Run] = {}
+    for number, records in by_run.items():
+        try:
+            run = _restore_run(int.from_bytes(number, "big"), records, make_run)
+        except (KeyError, ValueError, IndexError, TypeError) as error:
+            raise CorruptError(
+                f"queue store: run number {number.hex()} cannot be read back"
+                f" ({type(error).__name__}: {error})"
+            ) from error
+        runs[run.name] = run
+    return runs
+
+
+def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
+    run = make_run(specs.decode(_single(records[b"r"])), number)
+    state = _single(records[b"s"])
+    run.decode(state)
+    run.seen = {key[5:].decode() for key, _ in records[b"n"]}
+    batches = {
+        batch.number: batch
+        for batch in (_batch(number, stored) for stored in _values(records[b"b"]))
+    }
+    run.batches = {batch.batch_id: batch for batch in batches.values()}
+    for stored in _values(records[b"d"]):
+        keep(run, DeadRow.restored(number, stored))
+    for stored in _values(records[b"g"]):
+        group, batch_number = Group.restored(run.name, number, stored, run.clock())
+        _file(run, group, batches[batch_number] if batch_number >= 0 else None)
+    rows = (row for group in run.groups.values() for row in group.rows.values())
+    run.books = Books.restored(state["books"], (row.state for row in rows))
+    admission.recount(run)
+    return run
+
+
+def _file(run: Run, group: Group, batch: TakenBatch | None) -> None:
+    """Put a restored group where its record says that it was."""
+    run.groups[group.number] = group
+    run.by_task[group.task_id] = group
+    run.open_bytes += group.nbytes
+    group.batch = batch
+    if batch is not None:
+        batch.groups[group.number] = group
+        run.in_batches += 1
+    for row in group.rows.values():
+        _arm(run, row)
+        group.ready += run.finished(row)
+        run.refresh(row)
+    if batch is None and (group.position >= 0 or groups.is_complete(run, group)):
+        run.offer(group)
+
+
+def _arm(run: Run, row: Row) -> None:
+    for held in row.held.values():
+        held.deadline = run.clock() + run.spec.lease_ttl_s
+        run.expiry.watch(held)
+
+
+def _batch(run_number: int, stored: Json) -> TakenBatch:
+    number, batch_id, step, epoch, settled = stored
+    return TakenBatch(run_number, number, batch_id, step, epoch, settled)
+
+
+def _values(items: Iterable[tuple[bytes, bytes]]) -> Iterable[Json]:
+    return (unseal_json(value, f"record {key.hex()}") for key, value in items)
+
+
+def _single(items: Sequence[tuple[bytes, bytes]]) -> Json:
+    (item,) = items
+    return next(iter(_values([item])))

@@ -1,0 +1,14 @@
+"""The newest policy's groups first: least staleness, at the price of old groups that may grow too old."""
+
+from __future__ import annotations
+
+from meshrl.transferqueue.samplers._ordered import Key, OrderedSampler
+from meshrl.transferqueue.sampling import CompleteGroup
+
+
+class Sampler(OrderedSampler):
+    """Orders by the oldest version that sampled a token of the group, newest first; ties by admission."""
+
+    def key(self, group: CompleteGroup) -> Key:
+        """The version, negated."""
+        return (-group.oldest.epoch, -group.oldest.step, group.number)

@@ -1,0 +1,52 @@
+"""What a sampler is: it keeps the complete groups of a run in the order in which they are to be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from meshrl.contract.extend import load
+from meshrl.contract.nouns import Version
+
+PACKAGE = "meshrl.transferqueue.samplers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteGroup:
+    """What a sampler may know of a group."""
+
+    number: int
+    """Grows with admission: the first admitted has the lowest."""
+    task_id: str
+    priority: int
+    num_tokens: tuple[int, ...]
+    """Tokens of each finished row."""
+    oldest: Version
+    newest: Version
+
+
+class Sampler(Protocol):
+    """One per run, in RAM; filled anew, in order of `number`, when the queue opens.
+
+    Deterministic, so that the same feed gives the same batches. No method costs more than O(log n) per group.
+    """
+
+    def add(self, group: CompleteGroup) -> None:
+        """A group became complete."""
+        ...
+
+    def discard(self, number: int) -> None:
+        """A group was taken or left; never raises for one that is not there."""
+        ...
+
+    def first(self, count: int) -> Sequence[int]:
+        """The numbers of the next `count` groups in order (fewer if there are fewer); they stay."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+def build(name: str) -> Sampler:
+    """The `Sampler` of module `samplers.<name>` or of a dotted path. Raises ConfigError."""
+    return cast(Sampler, load(PACKAGE, name, "Sampler")())

@@ -1,0 +1,104 @@
+"""The stages of a run as bit masks: which columns each adds, and which stages must be done before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import StageSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage. Bit `1 << number` of a row's `done` mask says that it has written its columns."""
+
+    number: int
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    needs: int
+    """Mask of the stages that write what this one reads."""
+
+    @property
+    def bit(self) -> int:
+        """This stage in a mask."""
+        return 1 << self.number
+
+    @property
+    def first(self) -> bool:
+        """True for a stage that reads nothing: it samples, so it follows the policy's version."""
+        return not self.reads
+
+
+class Stages:
+    """All stages of a run, checked once.
+
+    Raises:
+        UserError: names the stage and the column that make no sense.
+    """
+
+    def __init__(self, specs: Sequence[StageSpec]) -> None:
+        self._of_column: dict[str, int] = {}
+        for number, spec in enumerate(specs):
+            for column in spec.writes:
+                if column in self._of_column:
+                    other = specs[self._of_column[column]].name
+                    raise UserError(f"column {column} is written by {other} and by {spec.name}")
+                self._of_column[column] = number
+        self._by_name: dict[str, Stage] = {}
+        for number, spec in enumerate(specs):
+            self._check(spec, number)
+            needs = 0
+            for column in spec.reads:
+                needs |= 1 << self._of_column[column]
+            self._by_name[spec.name] = Stage(number, spec.name, spec.reads, spec.writes, needs)
+        self.all_done = (1 << len(specs)) - 1
+        if not any(stage.first for stage in self):
+            raise UserError("a run needs a stage that reads nothing: the one that samples")
+
+    def _check(self, spec: StageSpec, number: int) -> None:
+        if spec.name in self._by_name:
+            raise UserError(f"two stages are named {spec.name}")
+        if not spec.writes:
+            raise UserError(f"stage {spec.name} writes no column")
+        for column in spec.reads:
+            writer = self._of_column.get(column)
+            if writer is None or writer >= number:
+                raise UserError(
+                    f"stage {spec.name} reads {column}, which no earlier stage writes"
+                    f" (written before it: {', '.join(self._written_before(number)) or 'nothing'})"
+                )
+
+    def _written_before(self, number: int) -> list[str]:
+        return [column for column, writer in self._of_column.items() if writer < number]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def get(self, name: str) -> Stage | None:
+        """The stage named so, if the run has it."""
+        return self._by_name.get(name)
+
+    def __getitem__(self, name: str) -> Stage:
+        stage = self._by_name.get(name)
+        if stage is None:
+            raise UserError(f"no stage named {name!r} (the run has {', '.join(self._by_name)})")
+        return stage
+
+    def of_columns(self, columns: Sequence[str]) -> list[int]:
+        """Numbers of the stages that write `columns`, each once.
+
+        Raises:
+            UserError: no stage of the run writes such a column.
+        """
+        for column in columns:
+            if column not in self._of_column:
+                raise UserError(
+                    f"no stage of the run writes column {column!r}"
+                    f" (columns: {', '.join(self._of_column)})"
+                )
+        return sorted({self._of_column[column] for column in columns})
