@@ -67,7 +67,7 @@ class Patience:
         now = asyncio.get_running_loop().time()
         if self._give_up_at is None:
             self._give_up_at = now + self._patience_s
-            log.debug("%s; trying again for %.0f s", error, self._patience_s)
+            log.info("%s; trying again for %.0f s", error, self._patience_s)
         if now + self._pause_s > self._give_up_at:
             raise error
         # Jitter, so that a fleet does not come back in step.
