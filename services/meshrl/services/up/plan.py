@@ -39,6 +39,9 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+FORGETFUL = "queue.store is memory, so its rows went with it; queue.store=disk survives"
+
+
 def service_kinds(recipe: Recipe) -> dict[str, str]:
     """Name to kind of every service of the mesh."""
     kinds = {"queue": "queue", "reward": "reward"}
@@ -67,6 +70,7 @@ class Plan:
             UserError: `fixed` names no service of this mesh.
         """
         self._kinds = service_kinds(recipe)
+        self._forgetful = recipe.queue.store == "memory"
         unknown = sorted(set(fixed) - set(self._kinds))
         if unknown:
             raise UserError(
@@ -101,6 +105,7 @@ class Plan:
             drain_s=rule.drain_s,
             finite=rule.finite,
             leads=rule.leads,
+            cannot_restart=FORGETFUL if kind == "queue" and self._forgetful else "",
             on_port_taken=None if name in self._fixed else lambda: self._replace(name),
         )
 

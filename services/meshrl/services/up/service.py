@@ -37,5 +37,7 @@ class Service:
     """True: exit code 0 means that its work is done. False: it should not have ended."""
     leads: bool = False
     """True: when it is done, the run is done."""
+    cannot_restart: str = ""
+    """Why it must not be started again after a crash; empty where it may."""
     on_port_taken: Callable[[], None] | None = None
     """Chooses another port; None where ports are fixed."""

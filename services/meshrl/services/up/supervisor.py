@@ -167,6 +167,12 @@ class Supervisor:
                 ports_tried += 1
                 service.on_port_taken()
                 continue
+            if service.cannot_restart:
+                line = (
+                    f"{service.name} {_how(code)} and cannot be restarted: {service.cannot_restart}"
+                )
+                self._end(Verdict(code=Exit.FAILED, line=line))
+                return
             alive_s = asyncio.get_running_loop().time() - (child.ready_at or child.started)
             quick = quick + 1 if not ready or alive_s < QUICK_S else 1
             if quick >= QUICK_FAILURES:

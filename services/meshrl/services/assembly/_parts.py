@@ -1,0 +1,71 @@
+"""What the assemblies share: opening the runs, and working until somebody says stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.ports import Queue
+from meshrl.services.config.recipe import Recipe, eval_spec, has_evaluation, train_spec
+from meshrl.services.runtime import Server
+
+STAGE_GRACE_S = 10.0
+"""How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
+
+
+async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
+    """Declare the recipe's runs, which whoever comes first does; their names, evaluation first.
+
+    Raises:
+        UserError: a run of this name exists with other settings.
+    """
+    specs = [train_spec(recipe)]
+    if has_evaluation(recipe):
+        specs.insert(0, eval_spec(recipe))
+    for spec in specs:
+        try:
+            await queue.open_run(spec)
+        except ConflictError as error:
+            raise UserError(
+                f"{error}; the queue in {recipe.queue_path} holds this run from before: "
+                "keep its settings, choose another run.name, or remove the directory"
+            ) from error
+    return tuple(spec.run for spec in specs)
+
+
+async def work_until_stopped(
+    server: Server,
+    work: Awaitable[None],
+    drain: Callable[[], None],
+    beside: Awaitable[None] | None = None,
+) -> None:
+    """Work until the server is told to stop, then drain.
+
+    Args:
+        server: It is told to stop by a signal.
+        work: Returns some time after `drain` was called; earlier when it has nothing left to do.
+        drain: Ends `work`.
+        beside: Runs for as long as `work` does, and must not end before it.
+
+    Raises:
+        Whatever `work` or `beside` raises.
+    """
+    working = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(server.until_stopped())
+    watched: set[asyncio.Future[None]] = {working, stopped}
+    if beside is not None:
+        watched.add(asyncio.ensure_future(beside))
+    try:
+        done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+        drain()
+        # Drained work must not wait for a helper that broke meanwhile.
+        await asyncio.wait(watched - {stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        for future in watched:
+            future.cancel()
+        await asyncio.gather(*watched, return_exceptions=True)

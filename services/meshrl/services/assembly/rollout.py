@@ -1,0 +1,63 @@
+"""A rollout service: an engine, the worker that leases rows for it, the agent that keeps its weights current.
+
+queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── WeightAgent ◀──Join── trainer
+                                              ▲
+                                         RolloutDoor (Generate, GetStats)
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from meshrl.rollout.assembly import build_engine, is_deterministic
+from meshrl.rollout.tokenizer import load_tokenizer
+from meshrl.rollout.worker import RolloutWorker
+from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.doors.rollout import RolloutDoor
+from meshrl.services.runtime import Server
+from meshrl.services.site import Site
+from meshrl.services.transport import CHANNEL_OPTIONS
+from meshrl.services.weights.agent import WeightAgent
+from meshrl.services.weights.carrier import Place
+from meshrl.services.wires.queue import QueueWire
+
+
+async def run(recipe: Recipe, site: Site) -> None:
+    """Serve until stopped; before the first committed version the engine answers nobody."""
+    trainer = site.peer("trainer")
+    tokenizer = load_tokenizer(recipe.tokenizer_dir)
+    engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
+    async with (
+        QueueWire(site.peer("queue")) as queue,
+        Server(site.settings, [RolloutDoor(engine)]) as server,
+    ):
+        runs = await open_runs(queue, recipe)
+        worker = RolloutWorker(
+            queue,
+            engine,
+            tokenizer,
+            runs=runs,
+            worker=site.name,
+            slots=recipe.rollout.slots,
+            deterministic=is_deterministic(recipe.rollout, float(recipe.queue.max_staleness)),
+        )
+        agent = WeightAgent(
+            recipe.weights,
+            run=recipe.run.name,
+            replica=site.name,
+            engine=engine,
+            on_update=recipe.rollout.on_update,
+            place=Place(directory=recipe.run.path, model_path=recipe.model.path),
+            connect=lambda: grpc.aio.insecure_channel(trainer, options=CHANNEL_OPTIONS),
+            drain_s=recipe.rollout.deadline_s,
+            pause_s=lambda: engine.stats().update_pause_s,
+        )
+        try:
+            await engine.start()
+            await server.ready()
+            await work_until_stopped(
+                server, worker.run(grace_s=STAGE_GRACE_S), worker.drain, beside=agent.run()
+            )
+        finally:
+            await engine.close()

@@ -1,0 +1,148 @@
+"""Every mistake at the command line is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshrl.services.cli import main
+from meshrl.services.up.book import BOOK_NAME, AddressBook, Entry
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        captured = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def recipe(text: str = "model: {path: model}\n") -> str:
+    Path("my.yaml").write_text(text)
+    return "my.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["config", "check", "no.yaml"], "error: no.yaml: no such recipe (there are: my.yaml)"),
+        (["up", "no.yaml"], "error: no.yaml: no such recipe (there are: my.yaml)"),
+        (["serve", "queue", "no.yaml"], "error: no.yaml: no such recipe (there are: my.yaml)"),
+        (
+            ["config", "show", "my.yaml", "rolout.n=1"],
+            "error: command line: rolout.n=1: no such key 'rolout.n'; did you mean 'rollout.n'?",
+        ),
+        (
+            ["config", "explain", "actor.lr"],
+            "error: no such key 'actor.lr'; did you mean 'actor.optim.lr'?",
+        ),
+        (
+            ["ledger", "--queue", "127.0.0.1:1"],
+            "error: --queue needs --run NAME: a queue may serve several runs",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    run: Run, arguments: Sequence[str], line: str
+) -> None:
+    recipe()
+    ended = run(*arguments)
+    assert (ended.code, ended.err.splitlines(), ended.out) == (2, [line], "")
+
+
+def test_every_problem_of_a_recipe_is_a_line(run: Run) -> None:
+    ended = run("config", "check", recipe("model: {}\nrollout: {m: 1}\n"))
+    assert ended.code == 2
+    assert [line.split(": ")[:2] for line in ended.err.splitlines()] == [
+        ["error", "my.yaml:1"],
+        ["error", "my.yaml:2"],
+    ]
+
+
+def test_an_unknown_command_or_service_is_answered_by_usage(run: Run) -> None:
+    assert run("trian").code == 2
+    ended = run("serve", "kitchen", recipe())
+    assert ended.code == 2
+    assert "queue" in ended.err
+
+
+def test_show_prints_what_a_run_would_use(run: Run) -> None:
+    as_yaml = run("config", "show", recipe(), "rollout.n=3")
+    as_json = run("config", "show", recipe(), "rollout.n=3", "--json")
+    assert yaml.safe_load(as_yaml.out)["rollout"]["n"] == 3
+    assert json.loads(as_json.out) == yaml.safe_load(as_yaml.out)
+
+
+def test_explain_says_meaning_type_default_and_place(run: Run) -> None:
+    lines = run("config", "explain", "rollout.n").out.splitlines()
+    assert lines[0] == "rollout.n"
+    assert "  type: a positive integer" in lines
+    assert "  default: 8" in lines
+    assert lines[-1].startswith("  defined in: meshrl.rollout.config.RolloutConfig (")
+    facts = json.loads(run("config", "explain", "rollout.n", "--json").out)
+    assert [fact["key"] for fact in facts] == ["rollout.n"]
+
+
+def test_explain_of_a_section_lists_its_keys_and_of_nothing_all_keys(run: Run) -> None:
+    assert "actor.optim.lr = 1e-06" in run("config", "explain", "actor.optim").out
+    everything = run("config", "explain").out
+    assert "queue.max_staleness = 1" in everything and "weights.carrier" in everything
+
+
+@pytest.mark.parametrize("command", ["status", "ledger", "why-waiting", "dead-letters"])
+def test_a_mesh_that_is_not_there_is_said_to_be_not_there(run: Run, command: str) -> None:
+    ended = run(command)
+    assert ended.code == 1
+    assert ended.err == (
+        "error: no mesh was ever started here: no runs/*/mesh.json; see --run-dir\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["status", "ledger", "why-waiting", "dead-letters"])
+def test_a_mesh_that_does_not_run_is_said_not_to_run(run: Run, command: str) -> None:
+    directory = Path("runs/demo")
+    directory.mkdir(parents=True)
+    entry = Entry(kind="queue", host="127.0.0.1", port=1, metrics_port=2)
+    book = AddressBook(run="demo", recipe=Path("runs/demo/recipe.yaml"), services={"queue": entry})
+    book.save(directory / BOOK_NAME)
+    ended = run(command)
+    assert ended.code == 1
+    assert ended.err == (
+        "error: the mesh in runs/demo is not running; "
+        "start it with: meshrl up runs/demo/recipe.yaml\n"
+    )
+
+
+def test_a_book_that_is_none_is_named(run: Run) -> None:
+    Path("mesh.json").write_text("{}")
+    ended = run("ledger", "--run-dir", ".")
+    assert (ended.code, ended.err) == (
+        2,
+        "error: mesh.json is not an address book of meshrl up: 'services'\n",
+    )
+
+
+def test_a_port_option_that_is_none_is_refused(run: Run) -> None:
+    ended = run("up", recipe(), "--port", "queue")
+    assert ended.code == 2
+    assert "want SERVICE=PORT, as in queue=7001" in ended.err

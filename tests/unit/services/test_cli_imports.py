@@ -1,0 +1,52 @@
+"""A person who asks a small question does not wait for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+model: {path: model}
+data: {train_files: [train.jsonl]}
+reward: {custom_reward_function: {path: mine.py}}
+"""
+SHOW = """
+import sys
+from meshrl.services.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code
+print("HEAVY", code, sorted({"torch", "transformers", "pyarrow"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["up", "--help"],
+        ["serve", "--help"],
+        ["config", "explain", "rollout.n"],
+        ["config", "check", "my.yaml"],
+        ["config", "show", "my.yaml"],
+    ],
+)
+def test_neither_help_nor_config_imports_torch(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(RECIPE)
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "HEAVY 0 []", done.stdout + done.stderr

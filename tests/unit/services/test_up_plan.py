@@ -1,0 +1,117 @@
+"""Who is started, where it listens, and how the others learn of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.services.config import Recipe, load_recipe
+from meshrl.services.up.book import AddressBook, Entry, is_up, newest_run_dir, run_lock
+from meshrl.services.up.plan import Plan, service_kinds
+from meshrl.services.up.ports import free_port
+from meshrl.services.up.service import Probe, Service, always_ready
+
+
+def recipe(tmp_path: Path, *overrides: str) -> Recipe:
+    path = tmp_path / "my.yaml"
+    path.write_text("model: {path: model}\n")
+    return load_recipe(path, overrides, check=False)
+
+
+def no_probe(entry: Callable[[], Entry]) -> Probe:
+    return always_ready
+
+
+def plan(tmp_path: Path, *overrides: str, **fixed: int) -> tuple[Plan, dict[str, Service]]:
+    made = Plan(recipe(tmp_path, *overrides), tmp_path / "r.yaml", tmp_path / "mesh.json", fixed)
+    return made, {service.name: service for service in made.services(no_probe)}
+
+
+def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
+    kinds = service_kinds(recipe(tmp_path, "rollout.workers=2"))
+    assert list(kinds) == ["queue", "reward", "trainer", "rollout-0", "rollout-1", "feeder"]
+
+
+def test_the_reference_is_started_when_the_algorithm_asks_for_it(tmp_path: Path) -> None:
+    assert "reference" not in service_kinds(recipe(tmp_path))
+    assert "reference" in service_kinds(recipe(tmp_path, "actor.use_kl_loss=true"))
+
+
+def test_the_queue_comes_first_and_goes_last_and_the_trainer_drains_first(tmp_path: Path) -> None:
+    _, services = plan(tmp_path)
+    rest = [service for name, service in services.items() if name != "queue"]
+    assert all(services["queue"].wave < service.wave for service in rest)
+    assert all(services["queue"].drain_wave > service.drain_wave for service in rest)
+    others = [service for service in rest if service.name != "trainer"]
+    assert all(services["trainer"].drain_wave < service.drain_wave for service in others)
+    assert [name for name, service in services.items() if service.leads] == ["trainer"]
+
+
+def test_the_book_is_what_the_services_are_told(tmp_path: Path) -> None:
+    made, services = plan(tmp_path)
+    assert AddressBook.load(tmp_path / "mesh.json") == made.book
+    argv = services["reward"].argv()
+    assert argv[argv.index("--address-book") + 1] == str(tmp_path / "mesh.json")
+    assert argv[argv.index("--name") + 1] == "reward"
+    ports = [e.port for e in made.book.services.values()]
+    ports += [e.metrics_port for e in made.book.services.values()]
+    assert len(set(ports)) == len(ports)
+
+
+def test_a_port_that_was_taken_is_replaced_in_the_book(tmp_path: Path) -> None:
+    made, services = plan(tmp_path)
+    before = made.book.services["queue"].port
+    replace = services["queue"].on_port_taken
+    assert replace is not None
+    replace()
+    after = AddressBook.load(tmp_path / "mesh.json").services["queue"].port
+    assert after != before
+
+
+def test_a_fixed_port_is_kept_and_never_replaced(tmp_path: Path) -> None:
+    made, services = plan(tmp_path, queue=7001)
+    assert made.book.services["queue"].port == 7001
+    assert services["queue"].on_port_taken is None
+
+
+def test_a_port_for_a_service_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no service named 'reference' in this mesh; it has queue"):
+        plan(tmp_path, reference=7001)
+
+
+def test_a_queue_in_memory_is_not_started_again(tmp_path: Path) -> None:
+    assert plan(tmp_path)[1]["queue"].cannot_restart == ""
+    assert "disk" in plan(tmp_path, "queue.store=memory")[1]["queue"].cannot_restart
+
+
+def test_a_free_port_is_one_nobody_listens_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        port = free_port("127.0.0.1", {taken})
+    assert port != taken
+    with socket.create_server(("127.0.0.1", port)):
+        assert port < 32768
+
+
+def test_a_second_up_on_one_run_is_refused_by_name(tmp_path: Path) -> None:
+    assert not is_up(tmp_path)
+    with run_lock(tmp_path):
+        assert is_up(tmp_path)
+        refused = pytest.raises(UserError, match=r"another `meshrl up` \(pid \d+\) runs there")
+        with refused, run_lock(tmp_path):
+            pytest.fail("two held one run")
+    assert not is_up(tmp_path)
+
+
+def test_the_newest_mesh_is_the_one_started_last(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no mesh was ever started here"):
+        newest_run_dir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mesh.json").write_text(json.dumps({}))
+    assert newest_run_dir(tmp_path) == tmp_path / "b"

@@ -1,0 +1,181 @@
+"""What a person reads of a running mesh says what the mesh said."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from meshrl.contract.nouns import (
+    EngineStats,
+    Ledger,
+    TrainerPhase,
+    TrainerStatus,
+    Version,
+    Waiting,
+)
+from meshrl.services.up.board import STUCK_S, Board
+from meshrl.services.up.logs import MergedLog
+from meshrl.services.up.supervisor import State
+from meshrl.services.up.view import (
+    final_table,
+    ledger_line,
+    live_view,
+    mean_staleness,
+    sparkline,
+    step_line,
+    waiting_lines,
+)
+
+STATUS = TrainerStatus(
+    step=12,
+    total_steps=40,
+    version=Version(1, 12),
+    phase=TrainerPhase.TRAINING,
+    reward_mean=0.5,
+    held_out_score=0.61,
+    tokens_per_s=1234.0,
+    samples=3072,
+    staleness={0: 200, 1: 56},
+    eta_s=35.0,
+)
+LEDGER = Ledger(
+    run="demo",
+    admitted=4000,
+    trained=3072,
+    filtered={"zero_std": 100},
+    stale={},
+    dead_lettered={"timeout": 2},
+    resident={"queued": 26, "leased": 800},
+)
+
+
+def board() -> Board:
+    made = Board(
+        run="demo", states={"rollout-0": State(phase="ready", restarts=1), "queue": State()}
+    )
+    made.see(replace(STATUS, step=11, reward_mean=0.25, held_out_score=0.12))
+    made.see(STATUS)
+    made.ledger = LEDGER
+    return made
+
+
+def drawn(renderable: object) -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    console.print(renderable)
+    text = console.file
+    assert isinstance(text, io.StringIO)
+    return text.getvalue()
+
+
+def test_the_view_shows_what_is_known() -> None:
+    made = board()
+    made.fleet["rollout-0"] = EngineStats(
+        version=Version(1, 11),
+        running=60,
+        capacity=64,
+        tokens_generated=9,
+        tokens_per_s=2000.0,
+        updates=11,
+        update_pause_s=0.045,
+    )
+    text = drawn(live_view(made))
+    for fact in (
+        "step 12/40",
+        "about 0:00:35 left",
+        "held-out 0.610 (began at 0.120)",
+        "1,234 tokens/s",
+        "queued 26 · leased 800",
+        "version 1.11 · 60/64 running · 2,000 tokens/s · 11 updates, last paused 45 ms · 1 restarts",
+        "admitted 4,000 = trained 3,072 + filtered 100 + stale 0 + dead-lettered 2 + resident 826",
+        "queue waiting",
+    ):
+        assert fact in text
+
+
+def test_a_view_of_nothing_yet_shows_who_starts() -> None:
+    made = Board(run="demo", states={"queue": State(phase="starting"), "trainer": State()})
+    text = drawn(live_view(made))
+    assert "queue starting" in text and "trainer waiting" in text
+
+
+def test_a_replica_that_does_not_answer_shows_its_phase() -> None:
+    made = Board(run="demo", states={"rollout-0": State(phase="restarting", restarts=2)})
+    made.fleet["rollout-0"] = None
+    assert "restarting · 2 restarts" in drawn(live_view(made))
+
+
+def test_a_step_is_one_line_of_a_log() -> None:
+    line = step_line(board(), STATUS)
+    assert line.startswith(
+        "step 12/40  reward 0.500  held-out 0.610  1,234 tokens/s  3,072 samples  staleness 0.22"
+    )
+    assert "\n" not in line
+
+
+def test_only_another_step_is_news() -> None:
+    made = board()
+    assert not made.see(replace(STATUS, tokens_per_s=1.0))
+    assert made.see(replace(STATUS, step=13))
+
+
+def test_reasons_are_shown_only_when_the_trainer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = board()
+    made.see(replace(STATUS, phase=TrainerPhase.WAITING, waiting_for="a batch"))
+    assert waiting_lines(made) == []
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + STUCK_S + 1)
+    assert waiting_lines(made) == ["a batch"]
+    made.waiting = [Waiting(who="take", what="2 of 32 groups", since_s=12.0, owners=("rollout-0",))]
+    assert waiting_lines(made) == ["take: 2 of 32 groups, for 12 s (rollout-0)"]
+    made.see(STATUS)
+    assert waiting_lines(made) == []
+
+
+def test_a_ledger_that_does_not_balance_says_so() -> None:
+    assert ledger_line(LEDGER).endswith("(balanced)")
+    assert ledger_line(replace(LEDGER, admitted=4001)).endswith("(NOT BALANCED)")
+
+
+def test_the_table_at_the_end_tells_the_whole_way() -> None:
+    text = drawn(final_table(board(), {"checkpoints": "runs/demo/checkpoints"}))
+    for fact in ("12 of 40", "0.250 → 0.500", "0.120 → 0.610", "mean 0.22, max 1", "rollout-0 1"):
+        assert fact in text
+
+
+def test_a_sparkline_rises_with_its_values_and_fits() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    long = sparkline([float(i) for i in range(1000)])
+    assert len(long) == 48 and long[0] == "▁" and long[-1] == "█"
+
+
+def test_mean_staleness_is_over_rows() -> None:
+    assert mean_staleness({0: 1, 2: 1}) == 1.0
+    assert mean_staleness({}) == 0.0
+
+
+def test_a_line_is_shown_behind_its_service_and_kept_in_its_file(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with MergedLog(tmp_path, ["queue", "rollout-0"], Console(file=out, width=200)) as log:
+        log("queue", "serving")
+        log("rollout-0", "[not markup]")
+    assert out.getvalue().splitlines() == ["    queue │ serving", "rollout-0 │ [not markup]"]
+    assert (tmp_path / "queue.log").read_text() == "serving\n"
+    assert (tmp_path / "rollout-0.log").read_text() == "[not markup]\n"
+
+
+def test_logs_that_cannot_be_kept_are_still_shown_and_said_once(tmp_path: Path) -> None:
+    out = io.StringIO()
+    (tmp_path / "queue.log").mkdir()
+    with MergedLog(tmp_path, ["queue"], Console(file=out, width=300)) as log:
+        log("queue", "one")
+        log("queue", "two")
+    lines = out.getvalue().splitlines()
+    assert [line for line in lines if "│ one" in line or "│ two" in line] == lines[1:]
+    assert "logs are shown but not kept" in lines[0]
