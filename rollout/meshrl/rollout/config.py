@@ -1,54 +1,92 @@
-"""Configuration of the studio. Imports no torch."""
+"""Configuration of rollout: what a recipe says under `rollout`. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
-from meshrl.contract.nouns import OnUpdate
+from meshrl.contract.nouns import OnUpdate, SamplingParams
 
 
-class ValidationSamplingConfig(Config):
-    """How held-out prompts are answered."""
+def _positive_or_all(top_k: int) -> int:
+    if top_k == 0 or top_k < -1:
+        raise ValueError("want a positive number, or -1 for all tokens")
+    return top_k
+
+
+def _no_empty_string(stop: list[str]) -> list[str]:
+    if "" in stop:
+        raise ValueError("an empty stop string would stop everything at once")
+    return stop
+
+
+TopK = Annotated[int, AfterValidator(_positive_or_all)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+StopList = Annotated[list[str], AfterValidator(_no_empty_string)]
+
+
+class ValKwargs(Config):
+    """How held-out tasks are sampled."""
 
     n: PositiveInt = 1
-    """Answers per prompt."""
+    """Samples per held-out prompt."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = -1
-    """-1 is off."""
+    top_p: TopP = 1.0
+    top_k: TopK = -1
 
 
 class RolloutConfig(Config):
-    """How answers are sampled, and by how many workers."""
+    """From tasks to trajectories."""
 
     name: str = "torch"
-    """A module of `meshrl.rollout.engines` (torch, vllm), or a dotted path."""
+    """A module of `meshrl.rollout.engines`, or a dotted path."""
     n: PositiveInt = 8
-    """Answers per prompt: the group that advantages are relative to."""
+    """Samples per prompt: the size of a group."""
     temperature: NonNegativeFloat = 1.0
     """0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = -1
-    """-1 is off."""
-    stop: list[str] = Field(default_factory=list)
-    """Texts that end an answer."""
+    top_p: TopP = 1.0
+    """Smallest set of tokens with this probability; 1 keeps all."""
+    top_k: TopK = -1
+    """The k likeliest tokens; -1 keeps all."""
+    stop: StopList = Field(default_factory=list)
+    """A response ends once its text has one of these; the tokens that complete it stay in the response."""
     program: str = "single_turn"
     """A module of `meshrl.rollout.programs`, or a dotted path."""
     workers: PositiveInt = 1
     """Processes, each with an engine of its own."""
     slots: PositiveInt = 64
-    """Requests running at once in one worker."""
+    """Requests that one worker runs at once."""
     on_update: OnUpdate = OnUpdate.IN_FLIGHT
-    """What a running answer does when new weights arrive."""
+    """What running requests do when new weights arrive: drain, interrupt (recompute the cache) or in_flight."""
     deadline_s: PositiveFloat = 600.0
-    """Seconds one answer may take before it counts as `timeout`."""
+    """One rollout may take this long before it counts as `timeout`."""
     deterministic: bool | None = None
-    """The same rows share a forward pass in every execution; null: exactly when `queue.max_staleness` is 0."""
-    engine: dict[str, Any] = Field(default_factory=dict)
-    """The engine's own options: the `Config` in its module."""
-    val_kwargs: ValidationSamplingConfig = ValidationSamplingConfig()
-    """Sampling of held-out prompts."""
+    """Rows in waves whose bits do not depend on timing; None: exactly when `queue.max_staleness` is 0."""
+    engine: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options of the engine: the `Config` in its module."""
+    val_kwargs: ValKwargs = ValKwargs()
+
+    def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
+        """How training tasks are sampled."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=max_tokens,
+            stop=tuple(self.stop),
+            seed=seed,
+        )
+
+    def val_sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
+        """How held-out tasks are sampled."""
+        return SamplingParams(
+            temperature=self.val_kwargs.temperature,
+            top_p=self.val_kwargs.top_p,
+            top_k=self.val_kwargs.top_k,
+            max_tokens=max_tokens,
+            stop=tuple(self.stop),
+            seed=seed,
+        )

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Version
+from meshrl.contract.nouns import (
+    GenerateDelta,
+    GenerateRequest,
+    Outcome,
+    Task,
+    Trajectory,
+    Uid,
+    Version,
+)
+from meshrl.rollout.tokenizer import Tokenizer
 
 
 class Generator(Protocol):
@@ -22,11 +32,38 @@ class Generator(Protocol):
 
 
 @runtime_checkable
-class TogetherEngine(Protocol):
+class TogetherEngine(Generator, Protocol):
     """An engine that can start several requests at one step: what deterministic runs need."""
 
     def generate_together(
         self, requests: Sequence[GenerateRequest]
     ) -> Sequence[AsyncIterator[GenerateDelta]]:
         """One stream per request. Equal requests in equal order, on an idle engine, give equal bits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """What a program hands back: a trajectory and how it came to its end."""
+
+    trajectory: Trajectory
+    outcome: Outcome
+    finish_reason: str
+
+
+class Program(Protocol):
+    """How a task becomes a trajectory: the `run` of a module in `meshrl.rollout.programs`.
+
+    A program asks the engine for tokens (`meshrl.rollout.sampling.sample`), may do other things between two
+    requests (call a tool, play a turn), and joins everything to one row: `tokens` in order, `loss_mask` 1 exactly
+    where the policy sampled, log-probs and version spans as the engine gave them, never re-tokenised text. Its
+    request ids begin with the uid, so that draws are the row's own. It knows no leases, no deadline and no queue:
+    the worker cancels it. What it raises becomes an infrastructure fault; a policy that misbehaves is an outcome,
+    not an exception. In a wave it asks for one response at a time.
+    """
+
+    async def __call__(
+        self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
+    ) -> Rollout:
+        """Produce the trajectory `uid` of `task`."""
         ...

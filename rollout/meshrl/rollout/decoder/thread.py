@@ -158,7 +158,7 @@ class DecodeThread:
 
     def _can_work(self) -> bool:
         startable = bool(self._waiting) and self._weights is not None
-        return len(self._batch) > 0 or startable
+        return len(self._batch) > 0 or startable or bool(self._swaps)
 
     def _abort(self, row: Row) -> None:
         self._batch.remove([row])

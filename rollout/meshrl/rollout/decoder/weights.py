@@ -173,7 +173,7 @@ def build(
 
     embedding = own("model.embed_tokens.weight")
     head = own("lm_head.weight") if "lm_head.weight" in names else embedding
-    if architecture.tied:
+    if architecture.tied and head is not embedding:
         if not torch.equal(head, embedding):
             raise UserError(
                 f"lm_head.weight differs from model.embed_tokens.weight, yet {architecture.name} ties them "

@@ -1,0 +1,37 @@
+"""Builds what a recipe's `rollout` section names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from meshrl.contract import extend
+from meshrl.contract.ports import Engine
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.tokenizer import Tokenizer
+
+
+class EngineBuilder(Protocol):
+    """The `build` of a module in `meshrl.rollout.engines`."""
+
+    def __call__(
+        self, config: Mapping[str, object], *, model: Path, slots: int, tokenizer: Tokenizer | None
+    ) -> Engine:
+        """An engine that is not started. Raises ConfigError for options it does not know."""
+        ...
+
+
+def build_engine(config: RolloutConfig, *, model: Path, tokenizer: Tokenizer | None) -> Engine:
+    """The engine `config.name` over the checkpoint directory `model`, not started.
+
+    Raises:
+        ConfigError: no such engine, or wrong options for it.
+    """
+    build: EngineBuilder = extend.load("meshrl.rollout.engines", config.name, "build")
+    return build(config.engine, model=model, slots=config.slots, tokenizer=tokenizer)
+
+
+def is_deterministic(config: RolloutConfig, max_staleness: float) -> bool:
+    """Whether rows run in waves: as configured, else exactly when training is on-policy."""
+    return max_staleness == 0 if config.deterministic is None else config.deterministic

@@ -1,0 +1,272 @@
+"""The engine that needs no model: every response repeats its prompt. For trying a mesh out, and for breaking it.
+
+It keeps the whole contract (versions, the three ways to update, aborting, capacity) and can be told to `fail` each
+delta, to `stall`, or to `crash` for good, from inside by `behave` or from another process by a control file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from pydantic import PositiveFloat, PositiveInt
+
+from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.errors import (
+    FencedError,
+    InfraError,
+    MeshError,
+    NotFoundError,
+    UnavailableError,
+    UserError,
+)
+from meshrl.contract.nouns import (
+    EngineStats,
+    GenerateDelta,
+    GenerateRequest,
+    OnUpdate,
+    Uint8,
+    Version,
+    WeightManifest,
+)
+from meshrl.rollout.options import read_options
+from meshrl.rollout.streams import TokenStream, check_sampling
+from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.versions import UNSERVED
+
+log = logging.getLogger(__name__)
+
+LOGPROB = -0.5
+"""Of every token."""
+LOOK_S = 0.02
+"""Between two looks at the control file of a stalled engine."""
+
+
+Push: TypeAlias = Callable[[GenerateDelta | MeshError], None]
+
+
+class Behaviour(StrEnum):
+    """What the engine does instead of answering."""
+
+    ANSWER = "answer"
+    FAIL = "fail"
+    """Every running request ends with InfraError."""
+    STALL = "stall"
+    """Nothing moves until the behaviour changes."""
+    CRASH = "crash"
+    """Running requests end with InfraError and the engine is gone."""
+
+
+class Config(BaseConfig):
+    """`rollout.engine` for `rollout.name: echo`."""
+
+    tokens_per_s: PositiveFloat = 1000.0
+    """Of one request."""
+    tokens_per_delta: PositiveInt = 16
+    response_tokens: PositiveInt | None = None
+    """Length of a response that `max_tokens` does not cut; None: as long as its prompt."""
+    control: Path | None = None
+    """A file whose word (answer, fail, stall, crash) is obeyed while it exists."""
+
+
+def build(
+    config: Mapping[str, object],
+    *,
+    model: Path,
+    slots: int,
+    tokenizer: Tokenizer | None = None,
+) -> EchoEngine:
+    """An engine that runs up to `slots` requests at once; `model` and `tokenizer` are not looked at."""
+    return EchoEngine(read_options(Config, config, where="rollout.engine"), slots=slots)
+
+
+class EchoEngine:
+    """Satisfies `meshrl.contract.ports.Engine`. Response token `i` is prompt token `i`, round and round."""
+
+    def __init__(self, config: Config, *, slots: int) -> None:
+        self.version = UNSERVED
+        self._config = config
+        self._slots = slots
+        self._behaviour = Behaviour.ANSWER
+        self._staged: set[Version] = set()
+        self._answers: set[asyncio.Task[None]] = set()
+        self._running = 0
+        self._ended: str | None = "not started"
+        self._tokens = 0
+        self._updates = 0
+        # One condition for all that a request may wait for: a version, an update's end, a slot.
+        self._changed = asyncio.Condition()
+        self._updating = False
+
+    def behave(self, behaviour: Behaviour) -> None:
+        """From now on, do this."""
+        self._behaviour = behaviour
+
+    async def start(self) -> None:
+        """Be ready."""
+        if self._ended == "not started":
+            self._ended = None
+
+    async def close(self) -> None:
+        """End every request with `abort`; idempotent."""
+        self._ended = self._ended or "closed"
+        await self._cancel_answers()
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        """Repeat the prompt."""
+        stream = TokenStream()
+        try:
+            check_sampling(request.sampling)
+            if self._ended is not None:
+                raise UnavailableError(f"the engine has stopped: {self._ended}")
+            if len(request.prompt_ids) == 0:
+                raise UserError(f"request {request.request_id}: the prompt is empty")
+        except (UserError, UnavailableError) as error:
+            stream.push(error)
+            return stream
+        push = stream.push
+        answer = asyncio.create_task(self._answer(request, push), name=f"echo {request.request_id}")
+        self._answers.add(answer)
+        answer.add_done_callback(functools.partial(self._answered, push))
+        stream.on_close(functools.partial(_cancel, answer))
+        return stream
+
+    def generate_together(self, requests: Sequence[GenerateRequest]) -> Sequence[TokenStream]:
+        """Nothing here depends on time, so this is `generate` for each."""
+        return [self.generate(request) for request in requests]
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        """Remember the version; there is no model that the tensors could fit."""
+        sizes = tuple(len(bucket) for bucket in buckets)
+        if sizes != manifest.bucket_bytes:
+            raise UserError(
+                f"buckets have {sizes} bytes, the manifest says {manifest.bucket_bytes}"
+            )
+        self._staged.add(manifest.version)
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        """Label tokens with `version` from now on; a draining update waits for what runs."""
+        if version == self.version:
+            return
+        if version not in self._staged:
+            raise NotFoundError(f"version {version} is not staged")
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._updating)
+            self._updating = True
+        try:
+            async with self._changed:
+                if on_update is OnUpdate.DRAIN:
+                    await self._changed.wait_for(lambda: self._running == 0)
+                if version < self.version:
+                    raise FencedError(f"version {version} is older than the serving {self.version}")
+                self.version = version
+                self._updates += 1
+                self._staged = {each for each in self._staged if each > version}
+        finally:
+            self._updating = False
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def discard_weights(self, version: Version) -> None:
+        """Forget a staged version."""
+        self._staged.discard(version)
+
+    def stats(self) -> EngineStats:
+        """Never blocks."""
+        return EngineStats(
+            version=self.version,
+            running=self._running,
+            capacity=self._slots,
+            tokens_generated=self._tokens,
+            tokens_per_s=self._running * self._config.tokens_per_s,
+            updates=self._updates,
+            update_pause_s=0.0,
+        )
+
+    async def _answer(self, request: GenerateRequest, push: Push) -> None:
+        """One request, from waiting for a slot to its last delta."""
+        async with self._changed:
+            await self._changed.wait_for(self._may_start)
+            self._running += 1
+        try:
+            await self._emit(request, push)
+        finally:
+            self._running -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _answered(self, push: Push, answer: asyncio.Task[None]) -> None:
+        """Tell a reader whose request was cancelled, perhaps before it began."""
+        self._answers.discard(answer)
+        if answer.cancelled():
+            push(_delta([], self.version, "abort"))
+
+    def _may_start(self) -> bool:
+        return self.version != UNSERVED and not self._updating and self._running < self._slots
+
+    async def _emit(self, request: GenerateRequest, push: Push) -> None:
+        config, prompt = self._config, request.prompt_ids
+        whole = config.response_tokens or len(prompt)
+        length = min(whole, request.sampling.max_tokens)
+        reason = "stop" if whole <= length else "length"
+        sent = 0
+        while sent < length:
+            count = min(config.tokens_per_delta, length - sent)
+            await asyncio.sleep(count / config.tokens_per_s)
+            try:
+                await self._obey()
+            except InfraError as error:
+                push(error)
+                return
+            tokens = [int(prompt[i % len(prompt)]) for i in range(sent, sent + count)]
+            sent += count
+            self._tokens += count
+            push(_delta(tokens, self.version, reason if sent == length else ""))
+
+    async def _obey(self) -> None:
+        """Do what `behave` or the control file says; raises InfraError for a fault."""
+        while (behaviour := self._told()) is Behaviour.STALL:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)  # a file sends no event
+        if behaviour is Behaviour.CRASH:
+            self._ended = "told to crash"
+        if self._ended is not None:
+            raise InfraError(f"the engine has stopped: {self._ended}")
+        if behaviour is Behaviour.FAIL:
+            raise InfraError("the engine was told to fail")
+
+    def _told(self) -> Behaviour:
+        control = self._config.control
+        if control is None:
+            return self._behaviour
+        try:
+            return Behaviour(control.read_text().strip() or Behaviour.ANSWER)
+        except FileNotFoundError:
+            return self._behaviour
+        except ValueError as error:
+            log.warning("%s: %s", control, error)
+            return self._behaviour
+
+    async def _cancel_answers(self) -> None:
+        answers = list(self._answers)
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+
+
+def _cancel(answer: asyncio.Task[None]) -> None:
+    answer.cancel()
+
+
+def _delta(tokens: Sequence[int], version: Version, reason: str) -> GenerateDelta:
+    return GenerateDelta(
+        tokens=np.array(tokens, dtype=np.int32),
+        logprobs=np.full(len(tokens), LOGPROB, dtype=np.float32),
+        version=version,
+        finish_reason=reason,
+    )

@@ -1,0 +1,176 @@
+"""The rollout worker: leases tasks with free capacity, runs their programs on the engine, writes trajectories back.
+
+    queue ──lease──▶ StageLoop ──rows──▶ program(task, engine) ──Trajectory──▶ write
+                                            │ late: timeout · engine broke: infra_fault ──▶ fail (redelivered)
+                                            ▼
+                                         engine ◀── weights (committed by the weight plane, beside this loop)
+
+consumes: leases of the rollout stage, of the training run and the evaluation run (the queue decides which first).
+waits for: the engine's first committed version, then rows. unblocked by: the weight plane, the queue, `drain`.
+produces: rollout columns. In deterministic mode rows come in waves of `slots`; otherwise each runs by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NoReturn
+
+from meshrl.contract import extend
+from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
+from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Outcome
+from meshrl.contract.ports import Engine, Queue
+from meshrl.contract.rows import rollout_write
+from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
+from meshrl.rollout.ports import Generator, Program, TogetherEngine
+from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.versions import UNSERVED
+from meshrl.rollout.wave import Wave
+
+log = logging.getLogger(__name__)
+
+FIRST_VERSION_CHECK_S = 0.05
+"""Between two looks at the engine's version before the first commit: the port has no signal for it."""
+FIRST_VERSION_REPORT_S = 30.0
+"""How often the wait for the first version is mentioned."""
+
+
+class RolloutWorker:
+    """Serves `runs` with one started engine until drained; the engine stays the caller's to close."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        *,
+        runs: Sequence[str],
+        worker: str,
+        slots: int,
+        deterministic: bool = False,
+    ) -> None:
+        """Make a worker named `worker`, unique among those of the queue.
+
+        Raises:
+            ConfigError: `deterministic` with an engine that cannot start requests together.
+        """
+        self._together = engine if isinstance(engine, TogetherEngine) else None
+        if deterministic and self._together is None:
+            raise ConfigError(
+                f"rollout.deterministic needs an engine that starts requests together; {type(engine).__name__} "
+                "does not (rollout.name=torch does)"
+            )
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._deterministic = deterministic
+        self._draining = asyncio.Event()
+        self._engine_gone = asyncio.Event()
+        self._loop = StageLoop(
+            queue,
+            runs,
+            ROLLOUT_STAGE,
+            self._handle,
+            worker=worker,
+            limit=slots,
+            wave=deterministic,
+            version=lambda: engine.version,
+        )
+
+    @property
+    def stats(self) -> StageStats:
+        """Rows since the start."""
+        return self._loop.stats
+
+    @property
+    def held(self) -> int:
+        """Rows held now."""
+        return self._loop.held
+
+    def drain(self) -> None:
+        """Lease no more; `run` returns when what runs is done, or its grace is over."""
+        self._draining.set()
+        self._loop.drain()
+
+    async def run(self, *, grace_s: float = 30.0) -> None:
+        """Work until drained; rows still running `grace_s` later are given back untouched.
+
+        Raises:
+            InfraError: the engine is gone. Rows that it never ran have been given back.
+        """
+        if not await self._first_version():
+            return
+        working = asyncio.create_task(self._loop.run(grace_s=grace_s), name="rollout-stage")
+        gone = asyncio.create_task(self._engine_gone.wait(), name="rollout-engine-gone")
+        try:
+            await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+                return
+            raise InfraError("the engine is gone; this worker must be started anew")
+        finally:
+            for task in (working, gone):
+                task.cancel()
+            await asyncio.gather(working, gone, return_exceptions=True)
+
+    async def _first_version(self) -> bool:
+        """Wait, without a lease, until the engine serves; False when drained before."""
+        waited = 0.0
+        while self._engine.version == UNSERVED and not self._draining.is_set():
+            await asyncio.sleep(FIRST_VERSION_CHECK_S)
+            waited += FIRST_VERSION_CHECK_S
+            if waited >= FIRST_VERSION_REPORT_S:
+                log.info("the engine waits for its first committed version")
+                waited = 0.0
+        return not self._draining.is_set()
+
+    async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
+        if not self._deterministic or self._together is None:
+            return [await self._rollout(row, self._engine) for row in rows]
+        wave = Wave(self._together, len(rows))
+
+        async def member(index: int, row: LeasedRow) -> StageResult:
+            try:
+                return await self._rollout(row, wave.seat(index))
+            finally:
+                wave.leave(index)
+
+        # Siblings arrive in the queue's order; sorted, the wave is the same however they were delivered.
+        ordered = sorted(rows, key=lambda row: row.uid)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(member(i, row)) for i, row in enumerate(ordered)]
+        return [task.result() for task in tasks]
+
+    async def _rollout(self, row: LeasedRow, engine: Generator) -> StageResult:
+        """One row to its end, whatever that is."""
+        deadline = asyncio.timeout(row.task.deadline_s)
+        try:
+            program: Program = extend.load("meshrl.rollout.programs", row.task.program, "run")
+            async with deadline:
+                rollout = await program(row.task, row.uid, engine, self._tokenizer)
+        except UnavailableError as error:
+            await self._park(row, error)
+        except Exception as error:
+            # A program may be anybody's: what it raises is this row's fault, and nobody else's.
+            if deadline.expired():
+                reason = f"no result within {row.task.deadline_s:g} s"
+                return Failure(uid=row.uid, outcome=Outcome.TIMEOUT, reason=reason)
+            log.warning(
+                "rollout of %s failed: %s", row.uid, error, exc_info=log.isEnabledFor(logging.DEBUG)
+            )
+            reason = f"{type(error).__name__}: {error}"
+            return Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason)
+        if not rollout.outcome.trainable:
+            reason = f"finish reason {rollout.finish_reason!r}"
+            return Failure(uid=row.uid, outcome=rollout.outcome, reason=reason)
+        return rollout_write(
+            rollout.trajectory, rollout.outcome, rollout.finish_reason, self._engine.version
+        )
+
+    async def _park(self, row: LeasedRow, error: UnavailableError) -> NoReturn:
+        """The engine is gone, which is no attempt at this row: hold it until `run` gives it back."""
+        if not self._engine_gone.is_set():
+            log.error("no more rollouts on this worker, first %s: %s", row.uid, error)
+            self._engine_gone.set()
+        never: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+        await never  # until `run`, woken by the event, cancels the loop

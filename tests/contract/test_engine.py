@@ -1,0 +1,53 @@
+"""The engine contract, against every embedded implementation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.ports import Engine
+from meshrl.rollout.assembly import build_engine
+from meshrl.rollout.config import RolloutConfig
+
+from ..unit.rollout.checkpoints import make_model, pack  # noqa: TID252 (tests are no package)
+from .engine_suite import LONG, SLOTS, EngineSuite
+
+
+class TestEcho(EngineSuite):
+    @pytest.fixture
+    async def engine(self, tmp_path: Path) -> AsyncIterator[Engine]:
+        options = {"tokens_per_s": 20_000, "tokens_per_delta": 8, "response_tokens": 2 * LONG}
+        config = RolloutConfig(name="echo", slots=SLOTS, engine=options)
+        engine = build_engine(config, model=tmp_path, tokenizer=None)
+        await engine.start()
+        yield engine
+        await engine.close()
+
+    def weights(self, version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
+        manifest = WeightManifest(
+            run="run", version=version, tensors=(), bucket_bytes=(3,), bucket_hashes=("",)
+        )
+        return manifest, [np.zeros(3, dtype=np.uint8)]
+
+
+class TestTorch(EngineSuite):
+    model: Any = None
+
+    @pytest.fixture
+    async def engine(self, tmp_path: Path) -> AsyncIterator[Engine]:
+        self.model = make_model("Qwen2", max_position_embeddings=2 * LONG)
+        self.model.save_pretrained(tmp_path)
+        options = {"device": "cpu", "eos_token_ids": [], "stream_interval": 4}
+        config = RolloutConfig(name="torch", slots=SLOTS, engine=options)
+        engine = build_engine(config, model=tmp_path, tokenizer=None)
+        await engine.start()
+        yield engine
+        await engine.close()
+
+    def weights(self, version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
+        return pack(self.model, version)
