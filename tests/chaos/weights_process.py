@@ -22,7 +22,6 @@ from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane
 from meshrl.services.weights.stub import HashSink, MadeSource
-from meshrl.v1 import weights_pb2_grpc
 
 RUN = "chaos"
 
@@ -78,7 +77,7 @@ async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
     )
     async with plane:
         server = grpc.aio.server()
-        weights_pb2_grpc.add_WeightsServicer_to_server(WeightsDoor(plane, config.silence_s), server)
+        WeightsDoor(plane).attach(server)
         report(port=server.add_insecure_port(f"127.0.0.1:{args.port}"))
         await server.start()
         watching = asyncio.create_task(watch(plane))

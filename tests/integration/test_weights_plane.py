@@ -15,12 +15,13 @@ import pytest
 
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.nouns import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.weights.agent import PoisonedError, WeightAgent
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.door import WeightsDoor
+from meshrl.services.weights.fleet import ReplicaState, fetch_fleet
 from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.weights.replica import ReplicaState
 from meshrl.services.weights.stub import HashSink, MadeSource
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
@@ -40,8 +41,7 @@ class Fleet:
         self.agents: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
-        self._stack = AsyncExitStack()
-        self._replicas = await self._stack.enter_async_context(AsyncExitStack())
+        self._planes = AsyncExitStack()
         await self.open_plane()
         return self
 
@@ -50,7 +50,6 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self.agents.values(), return_exceptions=True)
         await self.close_plane()
-        await self._stack.aclose()
 
     async def open_plane(self) -> None:
         async def on_committed(version: Version) -> None:
@@ -60,15 +59,15 @@ class Fleet:
             self.config, run=RUN, epoch=self.epoch, place=self.place, on_committed=on_committed
         )
         await self.plane.start()
-        self.server = grpc.aio.server()
-        door = WeightsDoor(self.plane, self.config.silence_s)
-        weights_pb2_grpc.add_WeightsServicer_to_server(door, self.server)
-        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self.server.start()
+        settings = ServerSettings(port=self.port, metrics_port=None, drain_grace_s=0)
+        self.server = await self._planes.enter_async_context(
+            Server(settings, [WeightsDoor(self.plane)])
+        )
+        self.port = self.server.port
 
     async def close_plane(self) -> None:
         await self.plane.close()
-        await self.server.stop(0)
+        await self._planes.aclose()
 
     def join(
         self,
@@ -252,12 +251,12 @@ async def test_an_agent_hangs_up_on_a_trainer_whose_epoch_is_over(tmp_path: Path
         await until(lambda: fleet.state_of("one") is not None)
         await fleet.carry(fleet.source(0))
         await fleet.close_plane()
-        pretender = Pretender()
-        fleet.server = grpc.aio.server()
-        weights_pb2_grpc.add_WeightsServicer_to_server(pretender, fleet.server)
-        fleet.server.add_insecure_port(f"127.0.0.1:{fleet.port}")
-        await fleet.server.start()
+        pretender, server = Pretender(), grpc.aio.server()
+        weights_pb2_grpc.add_WeightsServicer_to_server(pretender, server)
+        server.add_insecure_port(f"127.0.0.1:{fleet.port}")
+        await server.start()
         await until(lambda: pretender.joined >= 3)
+        await server.stop(0)
         assert set(pretender.heard) == {"hello"}
         assert engine.version == Version(4, 0)
 
@@ -476,11 +475,11 @@ async def test_fleet_lists_the_replicas_over_the_wire(tmp_path: Path) -> None:
         fleet.join("one")
         await until(lambda: fleet.state_of("one") is not None)
         await fleet.carry(fleet.source(3))
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.port}") as channel:
-            answer = await weights_pb2_grpc.WeightsStub(channel).Fleet(pb.FleetRequest())
-        assert (answer.run, answer.epoch, answer.committed, answer.proposed) == (RUN, 1, "1.3", "")
-        (one,) = answer.replicas
-        assert (one.replica, one.state, one.version) == ("one", pb.REPLICA_STATE_SERVING, "1.3")
+        fleet_view = await fetch_fleet(f"127.0.0.1:{fleet.port}", 10.0)
+        assert fleet_view == fleet.plane.fleet()
+        assert (fleet_view.committed, fleet_view.proposed) == (Version(1, 3), None)
+        (one,) = fleet_view.replicas
+        assert (one.name, one.state) == ("one", ReplicaState.SERVING)
         assert one.last_sync_s > 0
 
 

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Final
 
 import grpc
 
 from meshrl.contract.errors import UnavailableError
+from meshrl.services.doors.base import full_name
+from meshrl.services.interceptor import Context
+from meshrl.services.weights.fleet import encode_fleet
 from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.weights.replica import ReplicaState
 from meshrl.services.weights.wire import Line
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.v1 import weights_pb2_grpc
-
-_STATES = {
-    ReplicaState.JOINING: pb.REPLICA_STATE_JOINING,
-    ReplicaState.SYNCED: pb.REPLICA_STATE_SYNCED,
-    ReplicaState.SERVING: pb.REPLICA_STATE_SERVING,
-    ReplicaState.SUSPECT: pb.REPLICA_STATE_SUSPECT,
-    ReplicaState.OUT: pb.REPLICA_STATE_OUT,
-}
-_Context = grpc.aio.ServicerContext[pb.ReplicaMessage, pb.PlaneMessage]
+from meshrl.v1 import weights_pb2_grpc as rpc
 
 
-class WeightsDoor(weights_pb2_grpc.WeightsServicer):
-    """Attach with `weights_pb2_grpc.add_WeightsServicer_to_server(WeightsDoor(plane), server)`."""
+class WeightsDoor(rpc.WeightsServicer):
+    """The plane for the replicas, and the fleet for whoever asks."""
 
-    def __init__(self, plane: WeightPlane, silence_s: float) -> None:
+    service: Final = full_name(pb.DESCRIPTOR, "Weights")
+    waits: Final = frozenset({"Join"})
+
+    def __init__(self, plane: WeightPlane) -> None:
         self._plane = plane
-        self._silence_s = silence_s
 
-    # Reads and writes interleave freely here, which a generator of answers could not do.
+    def attach(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+        rpc.add_WeightsServicer_to_server(self, server)
+
+    # A coroutine that writes, not a generator of answers: signs of life must not wait for the next answer.
     async def Join(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: _Context
+        self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: Context
     ) -> None:
         """One replica, for as long as it stays."""
+
+        async def read() -> pb.ReplicaMessage | None:
+            return await anext(request_iterator, None)
 
         async def write(message: pb.PlaneMessage) -> None:
             try:
@@ -42,29 +45,8 @@ class WeightsDoor(weights_pb2_grpc.WeightsServicer):
             except grpc.aio.BaseError as error:
                 raise UnavailableError(f"the replica's stream is closed: {error}") from error
 
-        async def read() -> pb.ReplicaMessage | None:
-            return await anext(request_iterator, None)
+        await self._plane.serve(Line(read, write, self._plane.silence_s))
 
-        await self._plane.serve(Line(read, write, self._silence_s))
-
-    async def Fleet(self, request: pb.FleetRequest, context: object) -> pb.FleetResponse:
+    async def Fleet(self, request: pb.FleetRequest, context: Context) -> pb.FleetResponse:
         """The fleet at this instant."""
-        fleet = self._plane.fleet()
-        return pb.FleetResponse(
-            run=fleet.run,
-            epoch=fleet.epoch,
-            committed=str(fleet.committed or ""),
-            proposed=str(fleet.proposed or ""),
-            replicas=[
-                pb.ReplicaInfo(
-                    replica=view.name,
-                    state=_STATES[view.state],
-                    generation=view.generation,
-                    version=str(view.version or ""),
-                    last_sync_s=view.last_sync_s,
-                    pause_s=view.pause_s,
-                    reason=view.reason,
-                )
-                for view in fleet.replicas
-            ],
-        )
+        return encode_fleet(self._plane.fleet())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -31,30 +30,14 @@ from meshrl.contract.nouns import Version
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.carrier import Link, Place, load_carrier
 from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.fleet import FleetView, ReplicaState
 from meshrl.services.weights.patience import first_ends
-from meshrl.services.weights.replica import (
-    PlaneLine,
-    Replica,
-    ReplicaState,
-    ReplicaView,
-    SourceError,
-)
+from meshrl.services.weights.replica import PlaneLine, Replica, SourceError
 from meshrl.services.weights.transaction import Phase, Transaction
 from meshrl.services.weights.wire import stamp, stamped_version
 from meshrl.v1 import weights_pb2 as pb
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetView:
-    """The fleet at one instant."""
-
-    run: str
-    epoch: int
-    committed: Version | None
-    proposed: Version | None
-    replicas: tuple[ReplicaView, ...]
 
 
 class WeightPlane:
@@ -150,6 +133,11 @@ class WeightPlane:
             raise failure
         if self._closed:
             raise UnavailableError("the weight plane is closed")
+
+    @property
+    def silence_s(self) -> float:
+        """A replica that says nothing for this long is given up."""
+        return self._config.silence_s
 
     def fleet(self) -> FleetView:
         """Who belongs to the fleet, and at which version."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from meshrl.contract.errors import CorruptError, InfraError, from_wire
 from meshrl.contract.nouns import Version, WeightManifest
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.carrier import Cell
 from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.fleet import ReplicaState, ReplicaView
 from meshrl.services.weights.patience import together, within
 from meshrl.services.weights.wire import Line, digest, manifest_message, stamp
 from meshrl.v1 import weights_pb2 as pb
@@ -21,38 +20,6 @@ PlaneLine = Line[pb.ReplicaMessage, pb.PlaneMessage]
 
 class SourceError(CorruptError):
     """The source's own bytes are not what its manifest says: nobody downstream is to blame."""
-
-
-class ReplicaState(StrEnum):
-    """Where a replica stands."""
-
-    JOINING = "joining"
-    """Has nothing of this trainer's yet."""
-    SYNCED = "synced"
-    """Holds a verified version beside its engine."""
-    SERVING = "serving"
-    """Its engine serves a committed version."""
-    SUSPECT = "suspect"
-    """Half of a deadline has passed without progress."""
-    OUT = "out"
-    """Died, hung or left; joins again as a new generation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaView:
-    """What `Fleet` shows of a replica."""
-
-    name: str
-    state: ReplicaState
-    generation: int
-    version: Version | None
-    """What its engine serves."""
-    last_sync_s: float
-    """From the proposal of its last version until its engine served it."""
-    pause_s: float
-    """How long the last update held its generation up."""
-    reason: str
-    """Why it is out."""
 
 
 class Replica:

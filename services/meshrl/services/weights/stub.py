@@ -42,6 +42,8 @@ class MadeSource:
         self._buckets = [
             random.integers(0, 256, bucket_bytes, dtype=np.uint8) for _ in range(buckets)
         ]
+        for bucket in self._buckets:
+            bucket.flags.writeable = False
         half = bucket_bytes // 2
         tensors = tuple(
             TensorSpec(

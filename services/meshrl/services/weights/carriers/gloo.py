@@ -8,8 +8,8 @@ waiting for its whole timeout. Blocking calls run in a daemon thread per cell, e
 
 from __future__ import annotations
 
+import ctypes
 import socket
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -110,10 +110,9 @@ class GlooCell:
         group = self._group
         if group is None:
             raise UnavailableError(f"weight cell {self._link.prefix} is not open")
-        with warnings.catch_warnings():
-            # A source's memory is read-only on purpose, and gloo only reads what it sends.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            tensor = torch.from_numpy(bucket)
+        # Not through from_numpy, which complains of a source's read-only memory: gloo only reads what it sends.
+        memory = (ctypes.c_uint8 * bucket.nbytes).from_address(bucket.ctypes.data)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
         move: Callable[..., Any] = group.send if way == "send" else group.recv
         other = 1 - self._link.rank
         move([tensor], other, index).wait(_delta(self._config.deadline_s(bucket.nbytes)))
