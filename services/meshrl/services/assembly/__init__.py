@@ -1,1 +1,1 @@
-"""One file per service, named as the service is: each defines `run(recipe, site)`, from room objects to an open door."""
+"""One file per service, named as the service is; each defines `run(recipe, site)`: room objects, doors, wires."""

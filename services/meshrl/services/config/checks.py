@@ -170,4 +170,4 @@ def _providers(recipe: Recipe) -> Iterator[Problem]:
             yield at, f"{text} ({asks} needs `ref_logprobs`)"
     for module, extra in (("torch", "torch"), ("transformers", "torch")):
         if not _importable(module):
-            yield (), f"this recipe needs {module}: pip install 'meshrl[{extra}]'"
+            yield ("model",), f"model: this needs {module}: pip install 'meshrl[{extra}]'"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
+from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.services.config.checks import cross_checks
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.services.config.recipe import Recipe
+
+C = TypeVar("C", bound=Config)
 
 
 class _Loader(yaml.SafeLoader):
@@ -38,44 +42,75 @@ for _tag, _pattern, _first in (
     )
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, check: bool = True) -> Recipe:
+def load_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    check: bool = True,
+    sections: Collection[str] | None = None,
+) -> Recipe:
     """The recipe in `path` with `overrides` applied, the last of several winning.
 
     Args:
         path: A YAML file.
         overrides: `a.b=c` with `c` in YAML; `+a.b=c` and `++a.b=c` say the same.
         check: Also check what no single key can tell (files, names, sizes that must fit together).
+        sections: Check these sections only: the machine of the queue need not have the model.
 
     Raises:
         ConfigError: one line per problem.
     """
-    tree, origins = _read(path)
-    found: list[str] = []
-    for text in overrides:
-        try:
-            _override(tree, origins, text)
-        except ConfigError as error:
-            found.append(str(error))
-    if found:
-        raise ConfigError("\n".join(found))
-    run = tree.setdefault("run", {})
+    written = Written.read(path, overrides)
+    run = written.tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
-    wrong = {
-        at: f"{origin_of(origins, at)}: {sentence}"
-        for at, sentence in booleans_as_numbers(Recipe, tree)
-    }
-    try:
-        recipe = Recipe.model_validate(tree)
-    except ValidationError as error:
-        wrong |= problems(Recipe, error, origins)
-    if wrong:
-        raise ConfigError("\n".join(in_order(wrong, origins)))
+    recipe = written.as_config(Recipe)
     if check:
-        broken = [f"{origin_of(origins, at)}: {text}" for at, text in cross_checks(recipe)]
+        broken = [
+            f"{origin_of(written.origins, at)}: {said}"
+            for at, said in cross_checks(recipe)
+            if sections is None or at[0] in sections
+        ]
         if broken:
             raise ConfigError("\n".join(broken))
     return recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What somebody wrote down, and where."""
+
+    tree: dict[str, Any]
+    origins: dict[Loc, str]
+    """Key to `file:line`, or to the override that set it."""
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str]) -> Written:
+        """A YAML file with overrides applied. Raises ConfigError, one line per problem."""
+        tree, origins = _read(path)
+        found: list[str] = []
+        for text in overrides:
+            try:
+                _override(tree, origins, text)
+            except ConfigError as error:
+                found.append(str(error))
+        if found:
+            raise ConfigError("\n".join(found))
+        return cls(tree, origins)
+
+    def as_config(self, kind: type[C]) -> C:
+        """The configuration that was written. Raises ConfigError, one line per problem."""
+        wrong = {
+            at: f"{origin_of(self.origins, at)}: {sentence}"
+            for at, sentence in booleans_as_numbers(kind, self.tree)
+        }
+        try:
+            config = kind.model_validate(self.tree)
+        except ValidationError as error:
+            wrong |= problems(kind, error, self.origins)
+        if wrong:
+            raise ConfigError("\n".join(in_order(wrong, self.origins)))
+        return config
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:

@@ -19,11 +19,19 @@ from meshrl.services.up.exits import Exit
 from meshrl.services.up.pdeath import die_with_parent
 
 ASSEMBLY = "meshrl.services.assembly"
-KINDS = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
+SECTIONS = {
+    "queue": ("queue",),
+    "rollout": ("model", "rollout", "weights"),
+    "reward": ("reward",),
+    "reference": ("model", "reference"),
+    "trainer": ("model", "algorithm", "actor", "trainer", "weights"),
+    "feeder": ("model", "data"),
+}
+"""What a service reads of a recipe: the files of the other sections may be on other machines."""
 
 
 @click.command()
-@click.argument("service", type=click.Choice(KINDS))
+@click.argument("service", type=click.Choice(list(SECTIONS)))
 @recipe_argument
 @click.option("--name", envvar="MESHRL_NAME", help="Unique in the mesh; SERVICE if not given.")
 @click.option("--host", envvar="MESHRL_HOST", default="127.0.0.1", show_default=True)
@@ -62,7 +70,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    loaded = load_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides, sections=SECTIONS[service])
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
     from meshrl.services.runtime import ServerSettings, run_service
     from meshrl.services.site import Site

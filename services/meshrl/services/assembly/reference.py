@@ -1,0 +1,40 @@
+"""The reference service: a frozen model, the stage that adds `ref_logprobs` to rows, a door for who asks directly."""
+
+from __future__ import annotations
+
+import asyncio
+
+from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.doors.reference import ReferenceDoor
+from meshrl.services.runtime import Server
+from meshrl.services.site import Site
+from meshrl.services.wires.queue import QueueWire
+from meshrl.trainer.reference import ReferenceModel, ReferenceStage
+
+
+async def run(recipe: Recipe, site: Site) -> None:
+    """Serve until stopped. Evaluation has no KL term, so only the training run is worked on."""
+    config = recipe.reference
+    deterministic = config.deterministic
+    if deterministic is None:
+        deterministic = recipe.queue.max_staleness == 0
+    model = await asyncio.to_thread(
+        ReferenceModel,
+        recipe.reference_model.path,
+        param_dtype=recipe.model.param_dtype,
+        max_tokens=config.max_tokens_per_batch,
+        deterministic=deterministic,
+        device=recipe.trainer.device,
+    )
+    try:
+        async with (
+            QueueWire(site.peer("queue")) as queue,
+            Server(site.settings, [ReferenceDoor(model)]) as server,
+        ):
+            await open_runs(queue, recipe)
+            stage = ReferenceStage(queue, [recipe.run.name], model, worker=site.name)
+            await server.ready()
+            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
+    finally:
+        model.close()

@@ -1,0 +1,46 @@
+"""`meshrl export`: a run's checkpoint as a Hugging Face directory that any engine reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.services.cli.options import PATH
+from meshrl.services.config import load_recipe
+from meshrl.services.up.book import BOOK_NAME, AddressBook, newest_run_dir
+
+
+@click.command()
+@click.argument("target", type=PATH)
+@click.option("--run-dir", type=PATH, help="The run's directory; the newest one if not given.")
+@click.option(
+    "--checkpoint", type=PATH, help="A checkpoint directory; the run's newest if not given."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of the stored weights.",
+)
+@click.option("--force", is_flag=True, help="Replace TARGET if it is there.")
+def export(
+    target: Path, run_dir: Path | None, checkpoint: Path | None, dtype: str, force: bool
+) -> None:
+    """Write the newest checkpoint of a run to TARGET: config, safetensors, tokenizer."""
+    directory = run_dir if run_dir is not None else newest_run_dir()
+    recipe = load_recipe(AddressBook.load(directory / BOOK_NAME).recipe, check=False)
+    source = checkpoint if checkpoint is not None else recipe.checkpoint_dir
+    if not source.is_dir():
+        raise NotFoundError(f"no checkpoint yet: {source} is not there")
+    if target.exists() and not force:
+        raise UserError(f"{target} is there already; choose another, or give --force")
+    # Imported here: with it comes torch.
+    from meshrl.trainer.export import export_checkpoint
+
+    made = export_checkpoint(
+        source, target, model=recipe.model.path, tokenizer=recipe.tokenizer_dir, dtype=dtype
+    )
+    click.echo(f"{made}: load it with transformers, vLLM or SGLang")

@@ -1,0 +1,144 @@
+"""One service as a process: it answers, it drains, and the commands that ask it tell what it said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from meshrl.contract.nouns import REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
+from meshrl.services.config import load_recipe, train_spec
+from meshrl.services.up.book import Entry
+from meshrl.services.up.exits import Exit
+from meshrl.services.up.health import is_serving
+from meshrl.services.up.ports import free_port
+from meshrl.services.wires.queue import QueueWire
+
+CLI = (sys.executable, "-m", "meshrl.services.cli")
+
+
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        f"run: {{dir: {tmp_path / 'run'}}}\n"
+        "model: {path: not-on-this-machine}\n"
+        "data: {train_batch_size: 2}\n"
+        "rollout: {n: 2}\n"
+        "queue: {max_attempts: 1}\n"
+    )
+    return path
+
+
+async def meshrl(*arguments: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *CLI, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+@asynccontextmanager
+async def queue_service(tmp_path: Path) -> AsyncIterator[str]:
+    port = free_port("127.0.0.1")
+    process = await asyncio.create_subprocess_exec(
+        *CLI, "serve", "queue", str(recipe(tmp_path)), "--port", str(port)
+    )
+    entry = Entry(kind="queue", host="127.0.0.1", port=port, metrics_port=0)
+    try:
+        async with asyncio.timeout(60):
+            while not await is_serving(entry):
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+        yield entry.address
+    finally:
+        process.terminate()
+        async with asyncio.timeout(60):
+            assert await process.wait() == 0
+
+
+async def test_a_queue_is_served_asked_and_drained(tmp_path: Path) -> None:
+    async with queue_service(tmp_path) as address:
+        spec = train_spec(load_recipe(recipe(tmp_path), check=False))
+        task = Task(
+            run=spec.run, task_id="t", prompt_ids=np.arange(3, dtype=np.int32), group_size=2
+        )
+        async with QueueWire(address) as queue:
+            await queue.open_run(spec)
+            state = await queue.acquire(spec.run, "test")
+            version = Version(state.epoch, 0)
+            await queue.publish(spec.run, version)
+            await queue.admit(spec.run, [task], cursor="1", wait_s=1.0)
+            lease = await queue.lease(
+                [spec.run], "rollout", worker="w", limit=1, version=version, wait_s=1.0
+            )
+            (row,) = lease.rows
+            await queue.fail(
+                spec.run, "rollout", row.uid, row.token, Outcome.INFRA_FAULT, "no memory"
+            )
+
+        here = ("--queue", address, "--run", spec.run)
+        code, out, _ = await meshrl("ledger", *here, "--json")
+        ledger = json.loads(out)[spec.run]
+        assert (code, ledger["admitted"], ledger["balanced"]) == (0, 2, True)
+        code, out, _ = await meshrl("ledger", *here)
+        assert code == 0 and "balanced" in out
+
+        code, out, _ = await meshrl("dead-letters", *here, "--json")
+        (letter,) = [one for one in json.loads(out) if one["reason"] == "no memory"]
+        assert (letter["uid"], letter["stage"]) == (str(row.uid), ROLLOUT_STAGE.name)
+        code, out, _ = await meshrl("dead-letters", *here, "replay", str(row.uid))
+        assert code == 0 and out.endswith("rows admitted again\n")
+        code, _, err = await meshrl("dead-letters", *here, "replay", "nonsense")
+        assert (code, err) == (
+            2,
+            "error: not a uid: 'nonsense' (want run/task/index.attempt)\n",
+        )
+
+        code, out, _ = await meshrl("status", *here, "--json")
+        assert (code, json.loads(out)["published"]) == (0, str(version))
+        code, out, _ = await meshrl("why-waiting", *here, "--json")
+        assert code == 0 and isinstance(json.loads(out), list)
+
+
+async def test_a_run_that_the_queue_does_not_know_is_one_line(tmp_path: Path) -> None:
+    async with queue_service(tmp_path) as address:
+        code, out, err = await meshrl("ledger", "--queue", address, "--run", "nobody")
+        assert (code, out, len(err.splitlines())) == (1, "", 1)
+        assert "nobody" in err
+
+
+async def test_a_port_in_use_is_one_line_with_a_code_of_its_own(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, out, err = await meshrl("serve", "queue", str(recipe(tmp_path)), "--port", str(port))
+    assert (code, out) == (Exit.PORT_IN_USE, "")
+    assert err == f"error: queue cannot listen on 127.0.0.1:{port}: the port is in use\n"
+
+
+async def test_a_service_without_its_peer_says_how_to_name_it(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    path.write_text(path.read_text() + "reward: {functions: [{name: exact_match}]}\n")
+    code, _, err = await meshrl("serve", "reward", str(path))
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "error: reward must reach the queue service: give --queue HOST:PORT or --address-book FILE",
+    )
+
+
+async def test_a_service_checks_what_it_reads_and_no_more(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    code, _, err = await meshrl("serve", "rollout", str(path), "--queue", "127.0.0.1:1")
+    (line,) = err.splitlines()
+    assert code == 2
+    assert line.startswith(f"error: {path}:2: model.path: no such directory: not-on-this-machine")
+
+
+def test_the_stages_of_a_run_are_those_of_its_services(tmp_path: Path) -> None:
+    spec = train_spec(load_recipe(recipe(tmp_path), check=False))
+    assert spec.stages == (ROLLOUT_STAGE, REWARD_STAGE)
