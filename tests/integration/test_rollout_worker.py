@@ -1,0 +1,346 @@
+"""The rollout worker between a real queue and a real engine, also where the engine misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshrl.contract import rows
+from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.nouns import (
+    ROLLOUT_COLUMNS,
+    ROLLOUT_STAGE,
+    DeadLetter,
+    Ledger,
+    OnUpdate,
+    Outcome,
+    RunSpec,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Uid,
+    Version,
+    VersionSpan,
+    WeightManifest,
+)
+from meshrl.rollout.engines import echo, torch
+from meshrl.rollout.engines.echo import Behaviour
+from meshrl.rollout.ports import Generator, Rollout
+from meshrl.rollout.programs import single_turn
+from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.worker import RolloutWorker
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ..unit.rollout.checkpoints import forced_logprobs, make_model  # noqa: TID252 (tests are no package)
+
+RUN = "demo"
+GROUP = 4
+FIRST = Version(1, 0)
+
+
+class Words:
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(token) for token in ids)
+
+
+def tasks(count: int, *, run: str = RUN, group_size: int = GROUP, **changes: Any) -> list[Task]:
+    sampling = changes.pop("sampling", SamplingParams(max_tokens=32))
+    return [
+        Task(
+            run=run,
+            task_id=f"t{i:03}",
+            prompt_ids=np.arange(3, 7 + i % 5, dtype=np.int32),
+            group_size=group_size,
+            sampling=sampling,
+            **changes,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[TransferQueue]:
+    opened = await TransferQueue.open(MemoryStore())
+    yield opened
+    await opened.close()
+
+
+async def open_run(queue: TransferQueue, prompts: Sequence[Task], **changes: Any) -> None:
+    """A run with `prompts` admitted and its first version published."""
+    run = prompts[0].run
+    options = {"batch_groups": len(prompts), "max_staleness": 0.0, "lease_ttl_s": 5.0} | changes
+    gated = bool(options.get("gated", True))
+    spec = RunSpec(run=run, group_size=prompts[0].group_size, stages=(ROLLOUT_STAGE,), **options)
+    await queue.open_run(spec)
+    if gated:
+        await queue.acquire(run, "trainer")
+        await queue.publish(run, FIRST)
+    assert await queue.admit(run, prompts, cursor="end", wait_s=5) == len(prompts)
+    await queue.close_feed(run)
+
+
+async def commit(engine: Any, version: Version = FIRST) -> None:
+    manifest = WeightManifest(
+        run=RUN, version=version, tensors=(), bucket_bytes=(), bucket_hashes=()
+    )
+    await engine.stage_weights(manifest, [])
+    await engine.commit_weights(version, OnUpdate.DRAIN)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[echo.EchoEngine]:
+    built = echo.build({"tokens_per_s": 10_000}, model=tmp_path, slots=8)
+    await built.start()
+    yield built
+    await built.close()
+
+
+@asynccontextmanager
+async def working(
+    queue: TransferQueue, engine: Any, *, runs: Sequence[str] = (RUN,), **options: Any
+) -> AsyncIterator[RolloutWorker]:
+    """A worker that runs, and is drained at the end."""
+    slots = options.pop("slots", 8)
+    worker = RolloutWorker(queue, engine, Words(), runs=runs, worker="w0", slots=slots, **options)
+    task = asyncio.create_task(worker.run(grace_s=5))
+    try:
+        yield worker
+    finally:
+        worker.drain()
+        await task
+
+
+async def until(queue: TransferQueue, run: str, state: str, count: int) -> Ledger:
+    """Wait for `count` resident rows in `state`."""
+    async with asyncio.timeout(60):
+        while (ledger := await queue.ledger(run)).resident.get(state, 0) != count:
+            assert ledger.balanced
+            await asyncio.sleep(0.01)
+    return ledger
+
+
+async def until_dead(queue: TransferQueue) -> Sequence[DeadLetter]:
+    """Wait for the first rows that are given up."""
+    async with asyncio.timeout(60):
+        while not (dead := await queue.dead_letters(RUN)):  # noqa: ASYNC110 (the port has no event)
+            await asyncio.sleep(0.01)
+    assert (await queue.ledger(RUN)).balanced
+    return dead
+
+
+async def trajectories(queue: TransferQueue, run: str, groups: int) -> list[Trajectory]:
+    batch = await queue.take(run, epoch=1, step=0, groups=groups, batch_id="b", wait_s=60)
+    uids = [row.uid for row in batch.rows]
+    columns = await queue.fetch(run, uids, ROLLOUT_COLUMNS)
+    return [rows.trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)]
+
+
+async def test_every_row_comes_back_as_a_trajectory(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(10))
+    await commit(engine)
+    async with working(queue, engine) as worker:
+        done = await trajectories(queue, RUN, 10)
+    assert len({row.uid for row in done}) == 40
+    assert worker.stats.written == 40
+    for row in done:
+        prompt = row.prompt_length
+        assert row.tokens[:prompt].tolist() == row.tokens[prompt:].tolist()
+        assert row.response_text == Words().decode(row.tokens[prompt:])
+        assert row.spans == (VersionSpan(version=FIRST, start=prompt, end=len(row.tokens)),)
+        assert not row.rollout_logprobs[:prompt].any()
+        assert (row.rollout_logprobs[prompt:] < 0).all()
+
+
+async def test_no_row_is_leased_before_the_engine_has_a_version(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(2))
+    async with working(queue, engine) as worker:
+        await asyncio.sleep(0.15)
+        assert worker.stats.leased == 0
+        await commit(engine)
+        await until(queue, RUN, "ready", 8)
+
+
+async def test_a_worker_drained_before_the_first_version_just_ends(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(2))
+    async with working(queue, engine):
+        await asyncio.sleep(0)
+
+
+async def test_a_response_cut_by_max_tokens_is_truncated_and_trainable(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(3, sampling=SamplingParams(max_tokens=2)))
+    await commit(engine)
+    async with working(queue, engine):
+        batch = await queue.take(RUN, epoch=1, step=0, groups=3, batch_id="b", wait_s=60)
+    assert {row.outcome for row in batch.rows} == {Outcome.TRUNCATED}
+
+
+async def test_rows_that_an_engine_fault_hit_are_delivered_again(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(2), max_attempts=1000)
+    await commit(engine)
+    engine.behave(Behaviour.FAIL)
+    async with working(queue, engine) as worker:
+        async with asyncio.timeout(30):
+            while worker.stats.failed < 10:  # noqa: ASYNC110 (statistics have no event)
+                await asyncio.sleep(0.01)
+        engine.behave(Behaviour.ANSWER)
+        ledger = await until(queue, RUN, "ready", 8)
+    assert ledger.balanced
+    assert ledger.dead_lettered == {}
+
+
+async def test_a_rollout_past_its_deadline_is_a_timeout_not_a_row(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(1, deadline_s=0.05), max_attempts=2)
+    await commit(engine)
+    engine.behave(Behaviour.STALL)
+    async with working(queue, engine):
+        dead = await until_dead(queue)
+    assert {letter.outcome for letter in dead} == {Outcome.TIMEOUT}
+    assert {letter.reason for letter in dead} == {"no result within 0.05 s"}
+
+
+async def test_when_the_engine_is_gone_the_worker_ends_and_another_takes_over(
+    queue: TransferQueue, engine: echo.EchoEngine, tmp_path: Path
+) -> None:
+    await open_run(queue, tasks(10))
+    await commit(engine)
+    engine.behave(Behaviour.CRASH)
+    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8)
+    with pytest.raises(InfraError, match="the engine is gone"):
+        await worker.run(grace_s=5)
+    ledger = await queue.ledger(RUN)
+    assert ledger.resident.get("leased", 0) == 0
+    second = echo.build({}, model=tmp_path, slots=8)
+    await second.start()
+    await commit(second)
+    async with working(queue, second):
+        ledger = await until(queue, RUN, "ready", 40)
+    assert ledger.balanced
+    await second.close()
+
+
+async def test_a_drain_whose_grace_is_over_gives_rows_back_untouched(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(2), max_attempts=1)
+    await commit(engine)
+    engine.behave(Behaviour.STALL)
+    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8)
+    running = asyncio.create_task(worker.run(grace_s=0.05))
+    await until(queue, RUN, "leased", 8)
+    worker.drain()
+    await running
+    ledger = await queue.ledger(RUN)
+    assert ledger.dead_lettered == {}
+    engine.behave(Behaviour.ANSWER)
+    async with working(queue, engine):
+        await until(queue, RUN, "ready", 8)
+
+
+async def test_evaluation_is_served_before_training(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(6))
+    await open_run(
+        queue, tasks(2, run=f"{RUN}.eval"), gated=False, priority=1, max_staleness=float("inf")
+    )
+    await commit(engine)
+    engine.behave(Behaviour.STALL)
+    async with working(queue, engine, runs=[RUN, f"{RUN}.eval"]):
+        await until(queue, f"{RUN}.eval", "leased", 8)
+        assert (await queue.ledger(RUN)).resident.get("leased", 0) == 0
+        engine.behave(Behaviour.ANSWER)
+        await until(queue, f"{RUN}.eval", "ready", 8)
+        await until(queue, RUN, "ready", 24)
+
+
+async def test_an_unknown_program_is_given_up_with_the_known_ones_named(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(1, program="single_trun"), max_attempts=1)
+    await commit(engine)
+    async with working(queue, engine):
+        dead = await until_dead(queue)
+    assert "did you mean 'single_turn'" in dead[0].reason
+
+
+delays = random.Random(0)
+"""How late each program of the dotted-path program below asks; reseeded by the test."""
+
+
+async def run(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> Rollout:
+    """A program that dawdles before its only request; named by its dotted path."""
+    await asyncio.sleep(delays.random() * 0.02)
+    return await single_turn.run(task, uid, engine, tokenizer)
+
+
+async def deterministic_run(path: Path, seed: int) -> dict[Uid, tuple[bytes, bytes]]:
+    """All bits of a run of 12 groups, in waves of 8 rows, under the delays of `seed`."""
+    delays.seed(seed)
+    queue = await TransferQueue.open(MemoryStore())
+    options = {"device": "cpu", "stream_interval": 3}
+    engine = torch.build(options, model=path, slots=8)
+    await engine.start()
+    await engine.serve_checkpoint(FIRST)
+    await open_run(
+        queue, tasks(12, program=__name__, sampling=SamplingParams(max_tokens=40, seed=7))
+    )
+    async with working(queue, engine, deterministic=True):
+        done = await trajectories(queue, RUN, 12)
+    await engine.close()
+    await queue.close()
+    return {row.uid: (row.tokens.tobytes(), row.rollout_logprobs.tobytes()) for row in done}
+
+
+async def test_two_runs_with_other_delays_are_equal_bit_by_bit(tmp_path: Path) -> None:
+    model = make_model("Qwen3", head_dim=8, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    first = await deterministic_run(tmp_path, seed=1)
+    second = await deterministic_run(tmp_path, seed=2)
+    assert len(first) == 48
+    assert first == second
+    tokens = {uid: np.frombuffer(bits[0], dtype=np.int32) for uid, bits in first.items()}
+    assert len({each.tobytes() for each in tokens.values()}) > 40
+    uid = next(iter(first))
+    prompt = np.arange(3, 7 + int(uid.task[1:]) % 5).tolist()
+    response = tokens[uid][len(prompt) :].tolist()
+    logprobs = np.frombuffer(first[uid][1], dtype=np.float32)[len(prompt) :]
+    np.testing.assert_allclose(logprobs, forced_logprobs(model, prompt, response), atol=1e-4)
+
+
+class LonelyEngine:
+    """An engine of a third party without `generate_together`: only what the constructor looks at."""
+
+    version = FIRST
+
+
+async def test_waves_need_an_engine_that_can_start_them(queue: TransferQueue) -> None:
+    with pytest.raises(ConfigError, match=r"LonelyEngine.*rollout\.name=torch"):
+        RolloutWorker(
+            queue,
+            LonelyEngine(),  # type: ignore[arg-type]
+            Words(),
+            runs=[RUN],
+            worker="w",
+            slots=1,
+            deterministic=True,
+        )
