@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.ports import Queue
-from meshrl.services.config.recipe import Recipe, eval_spec, has_evaluation, train_spec
+from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.services.runtime import Server
 
 STAGE_GRACE_S = 10.0
@@ -15,23 +15,22 @@ STAGE_GRACE_S = 10.0
 
 
 async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
-    """Declare the recipe's runs, which whoever comes first does; their names, evaluation first.
+    """Declare the training run, which whoever comes first does; the names of the runs that stages work on.
+
+    The evaluation's is among them although its evaluator declares it later: the queue waits for runs by name.
 
     Raises:
         UserError: a run of this name exists with other settings.
     """
-    specs = [train_spec(recipe)]
-    if has_evaluation(recipe):
-        specs.insert(0, eval_spec(recipe))
-    for spec in specs:
-        try:
-            await queue.open_run(spec)
-        except ConflictError as error:
-            raise UserError(
-                f"{error}; the queue in {recipe.queue_path} holds this run from before: "
-                "keep its settings, choose another run.name, or remove the directory"
-            ) from error
-    return tuple(spec.run for spec in specs)
+    spec = train_spec(recipe)
+    try:
+        await queue.open_run(spec)
+    except ConflictError as error:
+        raise UserError(
+            f"{error}; the queue in {recipe.queue_path} holds this run from before: "
+            "keep its settings, choose another run.name, or remove the directory"
+        ) from error
+    return (spec.run + EVAL_SUFFIX, spec.run) if has_evaluation(recipe) else (spec.run,)
 
 
 async def work_until_stopped(

@@ -1,0 +1,45 @@
+"""The feeder service: prompts from files, admitted as fast as the queue has room. It ends when all are in."""
+
+from __future__ import annotations
+
+import asyncio
+
+from meshrl.services.assembly._parts import open_runs, work_until_stopped
+from meshrl.services.assembly._prompts import read_prompts
+from meshrl.services.config.recipe import Recipe, train_spec
+from meshrl.services.runtime import Server
+from meshrl.services.site import Site
+from meshrl.services.wires.queue import QueueWire
+from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.prompts import task_maker
+
+
+async def run(recipe: Recipe, site: Site) -> None:
+    """Feed until stopped or done. A number of steps outranks a number of epochs: then prompts never end."""
+    prompts = await asyncio.to_thread(read_prompts, recipe, recipe.data.train_files)
+    spec = train_spec(recipe)
+    make_task = task_maker(
+        spec.run,
+        group_size=spec.group_size,
+        sampling=recipe.rollout.sampling(
+            max_tokens=recipe.data.max_response_length, seed=recipe.run.seed
+        ),
+        program=recipe.rollout.program,
+        deadline_s=recipe.rollout.deadline_s,
+    )
+    async with (
+        QueueWire(site.peer("queue")) as queue,
+        Server(site.settings, []) as server,
+    ):
+        await open_runs(queue, recipe)
+        feeder = Feeder(
+            queue,
+            spec.run,
+            prompts,
+            make_task,
+            epochs=None if recipe.trainer.total_training_steps else recipe.trainer.total_epochs,
+            shuffle=recipe.data.shuffle,
+            seed=recipe.data.seed,
+        )
+        await server.ready()
+        await work_until_stopped(server, feeder.run(), feeder.stop)
