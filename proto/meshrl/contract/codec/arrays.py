@@ -71,21 +71,24 @@ def encode_array(array: npt.NDArray[Any]) -> pb.Array:
 
 
 @decoder
-def decode_array(message: pb.Array, dtype: str = "", axes: int | None = None) -> npt.NDArray[Any]:
-    """A read-only view of the message's bytes; `dtype` and `axes` say what the caller can use.
+def decode_array(
+    message: pb.Array, dtype: str = "", axes: int | None = None, name: str = ""
+) -> npt.NDArray[Any]:
+    """A read-only view of the message's bytes; `dtype` and `axes` say what the caller can use, `name` what it is.
 
     Raises:
         UserError: unknown or other dtype, impossible shape, wrong byte count.
     """
+    what = f"{name}: " if name else ""
     found = dtype_of(message.dtype)
     wanted = byte_count(found, message.shape)
     data = message.data
     if len(data) != wanted:
         malformed(
-            f"{message.dtype}{list(message.shape)} takes {wanted} bytes, {len(data)} were sent"
+            f"{what}{message.dtype}{list(message.shape)} takes {wanted} bytes, {len(data)} were sent"
         )
     if dtype and message.dtype != dtype:
-        malformed(f"want {dtype}, got {message.dtype}")
+        malformed(f"{what}want {dtype}, got {message.dtype}")
     if axes is not None and len(message.shape) != axes:
-        malformed(f"want {axes} axes, got shape {list(message.shape)}")
+        malformed(f"{what}want {axes} axes, got shape {list(message.shape)}")
     return view(data, found, message.shape)

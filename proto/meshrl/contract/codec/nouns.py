@@ -153,12 +153,12 @@ def encode_task(task: Task) -> pb.Task:
 def decode_task(message: pb.Task) -> Task:
     """Raises UserError."""
     require(message, "prompt_ids", "sampling")
-    if not message.run or "/" in message.run or not message.task_id or message.group_size < 1:
-        malformed(f"run {message.run!r}, task_id {message.task_id!r}, group {message.group_size}")
+    if not message.run or "/" in message.run or not message.task_id:
+        malformed(f"run {message.run!r}, task_id {message.task_id!r}")
     return Task(
         run=message.run,
         task_id=message.task_id,
-        prompt_ids=decode_array(message.prompt_ids, "int32", axes=1),
+        prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
         messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
         data_source=message.data_source,
         ground_truth=from_json(message.ground_truth_json),

@@ -53,7 +53,7 @@ def decode_generate_request(message: rollout_pb2.GenerateRequest) -> GenerateReq
     require(message, "prompt_ids", "sampling")
     return GenerateRequest(
         request_id=message.request_id,
-        prompt_ids=decode_array(message.prompt_ids, "int32", axes=1),
+        prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
         sampling=decode_sampling(message.sampling),
     )
 
@@ -73,8 +73,8 @@ def encode_generate_delta(delta: GenerateDelta) -> rollout_pb2.GenerateDelta:
 def decode_generate_delta(message: rollout_pb2.GenerateDelta) -> GenerateDelta:
     """Raises UserError, also when tokens and log-probabilities differ in number."""
     require(message, "tokens", "logprobs", "version")
-    tokens = decode_array(message.tokens, "int32", axes=1)
-    logprobs = decode_array(message.logprobs, "float32", axes=1)
+    tokens = decode_array(message.tokens, "int32", axes=1, name="tokens")
+    logprobs = decode_array(message.logprobs, "float32", axes=1, name="logprobs")
     if len(tokens) != len(logprobs):
         malformed(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
     return GenerateDelta(

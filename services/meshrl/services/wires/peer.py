@@ -42,6 +42,8 @@ PERSON_PATIENCE_S: Final = 10.0
 """For a person at a terminal."""
 POLL_S: Final = 20.0
 """The longest single question; well below the server's own patience."""
+EARLY: Final = 0.9
+"""The part of a poll before which its end is no timeout but an answer; timers are not exact."""
 MARGIN_S: Final = 15.0
 """What an answer may take beyond the wait that was asked for."""
 ANSWER_S: Final = 60.0
@@ -144,15 +146,22 @@ class Peer:
         return self.understand(await self._patiently(attempt, wait_s), decode)
 
     async def poll(self, wait_s: float, ask: Callable[[float], Awaitable[Noun]]) -> Noun:
-        """Calls `ask(seconds)` until it answers or `wait_s` is over; then its WaitTimeoutError."""
+        """Calls `ask(seconds)` until it answers or `wait_s` is over; then its WaitTimeoutError.
+
+        A wait that the service ends before its time is not asked for again: something that the question says has
+        become pointless (a version too old to be served), and only the caller can ask better.
+        """
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
         while True:
-            left = max(0.0, deadline - clock())
+            asked_at = clock()
+            left = max(0.0, deadline - asked_at)
+            seconds = min(left, POLL_S)
             try:
-                return await ask(min(left, POLL_S))
+                return await ask(seconds)
             except WaitTimeoutError:
-                if left <= POLL_S:
+                ended_early = clock() - asked_at < EARLY * seconds
+                if ended_early or left <= POLL_S:
                     raise
 
     async def _patiently(
