@@ -51,7 +51,7 @@ def linear_argmax(
 ) -> torch.Tensor:
     """int64[N]: the most likely token after each of `hidden` [N, H], chunked like `linear_logprob`."""
     chunk = max(1, chunk_elements // weight.shape[0])
-    best = [(part @ weight.T).argmax(-1) for part in hidden.split(chunk)]
+    best = [(part @ weight.T).argmax(-1) for part in torch.split(hidden, chunk)]
     return torch.cat(best) if best else hidden.new_empty(0, dtype=torch.int64)
 
 

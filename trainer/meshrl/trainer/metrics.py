@@ -94,7 +94,7 @@ class ConsoleSink:
         ("response/length_mean", "length", "{:.0f}"),
         ("throughput/tokens_per_s", "tok/s", "{:.0f}"),
         ("time/step_s", "step s", "{:.2f}"),
-        ("time/wait_s", "wait s", "{:.2f}"),
+        ("time/waiting_s", "wait s", "{:.2f}"),
     )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

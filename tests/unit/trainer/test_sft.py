@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from meshrl.contract.errors import UserError
+from meshrl.trainer import sft
+from meshrl.trainer.config import ModelConfig, OptimConfig, SftConfig
+from meshrl.trainer.model import random_hf
+from meshrl.trainer.sft import SftProgress, shuffled
+
+from . import tiny
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a character tokenizer: 26 letters, 10 digits, end."""
+    path = tmp_path_factory.mktemp("text")
+    random_hf(tiny.config(), seed=0).save_pretrained(path)
+    alphabet = [*string.ascii_lowercase, *string.digits, "$"]
+    inner = Tokenizer(models.WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="$"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="$").save_pretrained(path)
+    return path
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def doubling() -> list[dict[str, str]]:
+    return [{"prompt": f"{a}{b}", "response": f"{a}{a}{b}{b}"} for a in "abcdef" for b in "ghijkl"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fine_tuning_learns_a_rule_and_writes_a_model_that_knows_it(
+    text_model: Path, tmp_path: Path, optimizer: str
+) -> None:
+    config = SftConfig(
+        model=ModelConfig(path=text_model),
+        train_files=[write(tmp_path / "train.jsonl", doubling())],
+        val_files=[write(tmp_path / "val.jsonl", doubling())],
+        output_dir=tmp_path / "out",
+        steps=150,
+        batch_rows=12,
+        test_freq=25,
+        target_exact_match=0.95,
+        optim=OptimConfig(name=optimizer, lr=2e-2, weight_decay=0.0),  # type: ignore[arg-type]
+        device="cpu",
+    )
+    seen: list[SftProgress] = []
+    done = sft.run(config, seen.append)
+    assert done.exact_match is not None and done.exact_match >= 0.95
+    assert done.loss < seen[0].loss / 2
+    assert done.step < 150  # the target stops it
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_equal_seeds_give_bit_identical_weights(text_model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "train.jsonl", doubling())
+    weights = []
+    for name in ("one", "two"):
+        config = SftConfig(
+            model=ModelConfig(path=text_model),
+            train_files=[data],
+            output_dir=tmp_path / name,
+            steps=5,
+            max_tokens_per_pack=64,
+            device="cpu",
+        )
+        sft.run(config)
+        weights.append(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": "ab"}, r"train\.jsonl:2: no 'response' \(the row has prompt\)"),
+        ({"prompt": "", "response": "a"}, r"train\.jsonl:2: empty prompt"),
+        ({"prompt": "a" * 60, "response": "b"}, r"train\.jsonl:2: 62 tokens > max_length 50"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    text_model: Path, tmp_path: Path, row: dict[str, str], complaint: str
+) -> None:
+    data = write(tmp_path / "train.jsonl", [{"prompt": "a", "response": "b"}, row])
+    config = SftConfig(
+        model=ModelConfig(path=text_model),
+        train_files=[data],
+        output_dir=tmp_path / "out",
+        max_length=50,
+        device="cpu",
+    )
+    with pytest.raises(UserError, match=complaint):
+        sft.run(config)
+
+
+def test_every_row_comes_once_an_epoch() -> None:
+    batches = shuffled(10, 4, seed=0)
+    rows = [row for _ in range(5) for row in next(batches)]
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+    assert rows[:10] != rows[10:]

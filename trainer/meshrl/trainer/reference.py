@@ -1,0 +1,154 @@
+"""The frozen model of KL terms, and the stage that adds `ref_logprobs` to rows.
+
+queue ──lease(tokens)──▶ ReferenceStage ──▶ ReferenceModel: packed forward ──▶ ref_logprobs ──write──▶ queue
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import (
+    REFERENCE_STAGE,
+    Float32,
+    Int32,
+    LeasedRow,
+    Outcome,
+    RowWrite,
+)
+from meshrl.contract.ports import LogProbs, Queue
+from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
+from meshrl.trainer.model import Policy, load_hf
+from meshrl.trainer.packing import pack, plan
+
+
+class ReferenceModel:
+    """Log-probabilities of given tokens under a frozen model (the `LogProbs` port).
+
+    `deterministic` forwards each row alone: its result then depends on nothing that is computed beside it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        param_dtype: str = "float32",
+        max_tokens: int = 16_384,
+        deterministic: bool = False,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+    ) -> None:
+        kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(kind)
+        hf = load_hf(path).to(device=self._device, dtype=getattr(torch, param_dtype))
+        self._policy = Policy(hf).eval().requires_grad_(False)
+        self._vocabulary = int(hf.get_output_embeddings().weight.shape[0])
+        self._max_tokens = max_tokens
+        self._deterministic = deterministic
+        # One thread: forwards do not overlap, and the event loop stays free to renew leases.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
+
+    async def logprobs(
+        self, rows: Sequence[Int32], *, temperature: float = 1.0
+    ) -> Sequence[Float32]:
+        """For each int32[T], float32[T]: log p(token t | tokens before t); 0 at t = 0.
+
+        Raises:
+            UserError: an empty row, or a token outside the vocabulary.
+        """
+        for index, row in enumerate(rows):
+            if len(row) == 0:
+                raise UserError(f"row {index} has no tokens")
+            if int(row.min()) < 0 or int(row.max()) >= self._vocabulary:
+                raise UserError(
+                    f"row {index}: token ids {row.min()}..{row.max()}, vocabulary {self._vocabulary}: "
+                    "the reference's tokenizer is not the policy's"
+                )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._forward, rows, temperature)
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._thread.shutdown()
+
+    @torch.no_grad()
+    def _forward(self, rows: Sequence[Int32], temperature: float) -> list[Float32]:
+        budget = 0 if self._deterministic else self._max_tokens
+        made = plan([len(row) for row in rows], ranks=1, max_tokens=budget)
+        results = [np.zeros(len(row), dtype=np.float32) for row in rows]
+        for micro in made.ranks[0]:
+            chosen = [rows[index] for index in micro]
+            packed = pack(chosen, [1] * len(chosen)).to(self._device)
+            logprobs, _ = self._policy(packed, temperature)
+            sizes = [len(row) - 1 for row in chosen]
+            for index, part in zip(micro, torch.split(logprobs.cpu(), sizes), strict=True):
+                results[index][1:] = part.numpy()
+        return results
+
+
+class ReferenceStage:
+    """Leases rows that lack `ref_logprobs` and writes them, until drained."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        runs: Sequence[str],
+        model: LogProbs,
+        *,
+        worker: str,
+        limit: int = 64,
+        rows_per_call: int = 32,
+    ) -> None:
+        self._model = model
+        self._loop = StageLoop(
+            queue,
+            runs,
+            REFERENCE_STAGE,
+            self._handle,
+            worker=worker,
+            limit=limit,
+            rows_per_call=rows_per_call,
+        )
+
+    @property
+    def stats(self) -> StageStats:
+        """Rows leased, written, failed and lost since the start."""
+        return self._loop.stats
+
+    def drain(self) -> None:
+        """Lease no more; `run` returns when what is held is written."""
+        self._loop.drain()
+
+    async def run(self, *, grace_s: float = 30.0) -> None:
+        """Work until drained."""
+        await self._loop.run(grace_s=grace_s)
+
+    async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
+        """Rows of one temperature share forwards: the policy's logits are divided by it, so these are too."""
+        by_temperature: dict[float, list[LeasedRow]] = defaultdict(list)
+        for row in rows:
+            by_temperature[row.task.sampling.temperature or 1.0].append(row)
+        results: list[StageResult] = []
+        for temperature, part in by_temperature.items():
+            results.extend(await self._answer(part, temperature))
+        return results
+
+    async def _answer(self, rows: Sequence[LeasedRow], temperature: float) -> list[StageResult]:
+        tokens = [row.columns["tokens"] for row in rows]
+        try:
+            found = await self._model.logprobs(tokens, temperature=temperature)
+        except UserError as error:
+            if len(rows) > 1:  # one row's defect must not fail those beside it
+                return [r for row in rows for r in await self._answer([row], temperature)]
+            return [Failure(uid=rows[0].uid, outcome=Outcome.INFRA_FAULT, reason=str(error))]
+        return [
+            RowWrite(uid=row.uid, columns={"ref_logprobs": logprobs})
+            for row, logprobs in zip(rows, found, strict=True)
+        ]
