@@ -1,0 +1,132 @@
+"""Reading data sets: schemas, mistakes, lengths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Message
+from meshrl.trainer.config import DataConfig
+from meshrl.trainer.data.prompts import load_prompts
+from meshrl.trainer.data.reading import read_rows
+
+
+class Characters:
+    """A tokenizer whose tokens are characters; with a chat template that shows the roles."""
+
+    chat_template: Any = "{role}:{content}"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        assert add_generation_prompt and not tokenize
+        return "".join(f"{m['role'][0]}:{m['content']};" for m in conversation) + "a:"
+
+
+def jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_plain_rows_give_their_answer_as_ground_truth(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "1+1?", "answer": "2"})
+    (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts
+    assert "".join(map(chr, prompt.prompt_ids)) == "1+1?"
+    assert prompt.ground_truth == "2" and prompt.prompt_ids.dtype == "int32"
+
+
+def test_verls_parquet_rows_are_read_as_they_are(tmp_path: Path) -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 7},
+    }
+    file = tmp_path / "train.parquet"
+    parquet.write_table(arrow.Table.from_pylist([row]), file)
+    (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts
+    assert "".join(map(chr, prompt.prompt_ids)) == "u:2+2?;a:"
+    assert prompt.messages == (Message(role="user", content="2+2?"),)
+    assert (prompt.data_source, prompt.ground_truth) == ("openai/gsm8k", "4")
+    assert prompt.extra_info == {"split": "train", "index": 7}
+
+
+def test_too_long_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "x" * 9}, {"prompt": "y"})
+    read = load_prompts([file], DataConfig(max_prompt_length=8), Characters())
+    assert read.skipped == 1
+    assert [prompt.index for prompt in read.prompts] == [1]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"), [("left", "fghij"), ("right", "abcde"), ("middle", "abhij")]
+)
+def test_too_long_prompts_are_cut_on_request(tmp_path: Path, truncation: str, kept: str) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "abcdefghij"})
+    config = DataConfig.model_validate(
+        {"max_prompt_length": 5, "filter_overlong_prompts": False, "truncation": truncation}
+    )
+    (prompt,) = load_prompts([file], config, Characters()).prompts
+    assert "".join(map(chr, prompt.prompt_ids)) == kept
+
+
+MISTAKES = {
+    "no prompt": ({"question": "?"}, "no 'prompt' (data.prompt_key); the row has question"),
+    "empty": ({"prompt": ""}, "the prompt is empty"),
+    "number": ({"prompt": 3}, "prompt is int, want text or a list of messages"),
+    "message": ({"prompt": [{"role": "user"}]}, "want an object with role and content"),
+    "truth": ({"prompt": "a", "reward_model": {}}, "want an object with ground_truth"),
+    "extra": ({"prompt": "a", "extra_info": [1]}, "extra_info is list, want an object"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_malformed_row_is_named_with_file_and_line(tmp_path: Path, name: str) -> None:
+    row, message = MISTAKES[name]
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "fine"}, row)
+    with pytest.raises(UserError) as caught:
+        load_prompts([file], DataConfig(), Characters())
+    assert str(caught.value).startswith(f"{file}:2: ")
+    assert message in str(caught.value)
+
+
+def test_too_long_and_not_to_be_skipped_is_an_error(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "abc"})
+    config = DataConfig(max_prompt_length=2, filter_overlong_prompts=False)
+    with pytest.raises(UserError, match=r"a\.jsonl:1: 3 tokens > data\.max_prompt_length 2"):
+        load_prompts([file], config, Characters())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"{not json\n", "a.jsonl:1: not JSON"),
+        ("a.jsonl", b"[1]\n", "a row is an object, not list"),
+        ("a.parquet", b"PAR0", "not a readable parquet file"),
+        ("a.csv", b"prompt\n", "cannot read .csv (want .parquet or .jsonl)"),
+    ],
+)
+def test_an_unreadable_file_is_one_clear_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        list(read_rows([file]))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone\.parquet: no such file"):
+        list(read_rows([tmp_path / "gone.parquet"]))

@@ -1,0 +1,136 @@
+"""The feeder: prompts in, in a seeded order, as fast as admission lets them.
+
+consumes: a prompt set. waits for: room in the queue. unblocked by: a published version, or `stop`.
+produces: tasks. Its position lives in the queue, stored in one transaction with the tasks, so a feeder that is
+killed and started again skips nothing and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from meshrl.contract.errors import UserError, WaitTimeoutError
+from meshrl.contract.nouns import RunState, Task
+from meshrl.contract.ports import Queue
+from meshrl.trainer.data.prompts import Prompt, PromptSet
+
+log = logging.getLogger(__name__)
+
+CHUNK = 64
+"""Tasks offered in one call."""
+ADMIT_WAIT_S = 30.0
+"""One wait for room; there is no end to their number, the queue's why_waiting shows them."""
+
+
+class Feeder:
+    """Feeds one run: `epochs` passes over the prompts, or passes without end when it is None."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        run: str,
+        prompts: PromptSet,
+        make_task: Callable[[Prompt, str], Task],
+        *,
+        epochs: int | None,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        self.position = 0
+        self._queue = queue
+        self._run = run
+        self._prompts = prompts
+        self._make_task = make_task
+        self._total = None if epochs is None else epochs * len(prompts.prompts)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Make `run` return soon; the feed stays open for the next feeder."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Feed until everything is in, then close the feed.
+
+        Raises:
+            UserError: the queue's position belongs to other data or another seed.
+        """
+        state = await self._queue.run_state(self._run)
+        if state.feed_closed:
+            return
+        self.position = self._start(state)
+        tasks = self._tasks(self.position)
+        waiting: list[Task] = []
+        while not self._stop.is_set():
+            # The position is stored when a whole chunk is in, so a chunk is finished before the next one starts.
+            waiting = waiting or list(itertools.islice(tasks, CHUNK))
+            if not waiting:
+                await self._queue.close_feed(self._run)
+                log.info("fed %d prompts, the feed is closed", self.position)
+                return
+            admitted = await self._admit(waiting)
+            self.position += admitted
+            del waiting[:admitted]
+
+    async def _admit(self, tasks: list[Task]) -> int:
+        """How many got in; 0 after a wait in vain or when stopped."""
+        cursor = self._cursor(self.position + len(tasks))
+        asking = asyncio.ensure_future(
+            self._queue.admit(self._run, tasks, cursor=cursor, wait_s=ADMIT_WAIT_S)
+        )
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else 0
+        except WaitTimeoutError:
+            return 0
+        finally:
+            asking.cancel()
+            stopping.cancel()
+            await asyncio.gather(asking, stopping, return_exceptions=True)
+
+    def _tasks(self, start: int) -> Iterator[Task]:
+        """The tasks from position `start` on, without end or up to the last epoch."""
+        size = len(self._prompts.prompts)
+        position = start
+        while self._total is None or position < self._total:
+            epoch = position // size
+            order = self._order(epoch)
+            for place in range(position % size, size):
+                prompt = self._prompts.prompts[order[place]]
+                yield self._make_task(prompt, f"{epoch}-{prompt.index}")
+            position = (epoch + 1) * size
+
+    def _order(self, epoch: int) -> list[int]:
+        size = len(self._prompts.prompts)
+        if not self._shuffle:
+            return list(range(size))
+        order: list[int] = np.random.default_rng((self._seed, epoch)).permutation(size).tolist()
+        return order
+
+    def _cursor(self, position: int) -> str:
+        return json.dumps({"position": position, **self._identity()})
+
+    def _identity(self) -> dict[str, object]:
+        seed = self._seed if self._shuffle else None
+        return {"data": self._prompts.fingerprint, "seed": seed}
+
+    def _start(self, state: RunState) -> int:
+        if not state.cursor:
+            return 0
+        stored = json.loads(state.cursor)
+        for key, value in self._identity().items():
+            if stored[key] != value:
+                raise UserError(
+                    f"run {self._run} was fed {key} {stored[key]}, now it is {value}: a resumed run needs"
+                    " the same prompts in the same order; use another run.name for other data"
+                )
+        position: int = stored["position"]
+        return position

@@ -1,0 +1,192 @@
+"""Prompts of a data set: verl's schema or plain `prompt` / `answer`, chat template applied, lengths checked.
+
+verl's row: `data_source`, `prompt` (chat messages), `reward_model.ground_truth`, `extra_info`.
+Plain row: `prompt` (text or messages), `answer`, optionally `data_source`, `extra_info`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Int32, Json, Message, SamplingParams, Task
+from meshrl.trainer.config import DataConfig
+from meshrl.trainer.data.reading import Located, located_rows
+
+
+class PromptTokenizer(Protocol):
+    """What a prompt asks of a tokenizer: transformers' own satisfy it."""
+
+    chat_template: Any
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        """The text of a conversation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One row of a data set, ready to be asked."""
+
+    index: int
+    """Its place among the rows of all files, skipped ones counted."""
+    prompt_ids: Int32
+    """int32[P]"""
+    messages: tuple[Message, ...] = ()
+    data_source: str = ""
+    ground_truth: Json = None
+    extra_info: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """A data set in memory."""
+
+    prompts: tuple[Prompt, ...]
+    skipped: int
+    """Rows left out because they were longer than `max_prompt_length`."""
+    fingerprint: str
+    """Hash of every prompt's tokens: a resumed run must find the data that it left."""
+
+
+def load_prompts(
+    files: Sequence[Path], config: DataConfig, tokenizer: PromptTokenizer
+) -> PromptSet:
+    """Read, template and tokenise every row of `files`.
+
+    Raises:
+        UserError: a malformed row or one that is too long and not to be skipped (names file and row), or no
+            prompt is left.
+    """
+    prompts: list[Prompt] = []
+    skipped = 0
+    digest = hashlib.blake2b(digest_size=8)
+    for index, located in enumerate(located_rows(files)):
+        prompt = _prompt(index, located, config, tokenizer)
+        if len(prompt.prompt_ids) > config.max_prompt_length and config.filter_overlong_prompts:
+            skipped += 1
+            continue
+        prompt = _truncated(prompt, located.where, config)
+        digest.update(prompt.prompt_ids.tobytes() + b"|")
+        prompts.append(prompt)
+    if not prompts:
+        names = ", ".join(map(str, files))
+        raise UserError(f"no prompts in {names} ({skipped} longer than {config.max_prompt_length})")
+    return PromptSet(prompts=tuple(prompts), skipped=skipped, fingerprint=digest.hexdigest())
+
+
+def task_maker(
+    run: str, *, group_size: int, sampling: SamplingParams, program: str, deadline_s: float
+) -> Callable[[Prompt, str], Task]:
+    """A function from a prompt and a task id to the task of `run`."""
+
+    def make(prompt: Prompt, task_id: str) -> Task:
+        return Task(
+            run=run,
+            task_id=task_id,
+            prompt_ids=prompt.prompt_ids,
+            messages=prompt.messages,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            program=program,
+            sampling=sampling,
+            group_size=group_size,
+            deadline_s=deadline_s,
+        )
+
+    return make
+
+
+def _prompt(index: int, located: Located, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
+    row, where = located.row, located.where
+    asked = row.get(config.prompt_key)
+    if asked is None:
+        keys = ", ".join(map(str, row))
+        raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); the row has {keys}")
+    messages = () if isinstance(asked, str) else _messages(asked, where, config.prompt_key)
+    text = asked if isinstance(asked, str) else _templated(messages, where, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise UserError(f"{where}: the prompt is empty")
+    extra_info = row.get("extra_info") or {}
+    if not isinstance(extra_info, Mapping):
+        raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
+    return Prompt(
+        index=index,
+        prompt_ids=np.array(ids, dtype=np.int32),
+        messages=messages,
+        data_source=str(row.get("data_source") or ""),
+        ground_truth=_ground_truth(row, where),
+        extra_info=extra_info,
+    )
+
+
+def _messages(asked: object, where: str, key: str) -> tuple[Message, ...]:
+    if not isinstance(asked, Sequence) or not asked:
+        raise UserError(
+            f"{where}: {key} is {type(asked).__name__}, want text or a list of messages"
+        )
+    messages = []
+    for message in asked:
+        try:
+            messages.append(Message(role=str(message["role"]), content=str(message["content"])))
+        except (KeyError, TypeError) as error:
+            raise UserError(
+                f"{where}: {key} holds {message!r}, want an object with role and content"
+            ) from error
+    return tuple(messages)
+
+
+def _templated(messages: Sequence[Message], where: str, tokenizer: PromptTokenizer) -> str:
+    if not tokenizer.chat_template:
+        raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
+    conversation = [{"role": m.role, "content": m.content} for m in messages]
+    return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+
+
+def _ground_truth(row: Mapping[str, Any], where: str) -> Json:
+    if "reward_model" not in row:
+        return row.get("answer")
+    model = row["reward_model"]
+    if not isinstance(model, Mapping) or "ground_truth" not in model:
+        raise UserError(f"{where}: reward_model is {model!r:.80}, want an object with ground_truth")
+    return model["ground_truth"]
+
+
+def _truncated(prompt: Prompt, where: str, config: DataConfig) -> Prompt:
+    ids, limit = prompt.prompt_ids, config.max_prompt_length
+    if len(ids) <= limit:
+        return prompt
+    match config.truncation:
+        case "error":
+            raise UserError(
+                f"{where}: {len(ids)} tokens > data.max_prompt_length {limit}; raise it, or set"
+                " data.filter_overlong_prompts or data.truncation"
+            )
+        case "left":
+            kept = ids[-limit:]
+        case "right":
+            kept = ids[:limit]
+        case "middle":
+            kept = np.concatenate([ids[: limit // 2], ids[len(ids) - (limit - limit // 2) :]])
+    return Prompt(
+        index=prompt.index,
+        prompt_ids=kept,
+        messages=prompt.messages,
+        data_source=prompt.data_source,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+    )
