@@ -15,7 +15,7 @@ import pytest
 
 from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
-from meshrl.services.up.supervisor import Supervisor
+from meshrl.services.up.supervisor import Supervisor, Verdict
 
 WORKS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(600)"
 """A service that works until it is asked to drain."""
@@ -35,7 +35,7 @@ class Log(list[tuple[str, str]]):
 
 
 @contextlib.asynccontextmanager
-async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[object]]:
+async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[Verdict]]:
     task = asyncio.create_task(supervisor.run())
     try:
         yield task
@@ -229,7 +229,7 @@ async def test_what_a_service_started_goes_with_it(tmp_path: Path) -> None:
 PARENT = """
 import asyncio, sys
 from meshrl.services.up.service import Service
-from meshrl.services.up.supervisor import Supervisor
+from meshrl.services.up.supervisor import Supervisor, Verdict
 
 CHILD = '''
 import os, subprocess, sys, time
@@ -262,12 +262,21 @@ async def test_every_child_computes_on_one_thread_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    log = Log()
     show = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    services = [
-        process("reference", show, finite=True),
-        process("trainer", show, finite=True, leads=True, wave=1, env={"OMP_NUM_THREADS": "4"}),
-    ]
-    await Supervisor(services, log).run()
-    assert log.of("reference") == ["1"]
-    assert log.of("trainer") == ["4"]
+    for env, threads in (({}, "1"), ({"OMP_NUM_THREADS": "4"}, "4")):
+        log = Log()
+        await Supervisor([process("trainer", show, finite=True, leads=True, env=env)], log).run()
+        assert log.of("trainer") == [threads]
+
+
+async def test_a_service_that_cannot_be_restarted_ends_the_run_and_says_why() -> None:
+    queue = process("queue", WORKS, cannot_restart="its rows were in memory")
+    supervisor = Supervisor([queue], Log())
+    async with running(supervisor) as task:
+        await until(lambda: supervisor.states["queue"].phase == "ready")
+        os.kill(supervisor.states["queue"].pid, signal.SIGKILL)
+        verdict = await task
+    assert verdict.code == Exit.FAILED
+    assert verdict.line == (
+        "queue was killed by SIGKILL and cannot be restarted: its rows were in memory"
+    )

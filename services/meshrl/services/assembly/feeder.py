@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from meshrl.services.assembly._parts import open_runs, work_until_stopped
-from meshrl.services.assembly._prompts import read_prompts
 from meshrl.services.config.recipe import Recipe, train_spec
+from meshrl.services.prompts import read_prompts
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
 from meshrl.services.wires.queue import QueueWire
