@@ -51,6 +51,7 @@ from meshrl.rollout.versions import UNSERVED
 log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2 << 30
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 CUDA_CACHE_SHARE = 0.5
 """Of the memory that is free at start: the rest is for two versions of the weights and for activations."""
 CLOSE_S = 30.0
@@ -66,8 +67,9 @@ class Config(BaseConfig):
     """Of weights and cache; `auto` is bfloat16 on a GPU, float32 on a CPU. Sampling is float32 always."""
     max_model_len: PositiveInt | None = None
     """Prompt and response tokens of one request; None: what the checkpoint allows."""
-    max_prefill_tokens: PositiveInt = 8192
-    """Prompt tokens computed at once (a longer single prompt is computed alone)."""
+    max_prefill_tokens: PositiveInt | None = None
+    """Prompt tokens computed at once (a longer single prompt is computed alone); None: 512 on a CPU, where more only
+    adds padding, 8192 on a GPU."""
     kv_cache_bytes: PositiveInt | None = None
     """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU."""
     stream_interval: PositiveInt = Field(default=16)
@@ -250,7 +252,10 @@ class TorchEngine:
         )
         self._decoder = Decoder(architecture, DTYPES[name], device, self._max_length)
         return Batch(
-            self._decoder, cache, slots=self._slots, max_prefill_tokens=config.max_prefill_tokens
+            self._decoder,
+            cache,
+            slots=self._slots,
+            max_prefill_tokens=config.max_prefill_tokens or PREFILL_TOKENS[device.type],
         )
 
     def _row(
