@@ -72,7 +72,10 @@ class Journal:
         self._in_flight: _Commit | None = None
         self._work = asyncio.Event()
         self._closing = False
-        self._failure: MeshError | None = None
+        self._refusal: MeshError | None = None
+        """Why the last commit that failed did."""
+        self._broken: MeshError | None = None
+        """Set while the store cannot be read back."""
 
     def touch(self, record: Record) -> None:
         """`record` changed."""
@@ -95,11 +98,11 @@ class Journal:
         """Return when everything that was staged until now is durable.
 
         Raises:
-            CapacityError: the disk is full; nothing that was staged happened.
-            UnavailableError: the queue is closing.
+            CapacityError: the disk is full; nothing of what was staged happened.
+            InfraError: the store broke, likewise.
         """
-        if self._failure is not None:
-            raise _fresh(self._failure)
+        if self._broken is not None:
+            raise _fresh(self._broken)
         commit = self._in_flight if self._staged.empty else self._staged
         if commit is None:
             return
@@ -126,43 +129,53 @@ class Journal:
         self._in_flight = commit
         try:
             await self._store.apply(commit.operations())
-        except MeshError as error:
-            await self._fail(commit, error)
         except Exception as error:
-            await self._fail(commit, InfraError(f"queue store: {type(error).__name__}: {error}"))
+            await self._fail(commit, _as_mesh_error(error))
         else:
             commit.done.set_result(None)
         finally:
             self._in_flight = None
 
     async def _fail(self, commit: _Commit, error: MeshError) -> None:
+        """Go back to the last commit, then tell: whoever repeats the call finds a queue that works."""
         log.error("a commit failed, the queue goes back to the last one: %s", error)
-        self._failure = error
-        commit.done.set_exception(error)
+        self._refusal = error
         while True:
             try:
                 await self._recover()
-            except MeshError as problem:
-                self._failure = problem
-                if self._closing:
-                    problem = UnavailableError(f"the queue closed on a broken store: {problem}")
-                    self._refuse_staged(problem)
-                    return
+            except Exception as caught:
+                problem = _as_mesh_error(caught)
                 log.error("queue store cannot be read back: %s", problem)
+                self._broken = self._refusal = problem
+                _refuse(commit, problem)
+                self._refuse_staged()
+                if self._closing:
+                    return
                 await asyncio.sleep(RECOVERY_PAUSE_S)
             else:
-                return
+                break
+        self._broken = None
+        _refuse(commit, error)
 
     def restarted(self) -> None:
-        """RAM is back at the last commit: forget what was staged on the state that is gone."""
-        if self._failure is not None:
-            self._refuse_staged(self._failure)
-            self._failure = None
+        """RAM is back at the last commit: refuse what was staged on the state that is gone."""
+        self._refuse_staged()
 
-    def _refuse_staged(self, error: MeshError) -> None:
+    def _refuse_staged(self) -> None:
         staged, self._staged = self._staged, _Commit()
-        if not staged.done.done():
-            staged.done.set_exception(error)
+        _refuse(staged, self._refusal or UnavailableError("the queue is not open yet"))
+
+
+def _refuse(commit: _Commit, error: MeshError) -> None:
+    if not commit.done.done():
+        commit.done.set_exception(error)
+
+
+def _as_mesh_error(error: Exception) -> MeshError:
+    if isinstance(error, MeshError):
+        return error
+    log.exception("the queue's store failed in a way it does not name", exc_info=error)
+    return InfraError(f"queue store: {type(error).__name__}: {error}")
 
 
 def _fresh(error: MeshError) -> MeshError:

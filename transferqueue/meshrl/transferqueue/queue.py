@@ -84,13 +84,13 @@ class TransferQueue:
         if self._closing:
             return
         self._closing = True
-        self._expiry.clear()
         self._opened.ring()
         for run in self._runs.values():
             run.ring_all()
         self._journal.close()
         if self._committer is not None:
             await self._committer
+        self._expiry.clear()
         await self._store.close()
 
     @property

@@ -1,0 +1,157 @@
+"""The disk store: growth, reuse, ownership, refusals, and a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UserError
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.stores.disk import STAMP, DiskStore
+
+from ...contract.queue_actors import Actors, spec, tasks  # noqa: TID252 (tests are no package)
+
+MIB = 1 << 20
+
+
+def puts(count: int, nbytes: int = MIB // 16) -> list[Operation]:
+    return [
+        Operation(Table.PAYLOAD, number.to_bytes(4, "big"), bytes(nbytes))
+        for number in range(count)
+    ]
+
+
+@contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond `nbytes`: a full disk that needs no root."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_the_map_grows_while_it_is_in_use(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, grow_bytes=MIB)
+    await store.load()
+    await store.apply(puts(160))
+    values = await store.read([number.to_bytes(4, "big") for number in range(161)])
+    assert [len(value) for value in values[:160] if value] == [MIB // 16] * 160
+    assert values[160] is None
+    await store.close()
+    again = DiskStore(tmp_path, grow_bytes=MIB)
+    await again.load()
+    assert (await again.read([bytes(4)]))[0] is not None
+    await again.close()
+
+
+async def test_freed_space_is_used_again(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    await store.load()
+    sizes: list[int] = []
+    for _ in range(12):
+        operations = puts(64)
+        await store.apply(operations)
+        await store.apply([Operation(op.table, op.key, None) for op in operations])
+        sizes.append((tmp_path / "data.mdb").stat().st_size)
+    assert sizes[-1] == sizes[3]
+    await store.close()
+
+
+async def test_one_queue_at_a_time_owns_a_folder(tmp_path: Path) -> None:
+    first = await TransferQueue.open(DiskStore(tmp_path))
+    with pytest.raises(UserError, match=f"process {os.getpid()}"):
+        await TransferQueue.open(DiskStore(tmp_path))
+    await first.close()
+    await (await TransferQueue.open(DiskStore(tmp_path))).close()
+
+
+async def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot keep a queue at"):
+        await TransferQueue.open(DiskStore(tmp_path / "file" / "queue"))
+
+
+async def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    await (await TransferQueue.open(DiskStore(tmp_path))).close()
+    with lmdb.open(str(tmp_path), max_dbs=2) as environment:
+        meta = environment.open_db(b"meta")
+        with environment.begin(db=meta, write=True) as transaction:
+            transaction.put(STAMP, json.dumps({"format": 99}).encode())
+    with pytest.raises(UserError, match=r"format 99, this meshrl reads format 1"):
+        await TransferQueue.open(DiskStore(tmp_path))
+
+
+async def test_a_file_that_is_no_store_is_corrupt(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"not a store" * 4096)
+    with pytest.raises(CorruptError, match="no readable queue store"):
+        await TransferQueue.open(DiskStore(tmp_path))
+
+
+async def test_a_record_that_was_changed_on_disk_is_corrupt(tmp_path: Path) -> None:
+    actors = Actors(await TransferQueue.open(DiskStore(tmp_path)))
+    await actors.start()
+    await actors.feed(tasks(1))
+    await actors.queue.close()
+    with lmdb.open(str(tmp_path), max_dbs=2) as environment:
+        meta = environment.open_db(b"meta")
+        with environment.begin(db=meta, write=True) as transaction:
+            key, value = next(item for item in transaction.cursor() if item[0][:1] == b"g")
+            transaction.put(key, value[:-1] + b"!")
+    with pytest.raises(CorruptError, match="checksum"):
+        await TransferQueue.open(DiskStore(tmp_path))
+
+
+async def test_a_full_disk_is_a_clear_error_and_the_run_goes_on(tmp_path: Path) -> None:
+    actors = Actors(await TransferQueue.open(DiskStore(tmp_path)))
+    await actors.start(spec(max_staleness=999.0))
+    await actors.feed(tasks(1))
+    lease = await actors.lease()
+    big = tasks(40, start=1, extra_info={"filler": "x" * MIB})
+    with file_limit(4 * MIB), pytest.raises(CapacityError, match="took no more"):
+        await actors.feed(big)
+    assert await actors.resident() == {"leased": 2}
+    await actors.write(lease)
+    assert await actors.feed(big) == 40
+    await actors.queue.close()
+    actors.queue = await TransferQueue.open(DiskStore(tmp_path))
+    assert await actors.resident() == {"pending": 2, "queued": 80}
+    await actors.queue.close()
+
+
+async def test_rows_may_not_use_the_reserve_but_may_leave(tmp_path: Path) -> None:
+    actors = Actors(await TransferQueue.open(DiskStore(tmp_path)))
+    await actors.start()
+    await actors.feed(tasks(2))
+    await actors.work()
+    await actors.queue.close()
+    actors.queue = await TransferQueue.open(DiskStore(tmp_path, reserve_bytes=1 << 60))
+    with pytest.raises(CapacityError, match="bytes free on disk"):
+        await actors.feed(tasks(2, start=2))
+    await actors.train(0)
+    await actors.commit(1)
+    assert (await actors.ledger()).trained == 4
+    await actors.queue.close()
+
+
+def test_an_unknown_store_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'disk'\? \(known: disk, memory"):
+        stores.build(QueueConfig(store="dsik"), tmp_path)
+
+
+async def test_the_path_of_the_config_wins(tmp_path: Path) -> None:
+    config = QueueConfig(path=tmp_path / "mine")
+    await (await TransferQueue.open(stores.build(config, tmp_path / "run"))).close()
+    assert (tmp_path / "mine" / "data.mdb").exists()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,208 @@
+"""A queue that is closed, or dies, and is opened again on the same store goes on where it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.errors import FencedError, UnavailableError, WaitTimeoutError
+from meshrl.contract.nouns import GroupPolicy, Outcome, Version
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.disk import DiskStore
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import (  # noqa: TID252 (tests are no package)
+    WAIT_S,
+    Actors,
+    batch_uids,
+    spec,
+    task,
+    tasks,
+    tokens_of,
+    uids,
+)
+
+Life = tuple[Actors, Callable[[], Awaitable[None]]]
+
+
+@pytest.fixture(params=["memory", "disk"])
+async def life(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Life]:
+    """Actors on a fresh queue, and a way to close it and open it again under them."""
+    memory = MemoryStore()
+
+    def store() -> MemoryStore | DiskStore:
+        return memory if request.param == "memory" else DiskStore(tmp_path / "queue")
+
+    actors = Actors(await TransferQueue.open(store()))
+
+    async def reopen() -> None:
+        before = await actors.queue.ledger("run")
+        await actors.queue.close()
+        actors.queue = await TransferQueue.open(store())
+        assert await actors.ledger() == before
+
+    yield actors, reopen
+    await actors.queue.close()
+
+
+async def test_every_state_of_a_row_survives(life: Life) -> None:
+    actors, reopen = life
+    await actors.start(spec(max_staleness=9.0))
+    await actors.feed(tasks(10), cursor="ten")
+    await actors.work(limit=8)
+    await actors.train(0)
+    await actors.take(1)
+    await actors.work(limit=2)
+    await actors.write(await actors.lease(limit=2))
+    await actors.lease(limit=2)
+    everywhere = {"settled": 4, "taken": 4, "ready": 2, "pending": 2, "leased": 2, "queued": 6}
+    assert await actors.resident() == everywhere
+    state = await actors.queue.run_state("run")
+    await reopen()
+    assert await actors.resident() == everywhere
+    assert await actors.queue.run_state("run") == state
+    assert state.cursor == "ten"
+
+
+async def test_a_lease_goes_on_under_its_token(life: Life) -> None:
+    actors, reopen = life
+    await actors.start()
+    await actors.feed(tasks(1))
+    lease = await actors.lease()
+    await reopen()
+    assert await actors.queue.renew("run", "rollout", "w", [lease.rows[0].uid]) == []
+    await actors.write(lease)
+    await reopen()
+    await actors.write(lease)
+    assert await actors.resident() == {"pending": 2}
+
+
+async def test_tokens_grow_across_a_restart(life: Life) -> None:
+    actors, reopen = life
+    await actors.start()
+    await actors.feed(tasks(1))
+    old = await actors.lease()
+    await actors.queue.release("run", "rollout", tokens_of(old))
+    await reopen()
+    new = await actors.lease()
+    assert new.rows[0].token > old.rows[0].token
+    with pytest.raises(FencedError):
+        await actors.write(old)
+
+
+async def test_a_lease_whose_worker_died_with_the_queue_expires(life: Life) -> None:
+    actors, reopen = life
+    await actors.start(spec(lease_ttl_s=0.3))
+    await actors.feed(tasks(1))
+    await actors.lease(worker="dead")
+    await reopen()
+    lease = await actors.lease(worker="alive", wait_s=WAIT_S)
+    assert {row.delivery for row in lease.rows} == {2}
+
+
+async def test_a_batch_is_taken_once_across_a_restart(life: Life) -> None:
+    actors, reopen = life
+    await actors.start()
+    await actors.feed(tasks(2))
+    await actors.work()
+    batch = await actors.take(0)
+    await reopen()
+    assert await actors.take(0) == batch
+    await actors.settle(0)
+    await reopen()
+    assert await actors.take(0) == batch
+    with pytest.raises(WaitTimeoutError):
+        await actors.feed(tasks(1, start=2))
+    await actors.publish(1)
+    await reopen()
+    assert await actors.feed(tasks(2, start=2)) == 2
+
+
+async def test_a_replay_keeps_its_order_across_a_restart(life: Life) -> None:
+    actors, reopen = life
+    await actors.start(spec(max_staleness=3.0))
+    await actors.feed(tasks(4))
+    late = await actors.lease(limit=2)
+    await actors.work(limit=4)
+    first = await actors.train(0)
+    await actors.write(late)
+    await actors.work()
+    await actors.queue.rewind("run", epoch=1, step=0)
+    await reopen()
+    assert batch_uids(await actors.take(0)) == batch_uids(first)
+
+
+async def test_dead_letters_and_their_tasks_survive(life: Life) -> None:
+    actors, reopen = life
+    await actors.start(spec(max_attempts=1))
+    await actors.feed(tasks(1))
+    row = (await actors.lease(limit=1)).rows[0]
+    await actors.queue.fail("run", "rollout", row.uid, row.token, Outcome.TIMEOUT, "slow")
+    letters = await actors.queue.dead_letters("run")
+    await reopen()
+    assert await actors.queue.dead_letters("run") == letters
+    assert await actors.queue.replay("run", [row.uid]) == 1
+    await reopen()
+    lease = await actors.lease()
+    assert uids(lease) == ["t0.0.1", "t0.1.1"]
+    assert lease.rows[0].task.extra_info["text"] == "naïve ☃"
+
+
+async def test_groups_by_k_of_n_survive(life: Life) -> None:
+    actors, reopen = life
+    await actors.start(
+        spec(group_size=3, batch_groups=1, group_policy=GroupPolicy.K_OF_N, group_k=2)
+    )
+    await actors.feed(tasks(1, group_size=3))
+    await actors.work(limit=2)
+    await reopen()
+    assert batch_uids(await actors.take(0, groups=1)) == ["t0.0.0", "t0.1.0"]
+
+
+async def test_a_task_admitted_before_is_known_after_a_restart(life: Life) -> None:
+    actors, reopen = life
+    await actors.start()
+    await actors.feed(tasks(2))
+    await actors.work()
+    await actors.train(0)
+    await actors.commit(1)
+    await reopen()
+    assert await actors.feed(tasks(2)) == 2
+    assert (await actors.ledger()).admitted == 4
+
+
+async def test_runs_are_apart(life: Life) -> None:
+    actors, reopen = life
+    other = Actors(actors.queue, run="run.eval")
+    await actors.start()
+    await other.start(spec("run.eval", gated=False, max_staleness=float("inf")))
+    await actors.feed(tasks(1))
+    await other.feed([task("q", run="run.eval")])
+    await reopen()
+    other.queue = actors.queue
+    assert len((await other.lease()).rows) == 2
+    assert await actors.resident() == {"queued": 2}
+    assert (await actors.queue.run_state("run")).published == Version(1, 0)
+
+
+async def test_whoever_waits_when_the_queue_closes_is_told_so(life: Life) -> None:
+    actors, _ = life
+    await actors.start()
+    waiting = [
+        asyncio.ensure_future(call)
+        for call in (
+            actors.lease(wait_s=WAIT_S),
+            actors.take(0, wait_s=WAIT_S),
+            Actors(actors.queue, run="later").lease("reward", wait_s=WAIT_S),
+        )
+    ]
+    await asyncio.sleep(0.01)
+    await actors.queue.close()
+    for call in waiting:
+        with pytest.raises(UnavailableError):
+            await call
+    with pytest.raises(UnavailableError):
+        await actors.ledger()

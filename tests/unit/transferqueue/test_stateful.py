@@ -1,0 +1,266 @@
+"""Random lives of a run against a simple model: every answer and the whole ledger must agree, restarts included."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from meshrl.contract.errors import FencedError, WaitTimeoutError
+from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Lease, Outcome
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import (  # noqa: TID252 (tests are no package)
+    Actors,
+    batch_uids,
+    spec,
+    task,
+    uids,
+)
+from .queue_model import STAGES, Model, ModelBatch, ModelRow
+
+T = TypeVar("T")
+SIZE, BATCH, STALENESS, ATTEMPTS = 2, 2, 1, 2
+
+
+class QueueMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.store = MemoryStore()
+        self.model = Model(SIZE, BATCH, STALENESS, ATTEMPTS)
+        self.leases: list[tuple[Lease, list[ModelRow]]] = []
+        self.takes = 0
+        self.actors = Actors(self.run(TransferQueue.open(self.store)))
+        self.run(
+            self.actors.start(
+                spec(
+                    group_size=SIZE,
+                    batch_groups=BATCH,
+                    max_staleness=float(STALENESS),
+                    max_attempts=ATTEMPTS,
+                    lease_ttl_s=1e6,
+                    stages=(ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE),
+                )
+            )
+        )
+
+    def run(self, call) -> T:  # type: ignore[no-untyped-def]
+        return self.loop.run_until_complete(call)
+
+    def teardown(self) -> None:
+        self.run(self.actors.queue.close())
+        self.loop.close()
+
+    # --- the feeder
+
+    @rule(count=st.integers(1, 5), back=st.integers(0, 2))
+    def admit(self, count: int, back: int) -> None:
+        start = max(0, len(self.model.seen) - back)
+        names = [f"t{number:04d}" for number in range(start, start + count)]
+        expected = self.model.admit(names)
+        try:
+            assert self.run(self.actors.feed([task(name) for name in names])) == expected
+        except WaitTimeoutError:
+            assert expected == 0
+
+    # --- workers
+
+    @rule(stage=st.sampled_from(STAGES), limit=st.integers(1, 6))
+    def lease(self, stage: str, limit: int) -> None:
+        rows = self.model.leasable(stage)[:limit]
+        try:
+            lease = self.run(self.actors.lease(stage, limit))
+        except WaitTimeoutError:
+            assert rows == []
+            return
+        assert uids(lease) == [row.name for row in rows]
+        for row, leased in zip(rows, lease.rows, strict=True):
+            row.held[stage] = leased.token
+            row.delivered[stage] += 1
+            assert leased.delivery == row.delivered[stage]
+        self.leases.append((lease, rows))
+
+    def _live(self, lease: Lease, rows: list[ModelRow]) -> bool:
+        """Does the model say that every row of the lease may be written?"""
+        for leased, row in zip(lease.rows, rows, strict=True):
+            here = any(row is other for g in self.model.groups for other in g.rows)
+            held = row.held.get(lease.stage) == leased.token
+            if not here or not held:
+                return False
+        return True
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), twice=st.booleans())
+    def write(self, data: st.DataObject, twice: bool) -> None:
+        lease, rows = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        live = self._live(lease, rows)
+        for _ in range(1 + twice):
+            try:
+                self.run(self.actors.write(lease))
+                assert live
+            except FencedError:
+                assert not live
+        if live:
+            for row in rows:
+                del row.held[lease.stage]
+                row.done.add(lease.stage)
+                if lease.stage == "rollout":
+                    row.step = self.actors.version.step
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), release=st.booleans())
+    def give_up(self, data: st.DataObject, release: bool) -> None:
+        lease, rows = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        for leased, row in zip(lease.rows, rows, strict=True):
+            here = any(row is other for g in self.model.groups for other in g.rows)
+            live = here and row.held.get(lease.stage) == leased.token
+            if release:
+                self.run(self.actors.queue.release("run", lease.stage, {leased.uid: leased.token}))
+                if live:
+                    del row.held[lease.stage]
+                    row.delivered[lease.stage] -= 1
+                continue
+            try:
+                self.run(
+                    self.actors.queue.fail(
+                        "run", lease.stage, leased.uid, leased.token, Outcome.TIMEOUT, "slow"
+                    )
+                )
+                assert live
+                self.model.fail(row, lease.stage, "slow")
+            except FencedError:
+                assert not live
+
+    @rule()
+    def work_through(self) -> None:
+        """Everything that can be done is done: without this rule few lives get as far as a batch."""
+        for stage in STAGES:
+            self.lease(stage, 100)
+            if self.leases and self.leases[-1][0].stage == stage:
+                lease, rows = self.leases.pop()
+                self.run(self.actors.write(lease))
+                for row in rows:
+                    del row.held[stage]
+                    row.done.add(stage)
+                    if stage == "rollout":
+                        row.step = self.actors.version.step
+
+    # --- the trainer
+
+    @rule(ahead=st.integers(0, 2), count=st.integers(1, 3), settle=st.booleans())
+    def take(self, ahead: int, count: int, settle: bool) -> None:
+        self.takes += 1
+        name, step = f"b{self.takes}", self.model.published + ahead
+        expected = self.model.take(name, step, count)
+        try:
+            batch = self.run(self.actors.take(step, count, name=name))
+        except WaitTimeoutError:
+            assert expected is None
+            return
+        assert expected is not None
+        assert batch_uids(batch) == [row.name for row in expected]
+        assert self.run(self.actors.take(step, count, name=name)) == batch
+        if settle:
+            self._settle(self.model.batches[-1])
+
+    def _settle(self, batch: ModelBatch) -> None:
+        self.run(self.actors.settle(batch.step, batch.name))
+        batch.settled = True
+
+    @rule()
+    def settle_all(self) -> None:
+        for batch in self.model.batches:
+            self._settle(batch)
+
+    @rule(data=st.data())
+    def filter(self, data: st.DataObject) -> None:
+        taken = [g for b in self.model.batches if not b.settled for g in b.groups]
+        if taken:
+            group = data.draw(st.sampled_from(taken))
+            names = [
+                row.uid for row in self.run(self._manifest(group.batch)) if row.group == group.task
+            ]
+            for _ in range(2):
+                self.run(
+                    self.actors.queue.filter(
+                        "run", epoch=self.actors.epoch, uids=names, reason="easy"
+                    )
+                )
+            self.model.filter(group, "easy")
+
+    async def _manifest(self, batch: ModelBatch):  # type: ignore[no-untyped-def]
+        return (await self.actors.take(batch.step, name=batch.name)).rows
+
+    @rule()
+    def publish(self) -> None:
+        self.model.published += 1
+        self.run(self.actors.publish(self.model.published))
+
+    @rule(ahead=st.integers(-1, 1))
+    def commit(self, ahead: int) -> None:
+        step = max(0, self.model.published + ahead)
+        self.model.commit(step)
+        self.run(self.actors.commit(step))
+
+    @rule(back=st.integers(0, 2))
+    def resume(self, back: int) -> None:
+        """A trainer dies and another resumes at the last checkpoint or a little later."""
+        self.actors.epoch = self.run(self.actors.queue.acquire("run", "next")).epoch
+        self.model.give_back([b for b in self.model.batches if not b.settled])
+        step = self.model.committed + back
+        later = [b for b in self.model.batches if b.step >= step]
+        expected = self.model.give_back(later)
+        rewound = self.actors.queue.rewind("run", epoch=self.actors.epoch, step=step)
+        assert self.run(rewound) == expected
+        self.model.published = step
+        self.run(self.actors.publish(step))
+
+    # --- the queue itself
+
+    @rule(crash=st.booleans())
+    def restart(self, crash: bool) -> None:
+        if crash:
+            self.actors.queue._committer.cancel()
+            self.run(asyncio.sleep(0))
+        else:
+            self.run(self.actors.queue.close())
+        self.actors.queue = self.run(TransferQueue.open(self.store))
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        ledger = self.run(self.actors.ledger())
+        model = self.model
+        assert ledger.admitted == model.admitted
+        assert ledger.trained == model.trained
+        assert (ledger.filtered, ledger.stale) == (model.filtered, model.stale)
+        assert ledger.dead_lettered == model.dead
+        resident = {state: count for state, count in ledger.resident.items() if count}
+        assert resident == model.resident()
+
+    @invariant()
+    def the_ready_sets_agree(self) -> None:
+        run = self.actors.queue._runs["run"]
+        for stage in STAGES:
+            ready = run.ready[run.stages[stage].number]
+            assert len(ready) == len(self.model.leasable(stage))
+        assert run.complete == sum(group.complete for group in self.model.groups)
+        open_bytes = sum(
+            group.nbytes
+            for group in run.groups.values()
+            if not (group.batch is not None and group.batch.consumed)
+        )
+        assert run.open_bytes == open_bytes
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
