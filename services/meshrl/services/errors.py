@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -109,7 +109,9 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
 
 
 def _detail(error: grpc.aio.AioRpcError) -> pb.ErrorDetail | None:
-    value = dict(error.trailing_metadata() or ()).get(DETAIL_KEY)
+    # grpc.aio hands out a Metadata; the stubs know only what the synchronous API does.
+    trailing = cast("grpc.aio.Metadata | None", error.trailing_metadata())
+    value = trailing.get(DETAIL_KEY) if trailing is not None else None
     if not isinstance(value, bytes):
         return None
     try:
