@@ -14,9 +14,13 @@ PATH = click.Path(path_type=Path)
 
 def recipe_argument(function: F) -> F:
     """`RECIPE [KEY=VALUE ...]`."""
-    overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
     recipe = click.argument("recipe", type=PATH, envvar="MESHRL_RECIPE")
-    return recipe(overrides(function))
+    return recipe(overrides_argument(function))
+
+
+def overrides_argument(function: F) -> F:
+    """`[KEY=VALUE ...]`."""
+    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
 
 
 def json_option(function: F) -> F:

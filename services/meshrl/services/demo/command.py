@@ -1,0 +1,97 @@
+"""`meshrl demo`: prepare, train with `up`, report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from meshrl.contract.errors import UserError
+from meshrl.services.cli.options import overrides_argument
+from meshrl.services.config import load_recipe
+
+if TYPE_CHECKING:
+    from meshrl.contract.nouns import Ledger
+    from meshrl.services.config.recipe import Recipe
+    from meshrl.trainer.sft import SftProgress
+
+RECIPE = Path("recipes/demo/recipe.yaml")
+
+
+@click.command()
+@overrides_argument
+@click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
+def demo(overrides: tuple[str, ...], plain: bool) -> None:
+    """Make a tiny model, warm it up, and let it learn by RL that thinking pays.
+
+    Every run starts afresh under runs/demo, but for the warm-started model, which is kept. Results:
+    runs/demo/summary.json, curves.png and export/.
+    """
+    if not RECIPE.is_file():
+        raise UserError(f"{RECIPE}: no such file; run the demo from a checkout's root")
+    recipe = load_recipe(RECIPE, overrides, check=False)
+    directory = recipe.run.path
+    _start_afresh(directory)
+    # Imported here: with them come gRPC and torch, and `--help` should answer at once.
+    from meshrl.services.demo.prepare import prepare
+    from meshrl.services.up.run import up
+
+    click.echo("demo: a tiny model, its prompts and a short supervised warm start")
+    prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
+    code = up(load_recipe(RECIPE, overrides), fixed_ports={}, plain=plain)
+    if code == 0:
+        _report(recipe)
+    sys.exit(code)
+
+
+def _start_afresh(directory: Path) -> None:
+    """Remove what an earlier demo left, but not the model that it made."""
+    for path in directory.glob("*"):
+        if path.name == "assets":
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _show_warm_start(phase: str, progress: SftProgress) -> None:
+    if progress.exact_match is None and progress.step % 50 and progress.step != progress.steps:
+        return
+    match = "" if progress.exact_match is None else f", exact match {progress.exact_match:.2f}"
+    click.echo(
+        f"  {phase}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}{match},"
+        f" {progress.tokens_per_s:,.0f} tokens/s"
+    )
+
+
+def _report(recipe: Recipe) -> None:
+    from rich.console import Console
+
+    from meshrl.services.demo.report import History, draw_curves, summary, table
+
+    directory = recipe.run.path
+    history = History.read(recipe.metrics_path)
+    ledger = asyncio.run(_stored_ledger(recipe))
+    shown = summary(history, ledger, directory / "export")
+    (directory / "summary.json").write_text(json.dumps(shown, indent=2) + "\n")
+    draw_curves(history, directory / "curves.png")
+    Console(highlight=False).print(table(shown, history))
+    click.echo(f"{directory / 'summary.json'}\n{directory / 'curves.png'}\n{directory / 'export'}")
+
+
+async def _stored_ledger(recipe: Recipe) -> Ledger:
+    """The ledger as the queue's files tell it, after the queue has ended."""
+    from meshrl.transferqueue import stores
+    from meshrl.transferqueue.queue import TransferQueue
+
+    queue = await TransferQueue.open(stores.build(recipe.queue, recipe.queue_path))
+    try:
+        return await queue.ledger(recipe.run.name)
+    finally:
+        await queue.close()

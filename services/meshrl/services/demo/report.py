@@ -1,0 +1,144 @@
+"""What the demo shows at its end: a table, summary.json, curves.png, one answer before and one after."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Json, Ledger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """metrics.jsonl, read back."""
+
+    steps: tuple[Mapping[str, Any], ...]
+    """One object per training step."""
+    evaluations: tuple[Mapping[str, Any], ...]
+    """One object per evaluation, the first one before training."""
+
+    @classmethod
+    def read(cls, path: Path) -> History:
+        """Raises UserError when the run left no complete history."""
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = tuple(line for line in lines if "reward/mean" in line)
+        evaluations = tuple(line for line in lines if "val/score/mean" in line)
+        if not steps or len(evaluations) < 2:
+            raise UserError(
+                f"{path}: {len(steps)} steps and {len(evaluations)} evaluations, too few"
+            )
+        return cls(steps=steps, evaluations=evaluations)
+
+    @property
+    def began(self) -> float:
+        """Unix time at which the first step's wait for a batch began."""
+        first = self.steps[0]
+        return float(first["time/unix_s"] - first["time/step_s"])
+
+    @property
+    def rl_seconds(self) -> float:
+        """Wall-clock seconds from the first wait for a batch to the last optimizer step."""
+        return float(self.steps[-1]["time/unix_s"] - self.began)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Trained rows by staleness."""
+        rows: Counter[int] = Counter()
+        for step in self.steps:
+            for staleness, count in step["staleness/rows"].items():
+                rows[int(staleness)] += count
+        return rows
+
+
+def summary(history: History, ledger: Ledger, export: Path) -> dict[str, Json]:
+    """What `runs/demo/summary.json` holds."""
+    first, last = history.evaluations[0], history.evaluations[-1]
+    return {
+        "accuracy_before": first["val/score/mean"],
+        "accuracy_after": last["val/score/mean"],
+        "rl_seconds": round(history.rl_seconds, 2),
+        "steps": len(history.steps),
+        "samples": sum(int(step["batch/rows"]) for step in history.steps),
+        "tokens": sum(int(step["batch/tokens"]) for step in history.steps),
+        "staleness": _spread(history.staleness),
+        "ledger": asdict(ledger) | {"balanced": ledger.balanced},
+        "versions": {
+            "first": first["val/version"],
+            "last": last["val/version"],
+            "published": len(history.steps) + 1,
+        },
+        "thinking_before": first["val/reward/thinks"],
+        "thinking_after": last["val/reward/thinks"],
+        "export": str(export),
+    }
+
+
+def _spread(rows: Counter[int]) -> dict[str, float]:
+    ordered = sorted(rows.elements())
+    return {
+        "mean": round(sum(ordered) / len(ordered), 4),
+        "p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
+        "max": ordered[-1],
+    }
+
+
+def table(shown: Mapping[str, Any], history: History) -> Table:
+    """The summary for a person."""
+    first, last = history.evaluations[0], history.evaluations[-1]
+    made = Table(title="What the model learned", title_justify="left")
+    made.add_column("held-out programs, greedy")
+    made.add_column("before", justify="right")
+    made.add_column("after", justify="right")
+    for label, key, form in (
+        ("accuracy", "val/score/mean", "{:.3f}"),
+        ("share of answers that think first", "val/reward/thinks", "{:.3f}"),
+        ("mean response, tokens", "val/response_length", "{:.1f}"),
+        ("a sample", "val/sample", "{}"),
+    ):
+        made.add_row(label, form.format(first[key]), form.format(last[key]))
+    stale = shown["staleness"]
+    made.caption = (
+        f"{shown['steps']} steps, {shown['samples']} samples, {shown['tokens']} tokens in"
+        f" {shown['rl_seconds']:.1f} s of RL; staleness mean {stale['mean']:.2f}, p95 {stale['p95']},"
+        f" max {stale['max']}; ledger {'balanced' if shown['ledger']['balanced'] else 'NOT BALANCED'}"
+    )
+    return made
+
+
+def draw_curves(history: History, path: Path) -> None:
+    """Accuracy, share of thinking and response length over seconds of RL, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    trained = _over_time(history, history.steps)
+    held_out = _over_time(history, history.evaluations)
+    curves: Iterable[tuple[str, str, str]] = (
+        ("accuracy", "reward/mean", "val/score/mean"),
+        ("share of thinking", "reward/thinks", "val/reward/thinks"),
+        ("response length, tokens", "response/length_mean", "val/response_length"),
+    )
+    for panel, (title, sampled, greedy) in zip(panels, curves, strict=True):
+        panel.plot(trained, [step[sampled] for step in history.steps], label="sampled, in training")
+        values = [evaluation[greedy] for evaluation in history.evaluations]
+        panel.plot(held_out, values, "o-", label="greedy, held out")
+        panel.set(title=title, xlabel="seconds of RL")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _over_time(history: History, lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [max(0.0, line["time/unix_s"] - history.began) for line in lines]

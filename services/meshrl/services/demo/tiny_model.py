@@ -1,0 +1,49 @@
+"""The demo's model: a Qwen3 of 342 thousand parameters over printable characters, as an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+
+
+def write_tiny_model(path: Path, *, seed: int = 0) -> None:
+    """Write a randomly initialised checkpoint with its tokenizer: config.json, safetensors, tokenizer files."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _character_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        intermediate_size=288,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(path)
+    model.save_pretrained(path)
+
+
+def _character_tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [c for c in string.printable if c.isprintable()]
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast: Any = PreTrainedTokenizerFast  # transformers ships no types for it
+    return fast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
