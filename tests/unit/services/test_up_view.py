@@ -179,3 +179,22 @@ def test_logs_that_cannot_be_kept_are_still_shown_and_said_once(tmp_path: Path) 
     lines = out.getvalue().splitlines()
     assert [line for line in lines if "│ one" in line or "│ two" in line] == lines[1:]
     assert "logs are shown but not kept" in lines[0]
+
+
+def test_the_end_is_told_from_the_runs_own_record(tmp_path: Path) -> None:
+    made = board()
+    record = tmp_path / "metrics.jsonl"
+    record.write_text(
+        '{"step": 0, "val/score/mean": 0.1}\n'
+        '{"step": 0, "reward/mean": 0.2}\n'
+        '{"step": 1, "reward/mean": null}\n'
+        '{"step": 40, "val/score/mean": 0.97}\n'
+    )
+    made.recall(record)
+    text = drawn(final_table(made, {}))
+    assert "0.200 → 0.500" in text and "0.100 → 0.970" in text
+    before = dict(made.scores)
+    record.write_text('{"step": 0, "val/sco')
+    made.recall(record)
+    made.recall(tmp_path / "none.jsonl")
+    assert made.scores == before

@@ -12,9 +12,7 @@ from meshrl.contract.nouns import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
-    GroupPolicy,
     RunSpec,
-    StalePolicy,
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
@@ -118,21 +116,11 @@ def has_evaluation(recipe: Recipe) -> bool:
 def train_spec(recipe: Recipe) -> RunSpec:
     """What the training run asks of the queue. Every service opens it, so start order does not matter."""
     stages = (ROLLOUT_STAGE, REWARD_STAGE)
-    queue = recipe.queue
-    return RunSpec(
-        run=recipe.run.name,
+    return recipe.queue.run_spec(
+        recipe.run.name,
         group_size=recipe.rollout.n,
         batch_groups=recipe.data.train_batch_size,
-        max_staleness=float(queue.max_staleness),
         stages=(*stages, REFERENCE_STAGE) if needs_reference(recipe) else stages,
-        group_policy=GroupPolicy(queue.group_policy),
-        group_k=queue.group_k,
-        stale_policy=StalePolicy(queue.stale_policy),
-        max_attempts=queue.max_attempts,
-        lease_ttl_s=queue.lease_ttl_s,
-        resident_batches=queue.resident_batches,
-        resident_bytes=queue.resident_bytes,
-        sampler=queue.sampler,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from meshrl.contract.nouns import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
 from meshrl.services.up.supervisor import State
@@ -47,6 +49,21 @@ class Board:
             self.waiting_since = time.monotonic()
         self.trainer = status
         return fresh
+
+    def recall(self, metrics: Path) -> None:
+        """Take rewards and scores from the run's own record: exact, and of the whole run where this `up` resumed it."""
+        try:
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        except (OSError, ValueError):
+            # No record, or a last line that was cut short: what was seen is shown.
+            return
+        for line in lines:
+            if isinstance(line.get("reward/mean"), float):
+                self.rewards[line["step"]] = line["reward/mean"]
+        scores = [line for line in lines if isinstance(line.get("val/score/mean"), float)]
+        if scores:
+            self.scores = {line["step"]: line["val/score/mean"] for line in scores}
+        self.rewards = dict(sorted(self.rewards.items()))
 
     @property
     def elapsed_s(self) -> float:

@@ -25,6 +25,8 @@ from meshrl.services.up.supervisor import Supervisor, Verdict
 from meshrl.services.up.view import final_table, live_view, step_line, waiting_lines
 
 REDRAW_S = 0.25
+STEP_LINE_S = 3.0
+"""Between two lines of progress: small models make several steps a second."""
 WAITING_LINE_S = 30.0
 RECIPE_NAME = "recipe.yaml"
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -43,6 +45,7 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
         save_recipe(recipe, directory / RECIPE_NAME)
         plan = Plan(recipe, directory / RECIPE_NAME, directory / BOOK_NAME, fixed_ports)
         verdict, board = asyncio.run(_supervise(recipe, plan, console, plain))
+    board.recall(recipe.metrics_path)
     files = {
         "checkpoints": str(recipe.checkpoint_dir),
         "metrics": str(recipe.metrics_path),
@@ -65,8 +68,12 @@ async def _supervise(
         board = Board(run=recipe.run.name, states=supervisor.states)
         live = console.is_terminal and not plain
 
+        told = -STEP_LINE_S
+
         def on_step(status: TrainerStatus) -> None:
-            if not live:
+            nonlocal told
+            if not live and board.elapsed_s - told >= STEP_LINE_S:
+                told = board.elapsed_s
                 log("up", step_line(board, status))
 
         observer = Observer(board, lambda: plan.book, on_step)
