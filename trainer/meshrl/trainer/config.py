@@ -68,6 +68,49 @@ class RolloutCorrectionConfig(Config):
     bypass_mode: bool = False
     """Take the rollout log-probs as old log-probs."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """The loss of bypass mode; `reinforce` multiplies by the importance weights, `ppo_clip` does not."""
+    second_moment_threshold: PositiveFloat | None = None
+    """Mask the tokens with the largest squared log-ratio until the mean of the rest is below this
+    (M2PO; its paper uses 0.04); None masks none."""
+
+
+Conventions = Literal["meshrl", "verl"]
+
+
+class PfPpoConfig(Config):
+    """How PF-PPO resamples the rows of a batch."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    weight_pow: float = 2.0
+
+
+class GigpoConfig(Config):
+    """GiGPO: groups of steps that start from the same observation."""
+
+    step_advantage_w: float = 1.0
+    """Weight of the step advantage beside the episode's."""
+    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
+    """Subtract the group mean, or also divide by the group's standard deviation."""
+
+
+class PrimeConfig(Config):
+    """PRIME: process rewards from an implicit reward model."""
+
+    beta_train: PositiveFloat = 0.05
+    """β of r_t = β (log π_φ - log π_ref)."""
+    reward_dpo_coef: float = 5.0
+    """Weight of the implicit process reward."""
+    reward_gt_coef: float = 5.0
+    """Weight of the verifier's outcome."""
+
+
+class VapoConfig(Config):
+    """VAPO: two λ, one for the critic and a length-adaptive one for the actor."""
+
+    lam_critic: float = 1.0
+    """λ of the returns that the critic learns."""
+    alpha: PositiveFloat = 0.05
+    """λ of the actor is 1 - 1/(α · response length)."""
 
 
 class AlgorithmConfig(Config):
@@ -82,8 +125,21 @@ class AlgorithmConfig(Config):
     kl_penalty: str = "kl"
     kl_ctrl: KlControlConfig = KlControlConfig()
     gdpo_reward_keys: list[str] = Field(default_factory=list)
+    """Reward components that GDPO normalises one by one; none takes the reward itself."""
     gdpo_reward_weights: list[float] = Field(default_factory=list)
+    """One weight per key; none weighs each 1."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    conventions: Conventions = "meshrl"
+    """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
+    otb_handle_zero_tail: bool = True
+    """No baseline behind the second longest row of a group (optimal token baseline)."""
+    use_pf_ppo: bool = False
+    pf_ppo: PfPpoConfig = PfPpoConfig()
+    gigpo: GigpoConfig = GigpoConfig()
+    prime: PrimeConfig = PrimeConfig()
+    vapo: VapoConfig = VapoConfig()
+    sppo_beta: NonNegativeFloat = 1.0
+    """Inverse temperature of the soft mean that SPPO subtracts; 0 takes the mean."""
 
 
 class OptimConfig(Config):
@@ -113,8 +169,22 @@ class PolicyLossConfig(Config):
     kl_cov_ratio: float = 2e-4
     ppo_kl_coef: float = 0.1
     tau_pos: float = 1.0
+    """SAPO's gate for positive advantages."""
     tau_neg: float = 1.05
-    dro_beta: float | None = None
+    """SAPO's gate for the others."""
+    dro_beta: PositiveFloat | None = None
+    """Required by `dro`."""
+    sppo_eta: PositiveFloat = 1.0
+    dpo_beta: PositiveFloat = 0.1
+    """β of `dpo` and `ipo`."""
+    dpo_label_smoothing: NonNegativeFloat = 0.0
+    """Probability that a preference is the wrong way round (conservative DPO)."""
+    dpo_reference_free: bool = False
+    """Leave the reference model out of `dpo` and `ipo`."""
+    positive_nll_coef: NonNegativeFloat = 0.0
+    """Weight of the NLL on rows with positive advantage or correct answer (VAPO uses 0.1)."""
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """What `bypass_mode` corrects with; a recipe's `algorithm.rollout_correction` is copied here."""
 
 
 AggregationMode = Literal[
@@ -139,14 +209,20 @@ class ActorConfig(Config):
     clip_ratio_low: PositiveFloat | None = None
     """None takes `clip_ratio`."""
     clip_ratio_high: PositiveFloat | None = None
-    clip_ratio_c: PositiveFloat = 3.0
-    """Dual clip bound for negative advantages."""
+    clip_ratio_c: PositiveFloat | None = None
+    """Dual clip bound for negative advantages; the largest ratio in the dppo losses. None takes the
+    loss's own: 3, and 20 in the dppo losses."""
     use_kl_loss: bool = False
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: str = "low_var_kl"
     entropy_coeff: float = 0.0
     loss_agg_mode: AggregationMode = "token-mean"
     loss_scale_factor: PositiveFloat | None = None
+    """The constant divisor of seq-mean-token-sum-norm; None takes `data.max_response_length`."""
+    conventions: Conventions = "meshrl"
+    """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
+    cliprange_value: PositiveFloat = 0.5
+    """How far a value may move from the one that the advantages were computed with."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     recompute_old_log_probs: bool = True
     """Compute old log-probs with the trainer's weights; False takes the rollout's."""
