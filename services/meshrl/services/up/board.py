@@ -51,7 +51,7 @@ class Board:
         return fresh
 
     def recall(self, metrics: Path) -> None:
-        """Take rewards and scores from the run's own record: exact, and of the whole run where this `up` resumed it."""
+        """Take rewards and scores from the run's own record, which knows the whole run also where it was resumed."""
         try:
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         except (OSError, ValueError):
