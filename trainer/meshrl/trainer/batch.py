@@ -1,0 +1,232 @@
+"""From a batch's manifest to tensors: who fetches what, and the ragged columns that every rank holds in full.
+
+    manifest ──schedule──▶ mini-batches, micro-batches ──fetch own──▶ Trajectory ──assemble──▶ Experience
+
+Payload is fetched once, each rank its own rows; then ranks exchange the response-only columns (a few floats a
+token), so that advantages are computed on the whole batch and are the same for every number of ranks.
+B = rows, N = response tokens of the batch: from a row's first sampled token to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.nouns import Batch, BatchRow, Outcome, Trajectory, Uid, Version
+from meshrl.trainer.distributed import World
+from meshrl.trainer.packing import Plan, plan
+from meshrl.trainer.ragged import Ragged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """Rows of one optimizer update."""
+
+    rows: tuple[int, ...]
+    """Indices into the schedule's rows."""
+    plan: Plan
+    """Its indices are positions in `rows`."""
+
+    def micro_batches(self, rank: int) -> list[tuple[int, ...]]:
+        """The rank's micro-batches, as indices into the schedule's rows; some may be empty."""
+        return [tuple(self.rows[i] for i in micro) for micro in self.plan.ranks[rank]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What happens to a batch; computed from the manifest alone, equal on every rank."""
+
+    batch: Batch
+    rows: tuple[BatchRow, ...]
+    """Sorted by group and index: the order in which rows arrived must not change a bit of the weights."""
+    mini_batches: tuple[MiniBatch, ...]
+
+    def own(self, rank: int) -> tuple[int, ...]:
+        """Indices of the rows that `rank` fetches, in the order of its micro-batches."""
+        micros = itertools.chain.from_iterable(m.micro_batches(rank) for m in self.mini_batches)
+        return tuple(itertools.chain.from_iterable(micros))
+
+    def uids(self, rank: int) -> tuple[Uid, ...]:
+        """The same rows by name."""
+        return tuple(self.rows[i].uid for i in self.own(rank))
+
+
+def schedule(
+    batch: Batch, *, ranks: int, max_tokens: int, mini_batch_groups: int | None
+) -> Schedule:
+    """Sort rows, cut the groups into mini-batches, deal each to the ranks."""
+    rows = tuple(sorted(batch.rows, key=lambda row: (row.group, row.uid.index, row.uid.attempt)))
+    groups = [
+        [index for index, _ in part]
+        for _, part in itertools.groupby(enumerate(rows), key=lambda pair: pair[1].group)
+    ]
+    size = mini_batch_groups or max(1, len(groups))
+    minis = []
+    for start in range(0, len(groups), size):
+        chosen = tuple(itertools.chain.from_iterable(groups[start : start + size]))
+        lengths = [rows[i].num_tokens for i in chosen]
+        made = plan(lengths, ranks=ranks, max_tokens=max_tokens)
+        minis.append(MiniBatch(rows=chosen, plan=made))
+    return Schedule(batch=batch, rows=rows, mini_batches=tuple(minis))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Experience:
+    """The whole batch, response-only and ragged, on the CPU of every rank."""
+
+    ragged: Ragged
+    """The layout: B rows over N tokens; its mask says what the policy sampled."""
+    group_sizes: torch.Tensor
+    """int64[B]: the true size of each row's group."""
+    rewards: torch.Tensor
+    """float32[B]"""
+    components: tuple[Mapping[str, float], ...]
+    """B reward components."""
+    rollout_logprobs: torch.Tensor
+    """float32[N]"""
+    ref_logprobs: torch.Tensor | None
+    """float32[N]"""
+    staleness: torch.Tensor
+    """int64[B]: optimizer steps between the oldest sampled token and this step (0 for a row that was sampled ahead of
+    it, by a history that a crash undid)."""
+
+    def tokens_of(self, rows: Iterable[int]) -> torch.Tensor:
+        """int64[n]: places of the tokens of `rows`, row after row."""
+        bounds = self.ragged.offsets
+        parts = [torch.arange(int(bounds[i]), int(bounds[i + 1])) for i in rows]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def assemble(made: Schedule, own: Sequence[Trajectory], world: World) -> Experience:
+    """Exchange response-only columns with the other ranks.
+
+    Args:
+        made: The schedule.
+        own: The rows of `made.own(world.rank)`, in that order.
+        world: The ranks.
+
+    Raises:
+        CorruptError: a row lacks its reward, or only some rows have reference log-probs.
+    """
+    for row in own:
+        if row.reward is None:
+            raise CorruptError(f"row {row.uid} came to training without a reward")
+    order = _Order(made, world, [len(row.tokens) - row.prompt_length for row in own])
+    has_reference = [row.ref_logprobs is not None for row in own]
+    with_reference = order.rows(np.array(has_reference, dtype=np.int64))
+    if with_reference.any() and not with_reference.all():
+        bad = made.rows[int(np.flatnonzero(with_reference == 0)[0])].uid
+        raise CorruptError(f"row {bad} has no ref_logprobs, others of its batch have")
+    reference = None
+    if with_reference.all():
+        reference = order.tokens([_response(row, row.ref_logprobs) for row in own], np.float32)
+    numbers = {group: n for n, group in enumerate(dict.fromkeys(r.group for r in made.rows))}
+    step = made.batch.step
+    return Experience(
+        ragged=Ragged(
+            offsets=torch.from_numpy(order.offsets),
+            mask=order.tokens([_response(row, row.loss_mask) for row in own], np.uint8).bool(),
+            groups=torch.tensor([numbers[row.group] for row in made.rows]),
+        ),
+        group_sizes=torch.tensor([row.group_size for row in made.rows]),
+        rewards=torch.from_numpy(order.rows(np.array([r.reward for r in own], dtype=np.float32))),
+        components=tuple(order.objects([dict(row.reward_components) for row in own])),
+        rollout_logprobs=order.tokens([_response(r, r.rollout_logprobs) for r in own], np.float32),
+        ref_logprobs=reference,
+        staleness=torch.tensor([max(0, step - row.oldest.step) for row in made.rows]),
+    )
+
+
+def gather_tokens(made: Schedule, own: Sequence[torch.Tensor], world: World) -> torch.Tensor:
+    """float32[N] of the whole batch from this rank's rows: `own[i]` belongs to `made.own(rank)[i]`."""
+    lengths = [len(part) for part in own]
+    order = _Order(made, world, lengths)
+    return order.tokens([part.numpy() for part in own], np.float32)
+
+
+def _response(row: Trajectory, column: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    if column is None:
+        raise CorruptError(f"row {row.uid} lacks a column")
+    return column[row.prompt_length :]
+
+
+class _Order:
+    """Puts what ranks hold in their own order into the schedule's."""
+
+    def __init__(self, made: Schedule, world: World, own_lengths: Sequence[int]) -> None:
+        self._world = world
+        self._owners = [made.own(rank) for rank in range(world.size)]
+        lengths = self.rows(np.array(own_lengths, dtype=np.int64))
+        self.offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+
+    def rows(self, own: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """One value per row, of the whole batch."""
+        whole = np.zeros(sum(map(len, self._owners)), dtype=own.dtype)
+        for owner, part in zip(self._owners, self._world.all_gather(own), strict=True):
+            whole[list(owner)] = part
+        return whole
+
+    def tokens(self, own: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> torch.Tensor:
+        """One value per response token, of the whole batch."""
+        flat = np.concatenate([*own, np.zeros(0, dtype)]).astype(dtype)
+        whole = np.zeros(int(self.offsets[-1]), dtype=dtype)
+        for owner, part in zip(self._owners, self._world.all_gather(flat), strict=True):
+            start = 0
+            for row in owner:
+                size = int(self.offsets[row + 1] - self.offsets[row])
+                whole[self.offsets[row] : self.offsets[row + 1]] = part[start : start + size]
+                start += size
+        return torch.from_numpy(whole)
+
+    def objects(self, own: Sequence[Any]) -> list[Any]:
+        """One JSON value per row, of the whole batch."""
+        data = np.frombuffer(json.dumps(list(own)).encode(), dtype=np.uint8)
+        whole: list[Any] = [None] * sum(map(len, self._owners))
+        for owner, part in zip(self._owners, self._world.all_gather(data), strict=True):
+            for row, value in zip(owner, json.loads(part.tobytes()), strict=True):
+                whole[row] = value
+        return whole
+
+
+def batch_to_json(batch: Batch) -> dict[str, Any]:
+    """The manifest as JSON, for the other ranks."""
+    return {
+        "batch_id": batch.batch_id,
+        "run": batch.run,
+        "step": batch.step,
+        "rows": [
+            {
+                **{f.name: getattr(row, f.name) for f in dataclasses.fields(row)},
+                "uid": str(row.uid),
+                "oldest": str(row.oldest),
+                "newest": str(row.newest),
+            }
+            for row in batch.rows
+        ],
+    }
+
+
+def batch_from_json(data: Mapping[str, Any]) -> Batch:
+    """The inverse of `batch_to_json`."""
+    rows = tuple(
+        BatchRow(
+            **{
+                **row,
+                "uid": Uid.parse(row["uid"]),
+                "oldest": Version.parse(row["oldest"]),
+                "newest": Version.parse(row["newest"]),
+                "outcome": Outcome(row["outcome"]),
+            }
+        )
+        for row in data["rows"]
+    )
+    return Batch(batch_id=data["batch_id"], run=data["run"], step=data["step"], rows=rows)

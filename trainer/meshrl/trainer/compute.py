@@ -1,0 +1,34 @@
+"""The one thread that computes: collectives keep their order, and the event loop stays free for the wire."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Compute:
+    """Runs work one piece after the other, off the event loop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="trainer", initializer=self._enter
+        )
+
+    def _enter(self) -> None:
+        if self._device.type == "cuda":  # the current device is a property of the thread
+            torch.cuda.set_device(self._device)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """The result of `work()`."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        """Wait for what runs and end the thread; idempotent."""
+        self._pool.shutdown(wait=True)

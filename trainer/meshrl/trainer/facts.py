@@ -1,0 +1,63 @@
+"""Metrics of a batch that any algorithm has: rewards, lengths, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from meshrl.contract.nouns import Json
+from meshrl.trainer.batch import Experience
+from meshrl.trainer.mismatch import mismatch_metrics
+from meshrl.trainer.ragged import Ragged
+
+
+def experience_facts(experience: Experience) -> dict[str, Json]:
+    """Rewards and their components, response lengths, staleness as histogram, mean, 95th percentile and maximum."""
+    rewards, lengths = experience.rewards, experience.ragged.lengths.float()
+    staleness = experience.staleness
+    steps, rows = torch.unique(staleness, return_counts=True)
+    facts: dict[str, Json] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(unbiased=False)),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/sampled_share": float(experience.ragged.mask.float().mean())
+        if experience.ragged.num_tokens
+        else 0.0,
+        "staleness/mean": float(staleness.float().mean()),
+        "staleness/p95": float(staleness.float().quantile(0.95)),
+        "staleness/max": int(staleness.max()),
+        "staleness/histogram": dict(zip(map(str, steps.tolist()), rows.tolist(), strict=True)),
+    }
+    means = component_means(experience.components)
+    return facts | {f"reward_component/{name}": mean for name, mean in means.items()}
+
+
+def component_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each reward component over the rows that have it, by name."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def mismatch_facts(
+    ragged: Ragged, trainer: torch.Tensor, rollout: torch.Tensor
+) -> dict[str, float]:
+    """How far the trainer's log-probs float32[N] are from the rollout's on the same tokens.
+
+    `mismatch_metrics`, and the mean and largest absolute difference. Empty when nothing was sampled.
+    """
+    if not bool(ragged.mask.any()):
+        return {}
+    gap = (trainer - rollout)[ragged.mask].abs()
+    facts = {
+        **mismatch_metrics(ragged, trainer, rollout),
+        "logprob_abs_mean": float(gap.mean()),
+        "logprob_abs_max": float(gap.max()),
+    }
+    return {f"mismatch/{name}": value for name, value in facts.items()}

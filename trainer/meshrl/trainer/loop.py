@@ -1,0 +1,221 @@
+"""The training loop: take, learn, settle, publish, checkpoint, evaluate.
+
+    queue ──take──▶ learn (compute thread) ──settle──▶ queue
+                      │                                  ▲ commit, after a durable checkpoint
+                      └──snapshot──▶ publisher ──▶ fleet │
+    evaluations: one task beside the loop, owned by it
+
+consumes: batches of complete groups. waits for: a batch, the previous version's transfer. unblocked by: the queue,
+the publisher, `drain`. produces: versions, checkpoints, metrics. All ranks run this loop; only rank 0 speaks with the
+queue about order (take, settle, commit), the others hear the manifest from it and fetch their own rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from meshrl.contract.nouns import Batch, TrainerPhase, Version
+from meshrl.contract.ports import Publisher, Queue
+from meshrl.contract.rows import trajectory
+from meshrl.trainer import checkpoint
+from meshrl.trainer.board import Board
+from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.compute import Compute
+from meshrl.trainer.control import Control
+from meshrl.trainer.evaluate import Evaluator
+from meshrl.trainer.evaluations import Evaluations
+from meshrl.trainer.export import export_policy
+from meshrl.trainer.intake import Intake, Word
+from meshrl.trainer.metrics import MetricsLog
+from meshrl.trainer.setting import Setting
+from meshrl.trainer.snapshot import take_snapshot
+from meshrl.trainer.step import Learner
+
+
+class Trainer:
+    """One run's trainer, on one rank, from `state` on (see `resume`)."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        state: TrainerState,
+        learner: Learner,
+        compute: Compute,
+        queue: Queue,
+        publisher: Publisher,
+        *,
+        evaluator: Evaluator | None = None,
+        metrics: MetricsLog | None = None,
+    ) -> None:
+        """Prepare; nothing is touched before `run`.
+
+        Args:
+            setting: What to train and where.
+            state: What `resume` gave: the epoch that holds the run, and where it stands.
+            learner: Policy, optimizer and algorithm, as `resume` left them.
+            compute: The thread that computes; the caller closes it.
+            queue: Where batches come from.
+            publisher: Where versions go; used on rank 0. It tells the queue what the fleet has committed.
+            evaluator: Held-out tasks, on rank 0 only; None evaluates nothing.
+            metrics: Where numbers go, on rank 0 only.
+        """
+        self._setting = setting
+        self._state = state
+        self._learner = learner
+        self._world = learner.world
+        self._compute = compute
+        self._queue = queue
+        self._publisher = publisher
+        self._metrics = metrics
+        self._saved = state.step or -1
+        """Step of the newest durable checkpoint."""
+        self._board = Board(setting.total_steps)
+        self._intake = Intake(setting, queue, self._world, compute, self._board)
+        self._evaluations = (
+            Evaluations(evaluator, publisher, setting, metrics, self._board) if evaluator else None
+        )
+        self.control = Control(self._board, self._intake, self.drain)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._state.step
+
+    def drain(self) -> None:
+        """Finish the running step, save, commit and return from `run` (SIGTERM)."""
+        self._intake.drain()
+        if self._evaluations:
+            self._evaluations.drain()
+
+    async def run(self) -> TrainerState:
+        """Train to the end of the steps or of the data, or until drained.
+
+        Raises:
+            FencedError: another trainer took the run over.
+        """
+        failed = True
+        try:
+            await self._begin()
+            while (given := await self._next()) not in (Word.END, Word.DRAIN):
+                if isinstance(given, Batch):
+                    await self._train(given)
+                if given is Word.SAVE or self._due(self._setting.trainer.save_freq):
+                    await self._save()
+            await self._save()
+            if given is Word.END:
+                await self._finish()
+            failed = False
+            return self._state
+        finally:
+            await self._stop(failed)
+
+    async def _next(self) -> Batch | Word:
+        """The same on every rank."""
+        if self._evaluations:
+            with self._board.phase(TrainerPhase.EVALUATING):
+                await self._intake.keep_peers(self._evaluations.consider(self._board.version))
+        with self._board.phase(TrainerPhase.WAITING):
+            return await self._intake.next(self._state.epoch, self.step)
+
+    async def _train(self, batch: Batch) -> None:
+        """One step: after it, the batch is in the weights, the queue knows, and the fleet is being told."""
+        made = self._learner.schedule(batch)
+        uids = made.uids(self._world.rank)
+        with self._board.phase(TrainerPhase.TRAINING, "fetching"):
+            columns = await self._queue.fetch(self._setting.run, uids, self._learner.columns)
+            rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
+        with self._board.phase(TrainerPhase.TRAINING):
+            numbers = await self._compute.run(lambda: self._learner.learn(made, rows, batch.step))
+        if self._world.is_main:
+            await self._queue.settle(
+                batch.run, epoch=self._state.epoch, step=batch.step, batch_id=batch.batch_id
+            )
+        tokens = sum(row.num_tokens for row in batch.rows)
+        self._state = dataclasses.replace(
+            self._state,
+            step=batch.step + 1,
+            kl_coef=self._learner.kl_coef,
+            rows_trained=self._state.rows_trained + len(batch.rows),
+            tokens_trained=self._state.tokens_trained + tokens,
+        )
+        await self._publish()
+        staleness = Counter(max(0, batch.step - row.oldest.step) for row in batch.rows)
+        whole = self._board.stepped(numbers, staleness, tokens)
+        if self._metrics:
+            self._metrics.write(batch.step, whole)
+
+    async def _publish(self) -> None:
+        """Freeze this version and hand it to the weight plane; the transfer goes on while the next step is made."""
+        self._board.version = version = Version(self._state.epoch, self.step)
+        setting, policy = self._setting, self._learner.policy
+        with self._board.phase(TrainerPhase.PUBLISHING):
+            frozen = await self._compute.run(
+                lambda: take_snapshot(
+                    policy,
+                    self._world,
+                    run=setting.run,
+                    version=version,
+                    dtype=setting.weight_dtype,
+                    bucket_bytes=setting.bucket_bytes,
+                )
+            )
+            if frozen is not None:
+                await self._intake.keep_peers(self._publisher.publish(frozen))
+
+    async def _begin(self) -> None:
+        self._board.resumed(Version(self._state.epoch, self.step), self._state.rows_trained)
+        if self._metrics:
+            self._metrics.resume_at(self.step)
+        if self._evaluations:
+            await self._evaluations.open()
+        await self._publish()
+
+    def _due(self, frequency: int) -> bool:
+        return frequency > 0 and self.step % frequency == 0
+
+    async def _save(self) -> None:
+        """A durable checkpoint, then the commit that releases its rows."""
+        learner, state = self._learner, self._state
+        with self._board.phase(TrainerPhase.CHECKPOINTING):
+            if self._saved != self.step:
+                await self._compute.run(
+                    lambda: checkpoint.save(
+                        self._setting.checkpoints,
+                        learner.policy,
+                        learner.optimizers,
+                        state,
+                        self._world,
+                        keep=self._setting.trainer.max_ckpt_to_keep,
+                    )
+                )
+                self._saved = self.step
+            if self._world.is_main:
+                await self._queue.commit(self._setting.run, epoch=state.epoch, step=state.step)
+        self._intake.saved(self.step)
+
+    async def _finish(self) -> None:
+        """The data or the steps have ended: export the last version and evaluate it."""
+        learner, setting = self._learner, self._setting
+        with self._board.phase(TrainerPhase.CHECKPOINTING):
+            target = setting.directory / "export"
+            await self._compute.run(
+                lambda: export_policy(
+                    learner.policy, self._world, target, tokenizer=setting.tokenizer
+                )
+            )
+        if self._world.is_main:
+            with self._board.phase(TrainerPhase.PUBLISHING):
+                await self._publisher.drained()
+        if self._evaluations:
+            with self._board.phase(TrainerPhase.EVALUATING):
+                await self._evaluations.finish(self._board.version)
+
+    async def _stop(self, failed: bool) -> None:
+        """End what this loop owns."""
+        if self._evaluations:
+            await self._evaluations.close()
+        self._intake.close()
+        if self._metrics:
+            self._metrics.close()
+        self._board.ended(failed)

@@ -1,0 +1,37 @@
+"""What one run's trainer is to do and where: the parts of a recipe that its loop reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Made by the entry point from the recipe."""
+
+    run: str
+    directory: Path
+    """The run's directory: metrics, checkpoints, export."""
+    owner: str
+    """Who acquires the run; shown to whoever is fenced by it."""
+    seed: int
+    trainer: TrainerConfig
+    tokenizer: Path
+    """Where the export's tokenizer files come from."""
+    batch_groups: int
+    """Prompts of one training step."""
+    total_steps: int | None
+    """None: until the data end."""
+    weight_dtype: str = "float32"
+    """What is sent to the engines."""
+    bucket_bytes: int = 256 << 20
+    blocking_evaluation: bool = False
+    """True: training waits for each evaluation (on-policy runs); False: it runs beside it."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the run's checkpoints."""
+        return self.trainer.default_local_dir or self.directory / "checkpoints"
