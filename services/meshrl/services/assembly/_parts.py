@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.nouns import RunSpec
 from meshrl.contract.ports import Queue
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.services.runtime import Server
@@ -23,6 +24,12 @@ async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
         UserError: a run of this name exists with other settings.
     """
     spec = train_spec(recipe)
+    await open_run(queue, spec, recipe)
+    return (spec.run + EVAL_SUFFIX, spec.run) if has_evaluation(recipe) else (spec.run,)
+
+
+async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
+    """Declare one run. Raises UserError when a run of this name exists with other settings."""
     try:
         await queue.open_run(spec)
     except ConflictError as error:
@@ -30,7 +37,6 @@ async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
             f"{error}; the queue in {recipe.queue_path} holds this run from before: "
             "keep its settings, choose another run.name, or remove the directory"
         ) from error
-    return (spec.run + EVAL_SUFFIX, spec.run) if has_evaluation(recipe) else (spec.run,)
 
 
 async def work_until_stopped(

@@ -1,0 +1,183 @@
+"""The trainer service: the loop, the weight plane beside it, doors for both.
+
+    queue ◀──take, settle── Trainer ──publish──▶ WeightPlane ◀──Join── rollout workers
+                              ▲                       └──publish(version)──▶ queue, once the fleet has committed
+                         TrainerDoor (Watch, Stop)  WeightsDoor
+
+Every rank learns; rank 0 alone has doors, a plane and an evaluator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+from functools import partial
+
+from meshrl.contract.ports import Queue
+from meshrl.services.assembly._parts import open_run, open_runs, work_until_stopped
+from meshrl.services.assembly._ranks import is_rank, run_ranks
+from meshrl.services.config.recipe import Recipe, eval_spec, has_evaluation
+from meshrl.services.doors.trainer import TrainerDoor
+from meshrl.services.prompts import eval_tasks, read_prompts
+from meshrl.services.runtime import Door, Server
+from meshrl.services.site import Site
+from meshrl.services.weights.carrier import Place
+from meshrl.services.weights.door import WeightsDoor
+from meshrl.services.weights.plane import WeightPlane
+from meshrl.services.wires.queue import QueueWire
+from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.compute import Compute
+from meshrl.trainer.distributed import World
+from meshrl.trainer.evaluate import Evaluator
+from meshrl.trainer.loop import Trainer
+from meshrl.trainer.metrics import MetricsLog, build_sinks
+from meshrl.trainer.model import build_policy, load_hf
+from meshrl.trainer.objective import PolicyGradient
+from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.resume import resume
+from meshrl.trainer.setting import Setting
+from meshrl.trainer.step import Learner
+
+LAST_WORD_S = 0.5
+"""How long the doors stay open after the end, so that who watches hears of it."""
+
+
+async def run(recipe: Recipe, site: Site) -> None:
+    """Train until the end of the run, or until stopped; then save."""
+    if recipe.trainer.nproc > 1 and not is_rank():
+        code = await run_ranks(recipe.trainer.nproc)
+        if code:
+            # The rank has said why; all that is left to pass on is its code.
+            raise SystemExit(code)
+        return
+    world = World.start(recipe.trainer.device)
+    compute = Compute(world.device)
+    try:
+        async with QueueWire(site.peer("queue")) as queue:
+            await open_runs(queue, recipe)
+            setting = await asyncio.to_thread(_setting, recipe, site)
+            learner = await compute.run(partial(_learner, recipe, setting, world))
+            state = await resume(setting, queue, learner, compute)
+            if world.is_main:
+                await _lead(recipe, site, setting, state, learner, compute, queue)
+            else:
+                await _follow(Trainer(setting, state, learner, compute, queue, _Mute()))
+    finally:
+        compute.close()
+        world.close()
+
+
+async def _lead(
+    recipe: Recipe,
+    site: Site,
+    setting: Setting,
+    state: TrainerState,
+    learner: Learner,
+    compute: Compute,
+    queue: QueueWire,
+) -> None:
+    """Rank 0: train, with doors open."""
+    plane = WeightPlane(
+        recipe.weights,
+        run=setting.run,
+        epoch=state.epoch,
+        place=Place(directory=recipe.run.path, model_path=recipe.model.path),
+        on_committed=partial(queue.publish, setting.run),
+    )
+    sinks = build_sinks(
+        recipe.trainer.logger,
+        recipe.run.path,
+        recipe.trainer.project_name,
+        recipe.trainer.experiment_name or recipe.run.name,
+    )
+    trainer = Trainer(
+        setting,
+        state,
+        learner,
+        compute,
+        queue,
+        plane,
+        evaluator=await _evaluator(recipe, setting, queue),
+        metrics=MetricsLog(recipe.metrics_path, sinks),
+    )
+    doors: list[Door] = [TrainerDoor(trainer.control), WeightsDoor(plane)]
+    async with Server(site.settings, doors) as server, plane:
+        await server.ready()
+        await work_until_stopped(server, _to_the_end(trainer), trainer.drain)
+        await asyncio.sleep(LAST_WORD_S)
+
+
+async def _follow(trainer: Trainer) -> None:
+    """Another rank: rank 0 says what to do next, also when to end; a signal to all is for rank 0 to answer."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    await trainer.run()
+
+
+async def _to_the_end(trainer: Trainer) -> None:
+    await trainer.run()
+
+
+class _Mute:
+    """The publisher of a rank that publishes nothing: rank 0 does."""
+
+    async def publish(self, source: object) -> None:
+        """Nothing arrives here."""
+
+    async def drained(self) -> None:
+        """Nothing is ever in transfer."""
+
+
+async def _evaluator(recipe: Recipe, setting: Setting, queue: Queue) -> Evaluator | None:
+    if not has_evaluation(recipe):
+        return None
+    spec = eval_spec(recipe)
+    await open_run(queue, spec, recipe)
+    tasks = await asyncio.to_thread(eval_tasks, recipe)
+    return Evaluator(
+        queue, spec, tasks, owner=setting.owner, take_wait_s=recipe.trainer.take_wait_s
+    )
+
+
+def _setting(recipe: Recipe, site: Site) -> Setting:
+    directory = recipe.run.path
+    return Setting(
+        run=recipe.run.name,
+        directory=directory,
+        owner=f"{site.name} (pid {os.getpid()} on {socket.gethostname()})",
+        seed=recipe.run.seed,
+        trainer=recipe.trainer,
+        tokenizer=recipe.tokenizer_dir,
+        batch_groups=recipe.data.train_batch_size,
+        total_steps=recipe.trainer.total_training_steps or _steps_of_epochs(recipe),
+        weight_dtype=recipe.weights.dtype,
+        bucket_bytes=recipe.weights.bucket_bytes,
+        blocking_evaluation=recipe.queue.max_staleness == 0,
+    )
+
+
+def _steps_of_epochs(recipe: Recipe) -> int:
+    """Steps that the data give; the last one may be smaller. Read here to know where the learning rate ends."""
+    prompts = read_prompts(recipe, recipe.data.train_files).prompts
+    return math.ceil(len(prompts) * recipe.trainer.total_epochs / recipe.data.train_batch_size)
+
+
+def _learner(recipe: Recipe, setting: Setting, world: World) -> Learner:
+    policy = build_policy(load_hf(recipe.model.path), world, recipe.model)
+    objective = PolicyGradient(
+        recipe.algorithm, recipe.actor, max_response_length=recipe.data.max_response_length
+    )
+    return Learner(
+        policy,
+        Optimizers(policy, recipe.actor.optim),
+        objective,
+        world,
+        recipe.actor,
+        # Greedy sampling has no temperature to divide by.
+        temperature=recipe.rollout.temperature or 1.0,
+        seed=recipe.run.seed,
+        total_steps=setting.total_steps,
+    )
