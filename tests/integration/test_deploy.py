@@ -1,0 +1,162 @@
+"""Are the files in deploy/ true: do their own tools take them, and does the real command line take their commands?"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from meshrl.services.cli.commands.serve import SECTIONS, serve
+from meshrl.services.cli.root import KNOWN, cli
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+INTERPOLATION = re.compile(r"\$\{\w+:-([^}]*)\}")
+
+
+def interpolated(text: str) -> str:
+    """As compose reads it with no variable set."""
+    return INTERPOLATION.sub(r"\1", text).replace("$$", "$")
+
+
+def compose_command(service: dict[str, Any]) -> list[str]:
+    """The words after `meshrl`, whether the entrypoint is the image's own or a shell."""
+    command = service["command"]
+    if isinstance(command, list):
+        words = shlex.split(interpolated(command[0]))
+        assert words[:2] == ["exec", "meshrl"], "a shell that stays would swallow SIGTERM"
+        return words[2:]
+    return shlex.split(interpolated(command))
+
+
+def unit_command(unit: Path) -> list[str]:
+    """The words after `/opt/meshrl/bin/meshrl`; `%i` is 01."""
+    (line,) = re.findall(r"^ExecStart=(.+)$", unit.read_text(), re.MULTILINE)
+    program, *words = shlex.split(line.replace("%i", "01"))
+    assert program == "/opt/meshrl/bin/meshrl"
+    return words
+
+
+def commands() -> Iterator[Any]:
+    for name, service in COMPOSE["services"].items():
+        yield pytest.param(name, compose_command(service), id=f"compose-{name}")
+    for unit in UNITS:
+        yield pytest.param(
+            unit.stem.removeprefix("meshrl-").rstrip("@"), unit_command(unit), id=unit.name
+        )
+
+
+@pytest.mark.parametrize(("kind", "words"), list(commands()))
+def test_the_command_line_takes_the_command_of_a_service(kind: str, words: list[str]) -> None:
+    assert words[0] == "serve"
+    context = serve.make_context("serve", words[1:], resilient_parsing=False)
+    assert context.params["service"] == kind
+    assert all("=" in override for override in context.params["overrides"])
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*/recipe.yaml")), ids=str)
+def test_recipes_take_the_overrides_of_compose(recipe: Path) -> None:
+    from meshrl.services.config import load_recipe
+
+    for service in COMPOSE["services"].values():
+        overrides = [
+            word for word in compose_command(service) if re.match(r"[a-z]+\.[a-z_.]+=", word)
+        ]
+        assert overrides
+        load_recipe(recipe, overrides, check=False)
+
+
+def test_variables_of_the_environment_are_options_of_serve() -> None:
+    known = {name for option in serve.params for name in _variables(option)}
+    given = set(COMPOSE["x-service"]["environment"])
+    given |= set(re.findall(r"^#?(MESHRL_\w+)=", (DEPLOY / "systemd/mesh.env").read_text(), re.M))
+    assert len(given) >= 6
+    assert given <= known
+
+
+def _variables(option: click.Parameter) -> list[str]:
+    names = option.envvar or []
+    return [names] if isinstance(names, str) else list(names)
+
+
+def test_compose_and_systemd_have_the_services_that_the_command_line_knows() -> None:
+    assert set(COMPOSE["services"]) == set(SECTIONS)
+    assert {unit.stem.removeprefix("meshrl-").rstrip("@") for unit in UNITS} == set(SECTIONS)
+
+
+def test_health_checks_ask_the_port_that_services_listen_on() -> None:
+    words = COMPOSE["x-service"]["healthcheck"]["test"]
+    assert words[0] == "CMD" and words[1] == "meshrl" and words[2] in KNOWN
+    with click.Context(cli) as context:
+        command = cli.get_command(context, words[2])
+    assert command is not None
+    parsed = command.make_context(words[2], list(words[3:])).params
+    port = COMPOSE["x-service"]["environment"]["MESHRL_PORT"]
+    assert parsed["address"] == f"127.0.0.1:{port}"
+
+
+def test_ports_of_units_are_all_different_and_the_environment_names_them() -> None:
+    ports: list[str] = []
+    for unit in UNITS:
+        words = unit_command(unit)
+        ports += [words[words.index(flag) + 1] for flag in ("--port", "--metrics-port")]
+    assert len(ports) == len(set(ports)) == 2 * len(UNITS)
+    environment = (DEPLOY / "systemd/mesh.env").read_text()
+    for kind in ("queue", "trainer"):
+        words = unit_command(DEPLOY / f"systemd/meshrl-{kind}.service")
+        port = words[words.index("--port") + 1]
+        assert f"MESHRL_{kind.upper()}=127.0.0.1:{port}\n" in environment
+
+
+@pytest.mark.parametrize(
+    "files", [("compose.yaml",), ("compose.yaml", "compose.cuda.yaml")], ids=str
+)
+def test_compose_takes_the_file(files: tuple[str, ...]) -> None:
+    program = compose_program()
+    chosen = [word for file in files for word in ("-f", str(DEPLOY / file))]
+    done = subprocess.run(
+        [*program, *chosen, "config"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(yaml.safe_load(done.stdout)["services"]) == set(SECTIONS)
+
+
+def compose_program() -> list[str]:
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    if shutil.which("docker"):
+        plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+        if plugin.returncode == 0:
+            return ["docker", "compose"]
+    pytest.skip("neither `docker-compose` nor `docker compose` is installed")
+
+
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("`systemd-analyze` is not installed")
+    for unit in [*UNITS, DEPLOY / "systemd/meshrl.target"]:
+        # systemd looks for the program, so it gets one that exists; a template becomes an instance.
+        text = unit.read_text().replace("/opt/meshrl/bin/meshrl", sys.executable)
+        (tmp_path / unit.name.replace("@.", "@01.")).write_text(text)
+    units = sorted(str(path) for path in tmp_path.iterdir())
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *units],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Unknown settings do not change the exit code, and complaints about units of the machine are not ours.
+    ours = [line for line in done.stderr.splitlines() if str(tmp_path) in line or "meshrl" in line]
+    assert ours == []
+    assert done.returncode == 0, done.stderr
