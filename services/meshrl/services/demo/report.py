@@ -53,7 +53,7 @@ class History:
         """Trained rows by staleness."""
         rows: Counter[int] = Counter()
         for step in self.steps:
-            for staleness, count in step["staleness/rows"].items():
+            for staleness, count in step["staleness/histogram"].items():
                 rows[int(staleness)] += count
         return rows
 
@@ -75,8 +75,8 @@ def summary(history: History, ledger: Ledger, export: Path) -> dict[str, Json]:
             "last": last["val/version"],
             "published": len(history.steps) + 1,
         },
-        "thinking_before": first["val/reward/thinks"],
-        "thinking_after": last["val/reward/thinks"],
+        "thinking_before": first["val/component/thinks"],
+        "thinking_after": last["val/component/thinks"],
         "export": str(export),
     }
 
@@ -99,7 +99,7 @@ def table(shown: Mapping[str, Any], history: History) -> Table:
     made.add_column("after", justify="right")
     for label, key, form in (
         ("accuracy", "val/score/mean", "{:.3f}"),
-        ("share of answers that think first", "val/reward/thinks", "{:.3f}"),
+        ("share of answers that think first", "val/component/thinks", "{:.3f}"),
         ("mean response, tokens", "val/response_length", "{:.1f}"),
         ("a sample", "val/sample", "{}"),
     ):
@@ -125,7 +125,7 @@ def draw_curves(history: History, path: Path) -> None:
     held_out = _over_time(history, history.evaluations)
     curves: Iterable[tuple[str, str, str]] = (
         ("accuracy", "reward/mean", "val/score/mean"),
-        ("share of thinking", "reward/thinks", "val/reward/thinks"),
+        ("share of thinking", "reward_component/thinks", "val/component/thinks"),
         ("response length, tokens", "response/length_mean", "val/response_length"),
     )
     for panel, (title, sampled, greedy) in zip(panels, curves, strict=True):

@@ -1,0 +1,137 @@
+"""The demo's task, reward and report."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Ledger
+from meshrl.services.demo.report import History, draw_curves, summary
+from meshrl.services.demo.trace import programs
+
+ROOT = Path(__file__).parents[3]
+
+
+def interpret(prompt: str) -> int:
+    """Run a program the slow way: one assignment after the other, mod 10."""
+    values: dict[str, int] = {}
+    last = ""
+    for statement in prompt.removesuffix("?").split(";"):
+        last, expression = statement.split("=")
+        tokens = re.findall(r"[a-z]|\d+|[+-]", expression)
+        first = values[tokens[0]] if tokens[0].isalpha() else int(tokens[0])
+        if len(tokens) == 3:
+            operand = int(tokens[2])
+            first = first + operand if tokens[1] == "+" else first - operand
+        values[last] = first % 10
+    return values[last]
+
+
+def test_answers_are_what_the_program_computes() -> None:
+    for program in itertools.islice(programs(3, held_out=False), 500):
+        assert int(program.answer) == interpret(program.prompt)
+        assert program.thought.endswith(f"={program.answer}#{program.answer}")
+        assert 2 <= program.prompt.count("=") <= 8
+
+
+def test_held_out_programs_are_never_drawn_for_training() -> None:
+    train = {p.prompt for p in itertools.islice(programs(0, held_out=False), 3000)}
+    held_out = {p.prompt for p in itertools.islice(programs(0, held_out=True), 300)}
+    assert len(train) == 3000 and len(held_out) == 300
+    assert not train & held_out
+
+
+@pytest.fixture(scope="module")
+def reward() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reward", ROOT / "recipes/demo/reward.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("solution", "score", "thinks"),
+    [
+        ("#6", 1.0, 0.0),
+        ("q=3;r=8#6", 1.0, 1.0),
+        ("#7", 0.0, 0.0),
+        ("6", 0.0, 0.0),
+        ("#6#7", 0.0, 1.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_only_the_digit_after_the_last_mark_counts(
+    reward: ModuleType, solution: str, score: float, thinks: float
+) -> None:
+    found = reward.compute_score("trace", solution, "6")
+    assert found == {"score": score, "thinks": thinks}
+
+
+def history(directory: Path) -> Path:
+    steps = [
+        {
+            "step": step,
+            "reward/mean": 0.2 + step / 10,
+            "reward_component/thinks": step / 10,
+            "response/length_mean": 10 + step,
+            "staleness/histogram": {"0": 6, str(step + 1): 2},
+            "batch/rows": 8,
+            "batch/tokens": 100,
+            "time/unix_s": 1000.0 + step,
+            "time/step_s": 1.0,
+        }
+        for step in range(3)
+    ]
+    evaluations = [
+        {
+            "step": step,
+            "val/score/mean": score,
+            "val/component/thinks": score,
+            "val/response_length": 5.0,
+            "val/version": f"1.{step}",
+            "val/sample": "#3",
+            "time/unix_s": 999.5 + step,
+        }
+        for step, score in ((0, 0.1), (3, 0.9))
+    ]
+    path = directory / "metrics.jsonl"
+    lines = [evaluations[0], *steps, evaluations[1]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_summary_is_computed_from_the_metrics(tmp_path: Path) -> None:
+    ledger = Ledger(
+        run="demo",
+        admitted=32,
+        trained=24,
+        filtered={},
+        stale={"older": 2},
+        dead_lettered={},
+        resident={"ready": 6},
+    )
+    read = History.read(history(tmp_path))
+    shown = summary(read, ledger, tmp_path / "export")
+    assert (shown["accuracy_before"], shown["accuracy_after"]) == (0.1, 0.9)
+    assert (shown["steps"], shown["samples"], shown["tokens"]) == (3, 24, 300)
+    assert shown["rl_seconds"] == 3.0
+    assert shown["staleness"] == {"mean": 0.5, "p95": 3, "max": 3}
+    assert shown["ledger"]["balanced"] is True
+    json.dumps(shown)
+    draw_curves(read, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_left_no_history_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+    with pytest.raises(UserError, match="0 steps and 0 evaluations"):
+        History.read(path)
