@@ -57,5 +57,5 @@ def mismatch_by(
         int(label): mismatch_metrics(
             ragged.with_mask(ragged.mask & (labels == label)), train_logprobs, rollout_logprobs
         )
-        for label in labels[ragged.mask].unique()
+        for label in torch.unique(labels[ragged.mask])
     }

@@ -121,6 +121,15 @@ class Ragged:
         """The rows with their masked tokens squeezed out; values follow with `values[mask]`."""
         return Ragged.from_lengths(self.valid_lengths, self.mask[self.mask], self.groups)
 
+    def from_valid(self, values: Tensor) -> Tensor:
+        """The inverse of `values[mask]`: trained tokens' values to [N], 0 at masked ones."""
+        return values.new_zeros(self.num_tokens).masked_scatter(self.mask, values)
+
+    def next_in_row(self, values: Tensor) -> Tensor:
+        """[N] to [N]: at t the row's value at t + 1, 0 at its last token."""
+        last = self.positions == self.lengths[self.rows] - 1
+        return torch.where(last, values.new_zeros(()), values.roll(-1))
+
     def to_tokens(self, row_values: Tensor) -> Tensor:
         """[B] to [N]: each row's value at every trained token, 0 at masked ones."""
         return torch.where(self.mask, row_values[self.rows], row_values.new_zeros(()))

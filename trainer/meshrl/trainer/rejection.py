@@ -107,13 +107,15 @@ def statistic(name: str, ragged: Ragged, log_ratio: Tensor) -> Tensor:
     level, _, estimator = name.rpartition("_")
     x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     k = {"k1": -x, "k2": x.square() / 2, "k3": x.exp() - 1 - x}[estimator]
-    reduce = {
-        "token": lambda values: values,
-        "seq_sum": ragged.row_sum,
-        "seq_mean": ragged.row_mean,
-        "seq_max": ragged.row_max,
-    }[level]
-    return reduce(k)
+    match level:
+        case "token":
+            return k
+        case "seq_sum":
+            return ragged.row_sum(k)
+        case "seq_mean":
+            return ragged.row_mean(k)
+        case _:
+            return ragged.row_max(k)
 
 
 def reject(

@@ -65,7 +65,8 @@ def correct(
         weights = None if config.rollout_is is None else torch.zeros_like(train_logprobs)
         return Correction(weights=weights, mask=ragged.mask, metrics={})
     x = train_logprobs - rollout_logprobs
-    weights, mask, metrics = None, ragged.mask, {}
+    weights, mask = None, ragged.mask
+    metrics: dict[str, float] = {}
     if config.rollout_is is not None:
         weights, metrics = importance_weights(
             ragged,
@@ -122,10 +123,8 @@ def importance_weights(
     row_x = ragged.row_sum(log_ratio)
     x = log_ratio if level == "token" else row_x[ragged.rows]
     raw = x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * ragged.mask
-    if lower is None:
-        weights = raw.clamp(max=upper)
-    else:
-        weights = torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
+    inside = raw <= upper if lower is None else (raw >= lower) & (raw <= upper)
+    weights = torch.where(inside, raw, upper if lower is None else 0.0)
 
     metrics = _metrics(ragged, weights, raw, lower, upper)
     if level == "sequence":
