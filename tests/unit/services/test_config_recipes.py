@@ -291,6 +291,10 @@ reward: {custom_reward_function: {path: mine.py}}
                 "reward.custom_reward_function.path: no such file: mien.py (did you mean mine.py?)",
             ),
             (
+                "reward.functions=[{name: score, path: mien.py}]",
+                "reward.functions.0.path: no such file: mien.py (did you mean mine.py?)",
+            ),
+            (
                 "rollout.name=my.engines.fast",
                 "rollout.name: no module 'my.engines.fast' can be imported",
             ),
@@ -318,12 +322,6 @@ reward: {custom_reward_function: {path: mine.py}}
         (only,) = self.said(override)
         assert only.startswith(f"command line: {override}: {start}")
         assert "or a dotted path" in only
-
-    def test_a_run_without_a_reward_is_told_who_could_give_one(self) -> None:
-        assert self.said("reward.custom_reward_function.path=") == [
-            "my.yaml:4: reward: nobody writes the column `reward`; give reward.functions (as in "
-            "[{name: gsm8k}]) or reward.custom_reward_function.path"
-        ]
 
     def test_a_reference_that_is_needed_and_missing_names_who_needs_it(self) -> None:
         (only,) = self.said("actor.use_kl_loss=true", "reference.path=frozen")

@@ -17,12 +17,21 @@ async def run(recipe: Recipe, site: Site) -> None:
     address = site.peer("queue")
     judge = build_judge(recipe.reward)
     try:
+        # A function that cannot be loaded ends the service here, before any row waits for it.
+        await judge.start()
         async with (
             QueueWire(address) as queue,
             Server(site.settings, [RewardDoor(judge)]) as server,
         ):
             runs = await open_runs(queue, recipe)
-            stage = RewardStage(queue, runs, judge, worker=site.name)
+            stage = RewardStage(
+                queue,
+                runs,
+                judge,
+                worker=site.name,
+                limit=recipe.reward.slots,
+                rows_per_call=recipe.reward.rows_per_call,
+            )
             await server.ready()
             await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
     finally:

@@ -37,6 +37,11 @@ def _directory(at: Loc, path: Path, what: str) -> Iterator[Problem]:
         yield at, f"{key}: {path} is a file; want the directory of {what}"
 
 
+def _file(at: Loc, path: Path) -> Iterator[Problem]:
+    if not path.is_file():
+        yield at, f"{'.'.join(map(str, at))}: no such file: {path}{_near(path)}"
+
+
 def _near(path: Path) -> str:
     """The entry beside a missing path that looks most like it."""
     if not path.parent.is_dir():
@@ -65,9 +70,8 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
     for name in ("train_files", "val_files"):
         for index, path in enumerate(getattr(recipe.data, name)):
             at: Loc = ("data", name, index)
-            if not path.is_file():
-                yield at, f"data.{name}.{index}: no such file: {path}{_near(path)}"
-            elif path.suffix not in (".parquet", ".jsonl"):
+            yield from _file(at, path)
+            if path.is_file() and path.suffix not in (".parquet", ".jsonl"):
                 yield at, f"data.{name}.{index}: {path} is neither .parquet nor .jsonl"
 
 
@@ -123,8 +127,11 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
     loss = recipe.actor.policy_loss.loss_mode
     yield from _name(("actor", "policy_loss", "loss_mode"), "meshrl.trainer.losses", loss)
     for index, function in enumerate(recipe.reward.functions):
-        at_function: Loc = ("reward", "functions", index, "name")
-        yield from _name(at_function, "meshrl.rewardd.rewards", function.name)
+        at_function: Loc = ("reward", "functions", index)
+        if function.path is not None:
+            yield from _file((*at_function, "path"), function.path)
+        else:
+            yield from _name((*at_function, "name"), "meshrl.rewardd.rewards", function.name)
 
 
 def _name(at: Loc, package: str, name: str) -> Iterator[Problem]:
@@ -149,17 +156,9 @@ def _importable(name: str) -> bool:
 
 def _providers(recipe: Recipe) -> Iterator[Problem]:
     """Every column that the run needs has a service that can write it."""
-    reward = recipe.reward
-    custom = reward.custom_reward_function.path
-    if not reward.functions and custom is None:
-        yield (
-            ("reward",),
-            "reward: nobody writes the column `reward`; give reward.functions (as in "
-            "[{name: gsm8k}]) or reward.custom_reward_function.path",
-        )
-    if custom is not None and not Path(custom).is_file():
-        at: Loc = ("reward", "custom_reward_function", "path")
-        yield at, f"{'.'.join(map(str, at))}: no such file: {custom}{_near(Path(custom))}"
+    custom = recipe.reward.custom_reward_function.path
+    if custom is not None:
+        yield from _file(("reward", "custom_reward_function", "path"), custom)
     if needs_reference(recipe) and recipe.reference.path is not None:
         asks = (
             "algorithm.use_kl_in_reward"
