@@ -19,8 +19,8 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
-KILLS = int(os.environ.get("CHAOS_KILLS", "10"))
-TASKS_PER_KILL = 60
+KILLS = int(os.environ.get("CHAOS_KILLS", "8"))
+TASKS_PER_KILL = 50
 GROUP = 3
 DEADLINE_S = 120.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.errors import FencedError, UnavailableError, WaitTimeoutError
+from meshrl.contract.errors import EndOfDataError, FencedError, UnavailableError, WaitTimeoutError
 from meshrl.contract.nouns import GroupPolicy, Outcome, Version
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
@@ -119,6 +119,18 @@ async def test_a_batch_is_taken_once_across_a_restart(life: Life) -> None:
     await actors.publish(1)
     await reopen()
     assert await actors.feed(tasks(2, start=2)) == 2
+
+
+async def test_the_end_of_data_is_known_after_a_restart(life: Life) -> None:
+    actors, reopen = life
+    await actors.start()
+    await actors.feed(tasks(2))
+    await actors.queue.close_feed("run")
+    await actors.work()
+    await actors.take(0)
+    await reopen()
+    with pytest.raises(EndOfDataError):
+        await actors.take(1)
 
 
 async def test_a_replay_keeps_its_order_across_a_restart(life: Life) -> None:

@@ -249,6 +249,8 @@ class QueueMachine(RuleBasedStateMachine):
             ready = run.ready[run.stages[stage].number]
             assert len(ready) == len(self.model.leasable(stage))
         assert run.complete == sum(group.complete for group in self.model.groups)
+        assert run.in_batches == sum(group.batch is not None for group in run.groups.values())
+        assert len(run.replay) + len(run.sampler) == run.complete
         open_bytes = sum(
             group.nbytes
             for group in run.groups.values()
@@ -259,7 +261,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(
-    max_examples=120,
+    max_examples=250,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -7,7 +7,6 @@ ready ──take──▶ taken ──settle(step)──▶ settled ──commit
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -98,18 +97,10 @@ def _fresh_enough(run: Run, step: int, count: int) -> list[Group]:
 
 def _next_groups(run: Run, count: int) -> list[Group]:
     """What was taken before comes first, in its old order; then the sampler's order."""
-    entries: list[tuple[int, int]] = []
-    found: list[Group] = []
-    while run.replay and len(found) < count:
-        entry = heapq.heappop(run.replay)
-        group = run.groups.get(entry[1])
-        if group is not None and group.complete and group.position == entry[0]:
-            entries.append(entry)
-            found.append(group)
-    for entry in entries:
-        heapq.heappush(run.replay, entry)
-    numbers = run.sampler.first(count - len(found)) if len(found) < count else ()
-    return found + [run.groups[number] for number in numbers]
+    numbers = list(run.replay.first(count))
+    if len(numbers) < count:
+        numbers += run.sampler.first(count - len(numbers))
+    return [run.groups[number] for number in numbers]
 
 
 def _put_in(run: Run, batch: TakenBatch, group: Group) -> None:

@@ -13,16 +13,17 @@ from meshrl.contract.nouns import RowFacts, RowWrite
 from meshrl.transferqueue.frames import storable
 from meshrl.transferqueue.stages import Stage
 
-TYPES: Mapping[str, tuple[str, int]] = {
-    "tokens": ("int32", 1),
-    "loss_mask": ("uint8", 1),
-    "rollout_logprobs": ("float32", 1),
-    "spans": ("int64", 2),
-    "response_text": ("uint8", 1),
-    "reward": ("float32", 1),
-    "reward_components": ("uint8", 1),
-    "reward_hash": ("uint8", 1),
-    "ref_logprobs": ("float32", 1),
+_I4, _I8, _U1, _F4 = map(np.dtype, ("<i4", "<i8", "u1", "<f4"))
+TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
+    "tokens": (_I4, 1),
+    "loss_mask": (_U1, 1),
+    "rollout_logprobs": (_F4, 1),
+    "spans": (_I8, 2),
+    "response_text": (_U1, 1),
+    "reward": (_F4, 1),
+    "reward_components": (_U1, 1),
+    "reward_hash": (_U1, 1),
+    "ref_logprobs": (_F4, 1),
 }
 """Name to (dtype, rank); a column that is not named here may have any storable type."""
 PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs"})
@@ -61,8 +62,8 @@ def _checked_facts(write: RowWrite, stage: Stage) -> RowFacts:
 def _check_array(write: RowWrite, name: str, array: npt.NDArray[Any], num_tokens: int) -> None:
     if not isinstance(array, np.ndarray) or not storable(array):
         raise _refusal(write, f"column {name} is {_shape(array)}, which cannot be stored")
-    dtype, rank = TYPES.get(name, (array.dtype.name, array.ndim))
-    if array.dtype.name != dtype or array.ndim != rank:
+    dtype, rank = TYPES.get(name, (array.dtype, array.ndim))
+    if array.dtype != dtype or array.ndim != rank:
         raise _refusal(write, f"column {name} is {_shape(array)}, want {dtype} of rank {rank}")
     if name in PER_TOKEN and len(array) != num_tokens:
         raise _refusal(

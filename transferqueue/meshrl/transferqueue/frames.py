@@ -57,7 +57,11 @@ def unseal_json(value: bytes, what: str) -> Json:
 
 def storable(array: npt.NDArray[Any]) -> bool:
     """True when a column of this dtype and rank can be stored."""
-    return array.dtype.newbyteorder("<").str in _CODES and array.ndim <= 4
+    return _little(array.dtype).str in _CODES and array.ndim <= 4
+
+
+def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.str in _CODES else dtype.newbyteorder("<")
 
 
 def pack(columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -66,7 +70,7 @@ def pack(columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
     bodies: list[bytes] = []
     for name, array in columns.items():
         encoded = name.encode()
-        dtype = array.dtype.newbyteorder("<")
+        dtype = _little(array.dtype)
         header += bytes([len(encoded)]) + encoded + bytes([_CODES[dtype.str], array.ndim])
         header += struct.pack(f"<{array.ndim}I", *array.shape)
         bodies.append(np.ascontiguousarray(array, dtype=dtype).tobytes())

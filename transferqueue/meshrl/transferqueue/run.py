@@ -6,7 +6,6 @@ the bells of whoever may go on. The verbs (lease, write, take, settle …) are i
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 
 from meshrl.contract.errors import FencedError
@@ -23,6 +22,7 @@ from meshrl.transferqueue.dead import DeadRow
 from meshrl.transferqueue.frames import seal_json
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.ledger import Books, Exit, State
+from meshrl.transferqueue.ordered import OrderedNumbers
 from meshrl.transferqueue.ready import ReadyRows
 from meshrl.transferqueue.rows import Group, Row, facts_of
 from meshrl.transferqueue.stages import Stages
@@ -73,8 +73,8 @@ class Run:
 
         self.ready = tuple(ReadyRows() for _ in self.stages)
         self.sampler = sampling.build(spec.sampler)
-        self.replay: list[tuple[int, int]] = []
-        """Heap of (position, group number): groups that were taken before, to be taken again in that order."""
+        self.replay = OrderedNumbers()
+        """Complete groups that were taken before, by position: to be taken again first, and in that order."""
         self.complete = 0
         """Groups that could be taken now."""
         self.in_batches = 0
@@ -267,7 +267,7 @@ class Run:
         group.complete = True
         self.complete += 1
         if group.position >= 0:
-            heapq.heappush(self.replay, (group.position, group.number))
+            self.replay.add(group.number, (group.position,))
         else:
             facts = list(facts_of(row for row in group.ordered() if self.finished(row)))
             self.sampler.add(
@@ -288,6 +288,7 @@ class Run:
             group.complete = False
             self.complete -= 1
             self.sampler.discard(group.number)
+            self.replay.discard(group.number)
 
     def finished(self, row: Row) -> bool:
         """True when the row has every column."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.samplers._ordered import Key, OrderedSampler
+from meshrl.transferqueue.ordered import Key
+from meshrl.transferqueue.samplers._ordered import OrderedSampler
 from meshrl.transferqueue.sampling import CompleteGroup
 
 

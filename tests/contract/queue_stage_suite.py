@@ -1,0 +1,324 @@
+"""What every queue promises to the stages: leases, fencing, columns."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import (
+    EndOfDataError,
+    FencedError,
+    NotFoundError,
+    UserError,
+    WaitTimeoutError,
+)
+from meshrl.contract.nouns import (
+    REFERENCE_STAGE,
+    REWARD_STAGE,
+    ROLLOUT_STAGE,
+    Outcome,
+    StageSpec,
+    Version,
+)
+from meshrl.contract.ports import Queue
+
+from .queue_actors import WAIT_S, Actors, facts, rollout_of, spec, task, tasks, tokens_of, uids
+
+
+class LeasePromises:
+    async def test_a_lease_brings_the_task_as_it_was_given(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        given = task("a/b.c")
+        await actors.feed([given])
+        row = (await actors.lease()).rows[0]
+        assert row.task.prompt_ids.tolist() == given.prompt_ids.tolist()
+        assert replace(row.task, prompt_ids=given.prompt_ids) == given
+        assert (row.delivery, dict(row.columns)) == (1, {})
+
+    async def test_rows_come_oldest_first_and_siblings_together(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(2))
+        assert uids(await actors.lease(limit=3)) == ["t0.0.0", "t0.1.0", "t1.0.0"]
+        assert uids(await actors.lease(limit=3)) == ["t1.1.0"]
+
+    async def test_a_task_of_higher_priority_is_leased_first(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed([task("late"), task("urgent", priority=1)])
+        assert uids(await actors.lease(limit=2)) == ["urgent.0.0", "urgent.1.0"]
+
+    async def test_a_run_of_higher_priority_is_served_first(self, queue: Queue) -> None:
+        train, evaluation = Actors(queue), Actors(queue, run="run.eval")
+        await train.start()
+        await evaluation.start(spec("run.eval", gated=False, priority=1))
+        await train.feed(tasks(1))
+        await evaluation.feed([task("q", run="run.eval")])
+        for expected in ("run.eval", "run"):
+            lease = await queue.lease(
+                ["run", "run.eval"],
+                "rollout",
+                worker="w",
+                limit=9,
+                version=train.version,
+                wait_s=0,
+            )
+            assert {row.uid.run for row in lease.rows} == {expected}
+
+    async def test_a_waiting_lease_is_answered_when_tasks_come_in(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        waiting = asyncio.ensure_future(actors.lease(wait_s=WAIT_S))
+        await asyncio.sleep(0)
+        await actors.feed(tasks(1))
+        assert uids(await waiting) == ["t0.0.0", "t0.1.0"]
+
+    async def test_a_lease_waits_for_a_run_that_nobody_opened_yet(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        waiting = asyncio.ensure_future(actors.lease("reward", wait_s=WAIT_S))
+        await asyncio.sleep(0)
+        await actors.start()
+        await actors.feed(tasks(1))
+        await actors.write(await actors.lease("rollout"))
+        assert len((await waiting).rows) == 2
+
+    async def test_a_lease_with_nothing_to_give_times_out(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        with pytest.raises(WaitTimeoutError, match="rollout"):
+            await actors.lease(wait_s=0.01)
+
+    async def test_a_run_that_is_closed_and_empty_is_the_end_of_data(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        waiting = asyncio.ensure_future(actors.lease(wait_s=WAIT_S))
+        await asyncio.sleep(0)
+        await queue.close_feed("run")
+        with pytest.raises(EndOfDataError):
+            await waiting
+
+    async def test_a_fixed_number_of_rows_is_waited_for_while_admission_can_add_some(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start()
+
+        async def wave() -> list[str]:
+            lease = await queue.lease(
+                ["run"],
+                "rollout",
+                worker="w",
+                limit=3,
+                at_least=3,
+                version=actors.version,
+                wait_s=WAIT_S,
+            )
+            return uids(lease)
+
+        first = asyncio.ensure_future(wave())
+        await actors.feed(tasks(1))
+        assert not first.done()
+        await actors.feed(tasks(1, start=1))
+        assert await first == ["t0.0.0", "t0.1.0", "t1.0.0"]
+        assert await wave() == ["t1.1.0"]
+
+    async def test_a_gated_run_gives_rollouts_only_to_engines_fresh_enough(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(max_staleness=1.0))
+        await actors.publish(2)
+        await actors.feed(tasks(2))
+        for version in (Version(1, 0), Version(0, 2)):
+            actors.version = version
+            with pytest.raises(WaitTimeoutError):
+                await actors.lease()
+        actors.version = Version(1, 1)
+        assert len((await actors.lease()).rows) == 4
+
+    async def test_a_gated_rollout_lease_must_name_its_version(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        with pytest.raises(UserError, match="version"):
+            await queue.lease(["run"], "rollout", worker="w", limit=1, wait_s=0)
+
+    async def test_a_lease_that_a_publish_made_too_old_ends_at_once(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        waiting = asyncio.ensure_future(actors.lease(wait_s=10 * WAIT_S))
+        await asyncio.sleep(0.01)
+        await actors.publish(1)
+        with pytest.raises(WaitTimeoutError, match="ask again"):
+            await asyncio.wait_for(waiting, WAIT_S)
+
+    async def test_an_unknown_stage_is_refused_with_the_known_ones(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        with pytest.raises(UserError, match="rollout, reward"):
+            await queue.lease(["run"], "reference", worker="w", limit=1, wait_s=0)
+
+    async def test_a_lease_that_is_not_renewed_goes_to_somebody_else(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(lease_ttl_s=0.05))
+        await actors.feed(tasks(1))
+        old = await actors.lease(worker="dead")
+        new = await actors.lease(worker="alive", wait_s=WAIT_S)
+        assert new.rows[0].uid == old.rows[0].uid
+        assert new.rows[0].delivery == 2
+        assert new.rows[0].token > old.rows[0].token
+        with pytest.raises(FencedError):
+            await actors.write(old)
+
+    async def test_a_renewed_lease_stays_and_lost_rows_are_named(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(lease_ttl_s=0.4))
+        await actors.feed(tasks(1))
+        first = (await actors.lease(limit=1, worker="a")).rows[0].uid
+        second = (await actors.lease(limit=1, worker="b")).rows[0].uid
+        for _ in range(8):
+            assert await queue.renew("run", "rollout", "a", [first, second]) == [second]
+            await asyncio.sleep(0.1)
+        again = await actors.lease(worker="c")
+        assert [row.uid for row in again.rows] == [second]
+
+    async def test_released_rows_are_delivered_again_and_no_attempt_is_counted(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(max_attempts=1))
+        await actors.feed(tasks(1))
+        for _ in range(3):
+            lease = await actors.lease()
+            assert {row.delivery for row in lease.rows} == {1}
+            await queue.release("run", "rollout", tokens_of(lease))
+            await queue.release("run", "rollout", tokens_of(lease))
+        assert await actors.resident() == {"queued": 2}
+
+
+class WritePromises:
+    async def test_a_stage_reads_what_the_earlier_ones_wrote(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(stages=(ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)))
+        await actors.feed(tasks(1))
+        await actors.write(await actors.lease())
+        judged, compared = await actors.lease("reward"), await actors.lease("reference")
+        text = judged.rows[1].columns["response_text"].tobytes().decode()
+        assert text == "answer to run/t0/1.0"
+        assert compared.rows[0].columns["tokens"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert set(compared.rows[0].columns) == {"tokens"}
+        await actors.write(judged)
+        assert await actors.resident() == {"pending": 2}
+        await actors.write(compared)
+        assert await actors.resident() == {"ready": 2}
+
+    async def test_writing_twice_is_writing_once(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        await actors.write(lease)
+        await actors.write(lease)
+        assert await actors.resident() == {"pending": 2}
+
+    async def test_a_fenced_row_refuses_the_whole_write(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        lost = lease.rows[1]
+        await queue.release("run", "rollout", {lost.uid: lost.token})
+        with pytest.raises(FencedError) as refused:
+            await actors.write(lease)
+        assert refused.value.details["uid"] == str(lost.uid)
+        assert await actors.resident() == {"queued": 1, "leased": 1}
+
+    @pytest.mark.parametrize(
+        ("column", "value"),
+        [
+            ("tokens", np.zeros(6, np.int64)),
+            ("loss_mask", np.zeros(5, np.uint8)),
+            ("rollout_logprobs", np.zeros((6, 1), np.float32)),
+            ("spans", np.zeros((1, 3), np.int64)),
+            ("reward", np.zeros(1, np.float32)),
+        ],
+    )
+    async def test_a_column_that_does_not_fit_is_refused_by_name(
+        self, queue: Queue, column: str, value: np.ndarray
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease(limit=1)
+        good = rollout_of(lease.rows[0], actors.version)
+        bad = replace(good, columns={**good.columns, column: value})
+        with pytest.raises(UserError, match=column) as refused:
+            await queue.write("run", "rollout", tokens_of(lease), [bad])
+        assert refused.value.details["uid"] == str(good.uid)
+        await queue.write("run", "rollout", tokens_of(lease), [good])
+
+    async def test_a_missing_column_is_refused_by_name(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease(limit=1)
+        good = rollout_of(lease.rows[0], actors.version)
+        kept = {name: array for name, array in good.columns.items() if name != "spans"}
+        with pytest.raises(UserError, match="spans is missing"):
+            await queue.write("run", "rollout", tokens_of(lease), [replace(good, columns=kept)])
+
+    async def test_a_reward_that_is_no_number_never_gets_in(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        stage = StageSpec(name="reward", reads=("response_text",), writes=("reward",))
+        await actors.start(spec(stages=(ROLLOUT_STAGE, stage)))
+        await actors.feed(tasks(1))
+        await actors.write(await actors.lease())
+        lease = await actors.lease("reward", limit=1)
+        good = rollout_of(lease.rows[0], actors.version)
+        nan = replace(good, columns={"reward": np.array([np.nan], np.float32)}, facts=None)
+        with pytest.raises(UserError, match="finite"):
+            await queue.write("run", "reward", tokens_of(lease), [nan])
+
+    @pytest.mark.parametrize("outcome", [o for o in Outcome if not o.trainable])
+    async def test_a_fault_can_never_become_a_row(self, queue: Queue, outcome: Outcome) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease(limit=1)
+        bad = replace(
+            rollout_of(lease.rows[0], actors.version), facts=facts(actors.version, 6, outcome)
+        )
+        with pytest.raises(UserError, match="use fail"):
+            await queue.write("run", "rollout", tokens_of(lease), [bad])
+
+    async def test_payload_comes_back_bit_by_bit_and_in_the_order_asked(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        await actors.write(lease)
+        written = {row.uid: rollout_of(row, actors.version).columns for row in lease.rows}
+        order = [row.uid for row in reversed(lease.rows)]
+        for uid, found in zip(
+            order, await queue.fetch("run", order, ROLLOUT_STAGE.writes), strict=True
+        ):
+            assert set(found) == set(ROLLOUT_STAGE.writes)
+            for name, array in found.items():
+                assert array.dtype == written[uid][name].dtype
+                np.testing.assert_array_equal(array, written[uid][name])
+
+    async def test_what_is_not_there_is_not_found_by_uid(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        uid = (await actors.lease()).rows[0].uid
+        for missing, column in ((uid, "tokens"), (replace(uid, attempt=7), "tokens")):
+            with pytest.raises(NotFoundError) as refused:
+                await queue.fetch("run", [missing], [column])
+            assert refused.value.details["uid"] == str(missing)
+        with pytest.raises(UserError, match="toekns"):
+            await queue.fetch("run", [uid], ["toekns"])

@@ -1,0 +1,40 @@
+"""Numbers in the order of their keys: a heap whose dead entries are dropped when they come up."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TypeAlias
+
+Key: TypeAlias = tuple[int, ...]
+
+
+class OrderedNumbers:
+    """A set of numbers with a key each; lowest key first, ties by number."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Key, int]] = []
+        self._keys: dict[int, Key] = {}
+
+    def add(self, number: int, key: Key) -> None:
+        """Put `number` in, or move it to `key`. O(log n)."""
+        self._keys[number] = key
+        heapq.heappush(self._heap, (key, number))
+
+    def discard(self, number: int) -> None:
+        """Take `number` out, if it is in. O(1): its heap entry goes when it comes up."""
+        self._keys.pop(number, None)
+
+    def first(self, count: int) -> list[int]:
+        """The `count` first numbers (fewer if there are fewer); they stay. O(count log n)."""
+        found: list[tuple[Key, int]] = []
+        while self._heap and len(found) < count:
+            entry = heapq.heappop(self._heap)
+            # A number that left and came back under its old key has two equal entries: they come up in a row.
+            if self._keys.get(entry[1]) == entry[0] and (not found or found[-1] != entry):
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(self._heap, entry)
+        return [number for _, number in found]
+
+    def __len__(self) -> int:
+        return len(self._keys)
