@@ -14,6 +14,9 @@ from meshrl.services.runtime import Server
 STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
 
+LONGEST_CONFLICT = 200
+"""Characters of a conflict that a person will read; the stages of two specs side by side are longer."""
+
 
 async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
     """Declare the training run, which whoever comes first does; the names of the runs that stages work on.
@@ -33,8 +36,11 @@ async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
     try:
         await queue.open_run(spec)
     except ConflictError as error:
+        said = str(error)
+        if len(said) > LONGEST_CONFLICT:
+            said = f"run {spec.run} is open with another {error.details.get('field', 'spec')}"
         raise UserError(
-            f"{error}; the queue in {recipe.queue_path} holds this run from before: "
+            f"{said}; the queue in {recipe.queue_path} holds this run from before: "
             "keep its settings, choose another run.name, or remove the directory"
         ) from error
 

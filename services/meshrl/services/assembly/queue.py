@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshrl.contract.errors import UserError
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.runtime import Server
@@ -11,8 +12,15 @@ from meshrl.transferqueue.queue import TransferQueue
 
 
 async def run(recipe: Recipe, site: Site) -> None:
-    """Serve until stopped. The store is closed last, when no call can write to it any more."""
-    recipe.queue_path.mkdir(parents=True, exist_ok=True)
+    """Serve until stopped. The store is closed last, when no call can write to it any more.
+
+    Raises:
+        UserError: the store's directory cannot be made.
+    """
+    try:
+        recipe.queue_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"queue.path: {recipe.queue_path}: {error.strerror}") from error
     queue = await TransferQueue.open(stores.build(recipe.queue, recipe.queue_path))
     try:
         async with Server(site.settings, [QueueDoor(queue)]) as server:

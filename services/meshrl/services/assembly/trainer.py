@@ -35,8 +35,8 @@ from meshrl.trainer.evaluate import Evaluator
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
 from meshrl.trainer.model import build_policy, load_hf
-from meshrl.trainer.objective import PolicyGradient
 from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.policy_gradient import PolicyGradient
 from meshrl.trainer.resume import resume
 from meshrl.trainer.setting import Setting
 from meshrl.trainer.step import Learner

@@ -216,7 +216,7 @@ class Supervisor:
         try:
             await first_of(look(), self._kill.wait(), timeout_s=BEFORE_DRAIN_S)
         except MeshError as error:
-            log.warning("the last look at the mesh failed: %s", error)
+            log.debug("the last look at the mesh failed: %s", error)
 
     async def _drain(self) -> None:
         ordered = sorted(self._services, key=lambda service: service.drain_wave)

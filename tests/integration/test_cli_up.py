@@ -1,0 +1,114 @@
+"""`meshrl up` from the outside: what it refuses, how it ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.services.up.book import is_up, run_lock
+
+CLI = (sys.executable, "-m", "meshrl.services.cli")
+RECIPE = """
+run: {name: tiny}
+model: {path: model}
+data: {train_files: [train.jsonl]}
+reward: {custom_reward_function: {path: mine.py}}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files that pass every check of a recipe, though no model could be loaded from them."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(RECIPE)
+    Path("train.jsonl").write_text("")
+    Path("mine.py").write_text("def compute_score(*given): return 0.0\n")
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("model/model.safetensors").write_text("")
+    return tmp_path
+
+
+async def start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *CLI,
+        "up",
+        "my.yaml",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int, str, list[str]]:
+    async with asyncio.timeout(90):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode().splitlines()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what is waited for is another process
+            await asyncio.sleep(0.05)
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Command lines of the processes that work in `directory`."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                if (process / "cwd").resolve() == directory.resolve():
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+    return [line for line in found if "meshrl" in line]
+
+
+async def test_a_service_that_refuses_its_recipe_ends_the_run_in_one_line(workplace: Path) -> None:
+    (workplace / "taken").write_text("a file, not a directory")
+    code, out, err = await ended(await start("queue.path=taken"))
+    assert (code, err) == (2, ["error: queue: queue.path: taken: File exists"])
+    assert "reward" not in out.split("run tiny: ")[1].split("\n", 1)[1]
+    assert processes_of(workplace) == []
+
+
+async def test_a_second_up_on_the_same_run_is_refused(workplace: Path) -> None:
+    (workplace / "runs/tiny").mkdir(parents=True)
+    with run_lock(Path("runs/tiny")):
+        code, _, (line,) = await ended(await start())
+    assert code == 2
+    assert line.startswith("error: runs/tiny is in use: another `meshrl up` (pid ")
+
+
+async def test_a_signal_drains_and_nothing_is_left(workplace: Path) -> None:
+    process = await start("--port", "queue=20999")
+    log = Path("runs/tiny/logs/queue.log")
+    await until(lambda: log.exists() and "serving" in log.read_text())
+    assert is_up(Path("runs/tiny"))
+    book = json.loads((workplace / "runs/tiny/mesh.json").read_text())
+    assert book["services"]["queue"]["port"] == 20999
+    process.send_signal(signal.SIGTERM)
+    code, _, err = await ended(process)
+    assert (code, err) == (
+        143,
+        ["error: stopped by SIGTERM at step 0; the same command goes on from there"],
+    )
+    assert processes_of(workplace) == []
+    assert not is_up(Path("runs/tiny"))
+
+
+async def test_nothing_survives_an_up_that_is_killed(workplace: Path) -> None:
+    process = await start()
+    log = Path("runs/tiny/logs/queue.log")
+    await until(lambda: log.exists() and "serving" in log.read_text())
+    process.kill()
+    await process.wait()
+    await until(lambda: processes_of(workplace) == [])
