@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshrl.contract import stage
 from meshrl.contract.errors import FencedError, UserError
 from meshrl.contract.nouns import TrainerPhase, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig
@@ -30,6 +31,12 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler that polls under the version of a trainer that is gone notices soon."""
+    monkeypatch.setattr(stage, "LEASE_WAIT_S", 1.0)
 
 
 @pytest.fixture

@@ -45,8 +45,8 @@ from meshrl.trainer.evaluate import Evaluator
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model import build_policy, load_hf, random_hf
-from meshrl.trainer.objective import PolicyGradient
 from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.policy_gradient import PolicyGradient
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 from meshrl.trainer.resume import resume
 from meshrl.trainer.setting import Setting

@@ -23,7 +23,7 @@ import torch
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.nouns import Batch, BatchRow, Outcome, Trajectory, Uid, Version
 from meshrl.trainer.distributed import World
-from meshrl.trainer.packing import Plan, plan
+from meshrl.trainer.packing import plan
 from meshrl.trainer.ragged import Ragged
 
 
@@ -33,12 +33,8 @@ class MiniBatch:
 
     rows: tuple[int, ...]
     """Indices into the schedule's rows."""
-    plan: Plan
-    """Its indices are positions in `rows`."""
-
-    def micro_batches(self, rank: int) -> list[tuple[int, ...]]:
-        """The rank's micro-batches, as indices into the schedule's rows; some may be empty."""
-        return [tuple(self.rows[i] for i in micro) for micro in self.plan.ranks[rank]]
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    """rank -> micro-batch -> rows; some micro-batches may be empty, every rank has equally many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +48,7 @@ class Schedule:
 
     def own(self, rank: int) -> tuple[int, ...]:
         """Indices of the rows that `rank` fetches, in the order of its micro-batches."""
-        micros = itertools.chain.from_iterable(m.micro_batches(rank) for m in self.mini_batches)
+        micros = itertools.chain.from_iterable(m.ranks[rank] for m in self.mini_batches)
         return tuple(itertools.chain.from_iterable(micros))
 
     def uids(self, rank: int) -> tuple[Uid, ...]:
@@ -61,9 +57,17 @@ class Schedule:
 
 
 def schedule(
-    batch: Batch, *, ranks: int, max_tokens: int, mini_batch_groups: int | None
+    batch: Batch,
+    *,
+    ranks: int,
+    max_tokens: int,
+    mini_batch_groups: int | None,
+    whole_groups: bool = False,
 ) -> Schedule:
-    """Sort rows, cut the groups into mini-batches, deal each to the ranks."""
+    """Sort rows, cut the groups into mini-batches, deal each to the ranks.
+
+    With `whole_groups` the rows of a group stay in one micro-batch.
+    """
     rows = tuple(sorted(batch.rows, key=lambda row: (row.group, row.uid.index, row.uid.attempt)))
     groups = [
         [index for index, _ in part]
@@ -72,11 +76,23 @@ def schedule(
     size = mini_batch_groups or max(1, len(groups))
     minis = []
     for start in range(0, len(groups), size):
-        chosen = tuple(itertools.chain.from_iterable(groups[start : start + size]))
-        lengths = [rows[i].num_tokens for i in chosen]
-        made = plan(lengths, ranks=ranks, max_tokens=max_tokens)
-        minis.append(MiniBatch(rows=chosen, plan=made))
+        part = groups[start : start + size]
+        units = part if whole_groups else [[row] for group in part for row in group]
+        minis.append(_mini_batch(rows, units, ranks, max_tokens))
     return Schedule(batch=batch, rows=rows, mini_batches=tuple(minis))
+
+
+def _mini_batch(
+    rows: Sequence[BatchRow], units: Sequence[Sequence[int]], ranks: int, max_tokens: int
+) -> MiniBatch:
+    """Deal units of rows that must stay together."""
+    lengths = [sum(rows[i].num_tokens for i in unit) for unit in units]
+    made = plan(lengths, ranks=ranks, max_tokens=max_tokens)
+    micros = tuple(
+        tuple(tuple(row for index in micro for row in units[index]) for micro in rank)
+        for rank in made.ranks
+    )
+    return MiniBatch(rows=tuple(itertools.chain.from_iterable(units)), ranks=micros)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -55,6 +55,23 @@ def linear_argmax(
     return torch.cat(best) if best else hidden.new_empty(0, dtype=torch.int64)
 
 
+@torch.no_grad()
+def linear_sum_pi_squared(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> torch.Tensor:
+    """float32[N]: Σ_v π(v)² after each of `hidden` [N, H], chunked like `linear_logprob`."""
+    chunk = max(1, chunk_elements // weight.shape[0])
+    parts = [
+        (2 * _log_softmax(part, weight, temperature)).exp().sum(-1)
+        for part in torch.split(hidden, chunk)
+    ]
+    return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)
+
+
 class _LinearLogprob(torch.autograd.Function):
     """The pair of formulas above."""
 

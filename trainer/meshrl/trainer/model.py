@@ -21,7 +21,7 @@ from meshrl.contract.errors import UserError
 from meshrl.trainer import attention
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.logprob import linear_argmax, linear_logprob
+from meshrl.trainer.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
 from meshrl.trainer.packing import Pack
 
 HfModel: TypeAlias = Any
@@ -48,6 +48,12 @@ class Policy(nn.Module):
         """bool[N]: is each response token the one that greedy decoding would take? For teacher forcing."""
         hidden = self._response_hidden(pack)
         return linear_argmax(hidden, self.hf.get_output_embeddings().weight) == pack.targets
+
+    def sum_pi_squared(self, pack: Pack, temperature: float) -> torch.Tensor:
+        """float32[N]: Σ_v π(v)² where each response token was sampled. No gradient."""
+        hidden = self._response_hidden(pack)
+        weight = self.hf.get_output_embeddings().weight
+        return linear_sum_pi_squared(hidden, weight, temperature=temperature)
 
     def _response_hidden(self, pack: Pack) -> torch.Tensor:
         """[N, H]: the hidden states that predict a response token."""
@@ -129,7 +135,8 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     for layer in decoder_layers(hf):
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
     fully_shard(policy, mesh=world.mesh, mp_policy=precision)
-    register_fsdp_forward_method(policy, "is_greedy")
+    for method in ("is_greedy", "sum_pi_squared"):
+        register_fsdp_forward_method(policy, method)
     return policy.to(world.device)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,9 +31,9 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.facts import experience_facts, mismatch_facts
 from meshrl.trainer.losses._types import LossInputs
 from meshrl.trainer.model import Policy
-from meshrl.trainer.objective import Micro, Objective, Targets
 from meshrl.trainer.optim import Optimizers, learning_rate
 from meshrl.trainer.packing import Pack, pack
+from meshrl.trainer.policy_gradient import Micro, Objective, OldPolicy, Targets
 from meshrl.trainer.ragged import Ragged
 from meshrl.trainer.tally import Tally
 
@@ -96,6 +96,7 @@ class Learner:
             ranks=self.world.size,
             max_tokens=self._actor.ppo_max_token_len_per_gpu,
             mini_batch_groups=self._actor.ppo_mini_batch_size,
+            whole_groups=self._objective.whole_groups,
         )
 
     def learn(self, made: Schedule, own: Sequence[Trajectory], step: int) -> dict[str, Json]:
@@ -113,10 +114,8 @@ class Learner:
         torch.manual_seed(_seed(self._seed, step, self.world.rank))
         rows = dict(zip(made.own(self.world.rank), own, strict=True))
         experience = assemble(made, own, self.world)
-        old = self._old_logprobs(made, rows)
-        targets = self._objective.targets(
-            experience, experience.rollout_logprobs if self._objective.rollout_is_old else old
-        )
+        old = self._old_policy(made, rows, experience)
+        targets = self._objective.targets(experience, old)
         updates = [mini for _ in range(self._actor.ppo_epochs) for mini in made.mini_batches]
         work = _Work(rows=rows, experience=experience, targets=targets, updates=len(updates))
         rate = learning_rate(self._actor.optim, step, self._total_steps or step + 1)
@@ -126,12 +125,13 @@ class Learner:
             log.warning(
                 "step %d: gradient not finite, %d updates left out", step, len(norms) - len(finite)
             )
-        if old is None:
+        before = old.logprobs
+        if before is None or self._objective.rollout_is_old:
             own_first = [work.first_logprobs[row] for row in made.own(self.world.rank)]
-            old = gather_tokens(made, own_first, self.world)
+            before = gather_tokens(made, own_first, self.world)
         return {
             **experience_facts(experience),
-            **mismatch_facts(experience.ragged, old, experience.rollout_logprobs),
+            **mismatch_facts(experience.ragged, before, experience.rollout_logprobs),
             **targets.metrics,
             **work.tally.over_ranks(self.world),
             "actor/grad_norm": sum(finite) / len(finite) if finite else math.nan,
@@ -140,32 +140,46 @@ class Learner:
             "actor/skipped_updates": len(norms) - len(finite),
             "batch/rows": len(made.rows),
             "batch/tokens": sum(row.num_tokens for row in made.rows),
-            "batch/micro_batches": sum(m.plan.micro_batches for m in made.mini_batches),
+            "batch/micro_batches": sum(len(m.ranks[0]) for m in made.mini_batches),
         }
 
     @torch.no_grad()
-    def _old_logprobs(self, made: Schedule, rows: Mapping[int, Trajectory]) -> torch.Tensor | None:
-        """float32[N] under the weights before the step.
-
-        None when no pass of its own is needed: the rollout's stand for them, or there is one update, which gives
-        them on its way, and nobody asks earlier.
-        """
+    def _old_policy(
+        self, made: Schedule, rows: Mapping[int, Trajectory], experience: Experience
+    ) -> OldPolicy:
+        """What the weights before the step say, by as few passes of their own as the objective allows."""
+        objective = self._objective
+        squares = None
+        if objective.reads_sum_pi_squared:
+            squares = self._forward(made, rows, self.policy.sum_pi_squared)
+        if objective.rollout_is_old:
+            return OldPolicy(logprobs=experience.rollout_logprobs, sum_pi_squared=squares)
         once = len(made.mini_batches) == 1 and self._actor.ppo_epochs == 1
-        if self._objective.rollout_is_old or (once and not self._objective.reads_old_logprobs):
-            return None
+        if once and not objective.reads_old_logprobs:
+            return OldPolicy(sum_pi_squared=squares)
+        logprobs = self._forward(made, rows, lambda *given: self.policy(*given)[0])
+        return OldPolicy(logprobs=logprobs, sum_pi_squared=squares)
+
+    def _forward(
+        self,
+        made: Schedule,
+        rows: Mapping[int, Trajectory],
+        function: Callable[[Pack, float], torch.Tensor],
+    ) -> torch.Tensor:
+        """float32[N] of the whole batch, from a function of packs."""
         found: list[torch.Tensor] = []
         for mini in made.mini_batches:
-            for chosen in mini.micro_batches(self.world.rank):
-                logprobs, _ = self.policy(self._pack(chosen, rows), self._temperature)
-                found.extend(_per_row(logprobs, chosen, rows))
+            for chosen in mini.ranks[self.world.rank]:
+                values = function(self._pack(chosen, rows), self._temperature)
+                found.extend(_per_row(values, chosen, rows))
         return gather_tokens(made, found, self.world)
 
     def _update(self, mini: MiniBatch, work: _Work, rate: float) -> float:
         """One optimizer step; returns the gradient norm before clipping."""
-        counted = int(work.targets.mask[work.experience.tokens_of(mini.rows)].sum())
+        counts = work.counts(mini)
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
         share = 1.0 / (self.world.size * work.updates)
-        for chosen in mini.micro_batches(self.world.rank):
+        for chosen in mini.ranks[self.world.rank]:
             logprobs, entropies = self.policy(self._pack(chosen, work.rows), self._temperature)
             if not chosen:
                 # This rank has nothing left to do, and its peers' collectives still need its backward pass.
@@ -173,14 +187,13 @@ class Learner:
                 continue
             for row, part in zip(chosen, _per_row(logprobs, chosen, work.rows), strict=True):
                 work.first_logprobs.setdefault(row, part)
-            micro = self._micro(chosen, work, logprobs, entropies, counted, len(mini.rows))
+            micro = self._micro(chosen, work, logprobs, entropies, counts)
             loss = self._objective.loss(micro)
             loss.total.backward()  # type: ignore[no-untyped-call]
             tokens = int(micro.inputs.ragged.mask.sum())
-            entropy = float(entropies.detach()[micro.inputs.ragged.mask].mean()) if tokens else 0.0
-            terms = {**loss.terms, "actor/loss": float(loss.total.detach())}
-            work.tally.add_sums({name: value * share for name, value in terms.items()})
-            work.tally.add_means({**loss.means, "actor/entropy": entropy}, tokens)
+            shares = {**loss.shares, "actor/loss": float(loss.total.detach())}
+            work.tally.add_sums({name: value * share for name, value in shares.items()})
+            work.tally.add_means(loss.means, tokens)
         return self.optimizers.step(rate)
 
     def _micro(
@@ -189,8 +202,7 @@ class Learner:
         work: _Work,
         logprobs: torch.Tensor,
         entropies: torch.Tensor,
-        counted: int,
-        mini_batch_rows: int,
+        counts: _Counts,
     ) -> Micro:
         experience, targets = work.experience, work.targets
         places = experience.tokens_of(chosen)
@@ -215,8 +227,10 @@ class Learner:
                 ref_logprobs=part(experience.ref_logprobs),
             ),
             entropies=entropies,
-            mini_batch_tokens=counted,
-            mini_batch_rows=mini_batch_rows,
+            correct=(experience.rewards[list(chosen)] > 0).to(device),
+            mini_batch_tokens=counts.tokens,
+            mini_batch_correct_tokens=counts.correct_tokens,
+            mini_batch_rows=counts.rows,
             ranks=self.world.size,
         )
 
@@ -238,6 +252,26 @@ class _Work:
     tally: Tally = field(default_factory=Tally)
     first_logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of this rank's rows, as they were forwarded first."""
+
+    def counts(self, mini: MiniBatch) -> _Counts:
+        """Denominators of a mini-batch: over all its rows, whichever rank has them."""
+        ragged = self.experience.ragged.with_mask(self.targets.mask)
+        chosen = list(mini.rows)
+        lengths, correct = ragged.valid_lengths[chosen], self.experience.rewards[chosen] > 0
+        return _Counts(
+            tokens=int(lengths.sum()),
+            correct_tokens=int(lengths[correct].sum()),
+            rows=len(chosen),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """What losses of a mini-batch are divided by."""
+
+    tokens: int
+    correct_tokens: int
+    rows: int
 
 
 def _per_row(

@@ -1,0 +1,100 @@
+"""One training step and a checkpoint, by however many ranks: run as a program by test_model_ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshrl.contract.nouns import (
+    Batch,
+    BatchRow,
+    Outcome,
+    Trajectory,
+    Uid,
+    Version,
+    VersionSpan,
+)
+from meshrl.trainer import checkpoint
+from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.export import export_policy
+from meshrl.trainer.model import build_policy, load_hf
+from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.policy_gradient import PolicyGradient
+from meshrl.trainer.step import Learner
+
+PROMPT = 3
+VOCABULARY = 37
+GROUPS, GROUP_SIZE = 5, 2
+
+
+def trajectories() -> list[Trajectory]:
+    """Ten rows of very different lengths, with a tool's tokens in some."""
+    draw = np.random.default_rng(3)
+    rows = []
+    for index in range(GROUPS * GROUP_SIZE):
+        length = int(draw.integers(PROMPT + 2, 40))
+        mask = np.array([0] * PROMPT + [1] * (length - PROMPT), dtype=np.uint8)
+        mask[PROMPT + 2 : PROMPT + 4] = index % 2
+        rows.append(
+            Trajectory(
+                uid=Uid("r", f"t{index // GROUP_SIZE}", index % GROUP_SIZE),
+                tokens=draw.integers(0, VOCABULARY, length).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.full(length, -3.5, dtype=np.float32),
+                spans=(VersionSpan(version=Version(1, 0), start=PROMPT, end=length),),
+                reward=float(draw.random()),
+                reward_components={"a": float(index)},
+            )
+        )
+    return rows
+
+
+def batch(rows: list[Trajectory]) -> Batch:
+    manifest = tuple(
+        BatchRow(
+            uid=row.uid, group=row.uid.task, group_size=GROUP_SIZE, num_tokens=len(row.tokens),
+            oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
+        )
+        for row in rows
+    )  # fmt: skip
+    return Batch(batch_id="b", run="r", step=0, rows=manifest)
+
+
+def make(model: Path, world: World, **actor: object) -> Learner:
+    # Plain gradients: with this eps AdamW's first update is lr · g, so weights show the gradient itself.
+    optim = OptimConfig(lr=1e3, eps=1e3, weight_decay=0.0, clip_grad=1e9)
+    config = ActorConfig.model_validate({"optim": optim, "ppo_max_token_len_per_gpu": 64, **actor})
+    policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+    return Learner(
+        policy, Optimizers(policy, optim),
+        PolicyGradient(AlgorithmConfig(), config, max_response_length=40),
+        world, config, temperature=1.0, seed=0, total_steps=None,
+    )  # fmt: skip
+
+
+def main(model: Path, target: Path, rows_given: int) -> None:
+    torch.set_num_threads(1)
+    world = World.start("cpu")
+    learner = make(model, world)
+    rows = trajectories()[:rows_given]
+    made = learner.schedule(batch(rows))
+    by_uid = {row.uid: row for row in rows}
+    metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(world.rank)], 0)
+    state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
+    checkpoint.save(
+        target / "checkpoints", learner.policy, learner.optimizers, state, world, keep=1
+    )
+    export_policy(learner.policy, world, target / "export", tokenizer=model)
+    if world.is_main:
+        loss, norm = metrics["actor/loss"], metrics["actor/grad_norm"]
+        (target / "numbers").write_text(f"{loss!r} {norm!r} {metrics['actor/entropy']!r}")
+    world.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshrl.trainer import checkpoint
+from meshrl.trainer.distributed import World
+
+from . import rank_work
+
+
+def run_ranks(ranks: int, model: Path, target: Path, rows: int) -> list[float]:
+    """Train one step on `ranks` processes; loss, gradient norm and entropy."""
+    target.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, rank_work.__file__, str(model), str(target), str(rows)],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(ranks)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0] * ranks
+    return [float(word) for word in (target / "numbers").read_text().split()]
+
+
+@pytest.mark.parametrize("rows", [rank_work.GROUPS * rank_work.GROUP_SIZE, 1])
+def test_two_ranks_give_the_loss_and_the_gradient_of_one(
+    tiny_path: Path, tmp_path: Path, world: World, rows: int
+) -> None:
+    one = run_ranks(1, tiny_path, tmp_path / "one", rows)
+    # With a single row the second rank has nothing to do and must join every collective all the same.
+    two = run_ranks(2, tiny_path, tmp_path / "two", rows)
+    assert two == pytest.approx(one, abs=1e-6)
+    weights = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
+        for name in ("one", "two")
+    ]
+    start = AutoModelForCausalLM.from_pretrained(tiny_path).state_dict()
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-6)
+    if rows > 1:
+        assert max((weights[0][n] - start[n]).abs().max() for n in start) > 1e-2
+
+    # What two ranks have saved, one loads.
+    found = checkpoint.newest(tmp_path / "two" / "checkpoints")
+    assert found is not None
+    learner = rank_work.make(tiny_path, world)
+    checkpoint.load(found[0], learner.policy, learner.optimizers)
+    for name, parameter in learner.policy.named_tensors():
+        assert torch.equal(parameter.full_tensor(), weights[1][name])  # type: ignore[attr-defined]
+
+
+def test_the_split_into_micro_batches_changes_no_gradient(tiny_path: Path, world: World) -> None:
+    rows = rank_work.trajectories()
+    by_uid = {row.uid: row for row in rows}
+    results = []
+    for budget in (10_000, 64, 1):
+        learner = rank_work.make(tiny_path, world, ppo_max_token_len_per_gpu=budget)
+        made = learner.schedule(rank_work.batch(rows))
+        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
+        weights = {n: p.full_tensor() for n, p in learner.policy.named_tensors()}  # type: ignore[attr-defined]
+        results.append((metrics, weights))
+    assert [m["batch/micro_batches"] for m, _ in results] == [1, 4, 10]
+    for metrics, weights in results[1:]:
+        assert metrics["actor/loss"] == pytest.approx(results[0][0]["actor/loss"], abs=1e-6)
+        assert metrics["actor/grad_norm"] == pytest.approx(
+            results[0][0]["actor/grad_norm"], abs=1e-6
+        )
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, results[0][1][name], rtol=0, atol=1e-6)
+
+
+def test_the_order_in_which_rows_arrive_changes_no_bit(tiny_path: Path, world: World) -> None:
+    rows = rank_work.trajectories()
+    by_uid = {row.uid: row for row in rows}
+    results = []
+    for arrived in (rows, rows[::-1]):
+        learner = rank_work.make(tiny_path, world)
+        made = learner.schedule(rank_work.batch(arrived))
+        learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
+        results.append({n: p.full_tensor() for n, p in learner.policy.named_tensors()})  # type: ignore[attr-defined]
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
+    tiny_path: Path, world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = rank_work.trajectories()
+    by_uid = {row.uid: row for row in rows}
+    learner = rank_work.make(tiny_path, world)
+    with torch.no_grad():
+        for name, parameter in learner.policy.named_tensors():
+            if name.endswith("norm.weight"):
+                parameter.fill_(torch.nan)
+    before = {n: p.full_tensor().clone() for n, p in learner.policy.named_tensors()}  # type: ignore[attr-defined]
+    made = learner.schedule(rank_work.batch(rows))
+    metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
+    assert metrics["actor/skipped_updates"] == 1
+    assert "not finite" in caplog.text
+    for name, parameter in learner.policy.named_tensors():
+        torch.testing.assert_close(parameter.full_tensor(), before[name], equal_nan=True)  # type: ignore[attr-defined]
