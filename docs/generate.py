@@ -1,0 +1,186 @@
+"""Writes the reference pages that the code itself can tell: `make docs`. A test fails when one is out of date."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from meshrl.contract.config import Config
+from meshrl.contract.errors import MeshError
+from meshrl.services.cli.root import cli
+from meshrl.services.config.fields import Key, config_of, walk
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.errors import status_of
+from meshrl.services.up.exits import Exit
+from meshrl.trainer.config import SftConfig
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = Path(__file__).parent / "reference"
+NOTE = "<!-- Written by docs/generate.py (`make docs`): change the code, not this page. -->\n"
+EXITS = {
+    Exit.DONE: "done",
+    Exit.FAILED: "something broke on our side; for `ledger`: it does not balance; for `health`: not ready",
+    Exit.USER_ERROR: "a recipe, an option or a file is wrong: the same command would fail again",
+    Exit.PORT_IN_USE: "`serve`: the port is somebody else's; another one would do",
+}
+
+
+def main() -> None:
+    """Write every page."""
+    REFERENCE.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (REFERENCE / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """File name to text."""
+    return {"config.md": config_page(), "cli.md": cli_page(), "errors.md": errors_page()}
+
+
+def config_page() -> str:
+    """Every key of a recipe, and of `meshrl sft`."""
+    lines = [
+        "# Keys of a recipe",
+        NOTE,
+        "The same text on a terminal: `meshrl config explain [KEY]`. Any key can be overridden on the command line",
+        "as `a.b=c`; `meshrl config show RECIPE` prints a recipe with every default filled in.",
+        "",
+    ]
+    for key in walk(Recipe):
+        if len(key.path) == 1:
+            lines += _section(key.dotted, key)
+    lines += ["## Keys of `meshrl sft`", "", *_table(SftConfig)]
+    return "\n".join(lines)
+
+
+def _section(title: str, key: Key) -> list[str]:
+    section = config_of(key.field.annotation)
+    assert section is not None
+    where = Path(_source(section))
+    link = os.path.relpath(where, REFERENCE)
+    return [
+        f"## `{title}`",
+        "",
+        f"{_doc(key)} ([`{section.__name__}`]({link}))",
+        "",
+        *_table(section),
+    ]
+
+
+def _table(section: type[Config]) -> list[str]:
+    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    for key in walk(section):
+        inner = config_of(key.field.annotation)
+        if inner is not None and key.default_text in ("{}", "required"):
+            rows.append(f"| `{key.dotted}` | section | | {_doc(key) or _first_line(inner)} |")
+        else:
+            default = f"`{key.default_text}`".replace("`required`", "required")
+            rows.append(f"| `{key.dotted}` | {key.type_text} | {default} | {_doc(key)} |")
+    return [*rows, ""]
+
+
+def _doc(key: Key) -> str:
+    return " ".join((key.field.description or "").split()).replace("|", "\\|")
+
+
+def _source(kind: type) -> str:
+    import sys
+
+    file = sys.modules[kind.__module__].__file__
+    assert file is not None
+    return file
+
+
+def cli_page() -> str:
+    """Every command and option."""
+    lines = [
+        "# Commands",
+        NOTE,
+        "`meshrl COMMAND --help` says the same. Options with a variable can be set in the environment instead.",
+        "",
+    ]
+    root = click.Context(cli, info_name="meshrl")
+    for name in cli.list_commands(root):
+        command = cli.get_command(root, name)
+        assert command is not None
+        lines += _command(command, click.Context(command, info_name=name, parent=root))
+    return "\n".join(lines)
+
+
+def _command(command: click.Command, context: click.Context) -> Iterator[str]:
+    yield f"## `{context.command_path}`"
+    yield ""
+    yield f"`{' '.join([context.command_path, *command.collect_usage_pieces(context)])}`"
+    yield ""
+    yield " ".join((command.help or "").split())
+    yield ""
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    if options:
+        yield "| option | variable | |"
+        yield "|---|---|---|"
+        for option in options:
+            variable = f"`{option.envvar}`" if option.envvar else ""
+            yield f"| `{', '.join(option.opts)}` | {variable} | {_option_help(option)} |"
+        yield ""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from _command(inner, click.Context(inner, info_name=name, parent=context))
+
+
+def _option_help(option: click.Option) -> str:
+    parts = [option.help or ""]
+    if isinstance(option.type, click.Choice):
+        parts.append(f"One of {', '.join(map(str, option.type.choices))}.")
+    if isinstance(option.default, str | int) and not isinstance(option.default, bool):
+        parts.append(f"Default: `{option.default}`.")
+    return " ".join(part for part in parts if part).replace("|", "\\|")
+
+
+def errors_page() -> str:
+    """The tree of errors with their codes on the wire, and the exit codes."""
+    lines = [
+        "# Errors and exit codes",
+        NOTE,
+        "Every failure on purpose is one of these classes",
+        "([`MeshError`](../../proto/meshrl/contract/errors.py)). It crosses the wire in the trailing metadata",
+        "`meshrl-error-bin` with its code, its message and its values, and is raised again as the same class on the",
+        "other side ([`STATUS`](../../services/meshrl/services/errors.py)); the gRPC status beside it is for people,",
+        "proxies and dashboards.",
+        "",
+        "| class | code | gRPC status | try again? | |",
+        "|---|---|---|---|---|",
+        *_errors(MeshError),
+        "",
+        "## Exit codes of `meshrl`",
+        "",
+        "| code | |",
+        "|---|---|",
+        *(f"| {int(code)} | {EXITS[code]} |" for code in Exit),
+        "| 130, 143 | stopped by Ctrl-C, by SIGTERM |",
+        "",
+        "A failure on purpose is one line on stderr, `error: …`; a traceback is a defect of ours.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _errors(kind: type[MeshError]) -> Iterator[str]:
+    retry = "yes" if kind.retryable else ""
+    status = status_of(kind("")).name
+    yield f"| `{kind.__name__}` | `{kind.code}` | {status} | {retry} | {_first_line(kind)} |"
+    for child in kind.__subclasses__():
+        if child.__module__ == MeshError.__module__:
+            yield from _errors(child)
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Is the documentation true: do its links lead somewhere, do the names exist, are generated pages up to date?"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrl.services.cli.root import KNOWN
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+LINK = re.compile(r"\[((?:`[^`]*`|[^\]`])*)\]\(([^)\s]+)\)")
+REFERENCE = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)`")
+METRIC = re.compile(r"^\| `([a-z_]+/[a-z_0-9]+)", re.MULTILINE)
+
+
+def all_pages() -> list[Path]:
+    """Every page that git knows or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+PAGES = all_pages()
+
+
+@functools.cache
+def symbols(file: Path) -> frozenset[str]:
+    """Dotted names of a module's functions, classes, their members and assigned names."""
+    return frozenset(_symbols(ast.parse(file.read_text()), ""))
+
+
+def _symbols(node: ast.AST, prefix: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + child.name
+            if isinstance(child, ast.ClassDef):
+                yield from _symbols(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.Assign):
+            yield from (prefix + t.id for t in child.targets if isinstance(t, ast.Name))
+        elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
+            yield prefix + child.target.id
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for label, target in LINK.findall(text):
+        if re.match(r"[a-z]+:", target) or target.startswith("#"):
+            continue
+        file = (page.parent / target.partition("#")[0]).resolve()
+        assert file.exists(), f"{name_of(page)}: [{label}]({target}) leads nowhere"
+        name = IDENTIFIER.fullmatch(label)
+        if file.suffix == ".py" and name and "/" not in label and not label.endswith(".py`"):
+            assert name[1] in symbols(file), f"{name_of(page)}: {target} defines no {name[1]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_symbols_that_a_page_names_exist(page: Path) -> None:
+    for path, symbol in REFERENCE.findall(page.read_text()):
+        assert (ROOT / path).is_file(), f"{name_of(page)}: no file {path}"
+        assert symbol in symbols(ROOT / path), f"{name_of(page)}: {path} defines no {symbol}"
+
+
+def test_the_map_leads_to_every_page_of_the_documentation() -> None:
+    text = (DOCS / "README.md").read_text()
+    linked = {(DOCS / target.partition("#")[0]).resolve() for _, target in LINK.findall(text)}
+    missing = [name_of(page) for page in sorted(DOCS.glob("*/*.md")) if page not in linked]
+    assert missing == []
+
+
+def generated() -> dict[str, str]:
+    pages: dict[str, str] = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
+    return pages
+
+
+@pytest.mark.parametrize("name", ["config.md", "cli.md", "errors.md"])
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    assert (DOCS / "reference" / name).read_text() == generated()[name], "run: make docs"
+
+
+def test_the_reference_of_commands_has_them_all() -> None:
+    text = (DOCS / "reference/cli.md").read_text()
+    assert all(f"\n## `meshrl {name}`\n" in text for name in KNOWN)
+
+
+def test_metrics_that_the_reference_names_are_written_by_the_code() -> None:
+    named = METRIC.findall((DOCS / "reference/metrics.md").read_text())
+    sources = [
+        file.read_text()
+        for room in ("trainer", "services", "rollout", "transferqueue")
+        for file in sorted((ROOT / room).rglob("*.py"))
+    ]
+    assert len(named) > 20
+    literal = '"{}"'
+    unknown = [name for name in named if not any(literal.format(name) in s for s in sources)]
+    assert unknown == []
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    """The Python examples of the how-to of extensions, by the file name that their first line gives."""
+    text = (DOCS / "how-to/extend.md").read_text()
+    return re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("file", "code"), python_blocks(), ids=[name for name, _ in python_blocks()]
+)
+def test_an_example_of_an_extension_is_found_by_its_dotted_name(
+    file: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshrl.contract import extend
+
+    attributes = {"estimators": "compute", "losses": "compute", "samplers": "Sampler"}
+    attributes |= {"stores": "build", "programs": "run", "carriers": "Carrier", "engines": "build"}
+    kind = Path(file).stem.partition("_")[0]
+    package = tmp_path / f"docs_example_{Path(file).stem}"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / Path(file).name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = extend.load("meshrl.rollout", f"{package.name}.{Path(file).stem}", attributes[kind])
+    assert callable(found)
