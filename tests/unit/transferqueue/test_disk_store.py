@@ -19,7 +19,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 
-from ...contract.queue_actors import Actors, spec, tasks  # noqa: TID252 (tests are no package)
+from ...contract.queue_actors import Actors, spec, tasks
 
 MIB = 1 << 20
 

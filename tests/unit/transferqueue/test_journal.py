@@ -12,7 +12,7 @@ from meshrl.contract.errors import CapacityError, InfraError
 from meshrl.transferqueue import journal
 from meshrl.transferqueue.queue import TransferQueue
 
-from ...contract.queue_actors import (  # noqa: TID252 (tests are no package)
+from ...contract.queue_actors import (
     WAIT_S,
     Actors,
     spec,

@@ -14,7 +14,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import (  # noqa: TID252 (tests are no package)
+from ...contract.queue_actors import (
     WAIT_S,
     Actors,
     batch_uids,

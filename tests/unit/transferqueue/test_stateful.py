@@ -14,7 +14,7 @@ from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, 
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import (  # noqa: TID252 (tests are no package)
+from ...contract.queue_actors import (
     Actors,
     batch_uids,
     spec,

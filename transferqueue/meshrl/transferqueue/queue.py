@@ -93,11 +93,6 @@ class TransferQueue:
         self._expiry.clear()
         await self._store.close()
 
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The names of the runs that are here."""
-        return tuple(self._runs)
-
     # --- runs
 
     async def open_run(self, spec: RunSpec) -> RunState:
@@ -152,7 +147,8 @@ class TransferQueue:
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be answered, CapacityError for a full disk."""
         packed = admission.frames(self._run(run), tasks)
-        self._store.check_room(sum(map(len, packed.values())))
+        if packed:
+            self._store.check_room(sum(map(len, packed.values())))
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
@@ -231,7 +227,8 @@ class TransferQueue:
         state = self._run(run)
         spec = state.stages[stage]
         packed = leases.checked(state, spec, token_of, rows)
-        self._store.check_room(sum(len(item.frame) for item in packed))
+        if packed:
+            self._store.check_room(sum(len(item.frame) for item in packed))
         leases.write(state, spec, packed)
         await self._journal.flush()
 
@@ -324,7 +321,7 @@ class TransferQueue:
 
     async def ledger(self, run: str) -> Ledger:
         """See the port: what is told has been made durable."""
-        ledger = (state := self._run(run)).books.snapshot(state.name)
+        ledger = self._run(run).books.snapshot(run)
         await self._journal.flush()
         return ledger
 
@@ -394,8 +391,7 @@ class TransferQueue:
         return batches.read_manifest(run, taken, value)
 
     def _expired(self, held: Held) -> None:
-        run = self._runs[held.row.group.run]
-        leases.expired(run, held)
+        leases.expired(self._runs[held.row.group.run], held)
 
     async def _recover(self) -> None:
         """RAM becomes what the store holds: at the start, and after a commit that failed."""
