@@ -8,7 +8,9 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 PROTOS := $(wildcard proto/meshrl/v1/*.proto)
 
-.PHONY: demo test check proto docs bench venv clean
+GOLDEN ?= tests/golden
+
+.PHONY: demo test parity check proto docs bench venv clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +54,10 @@ demo: venv
 test: venv
 	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	$(BIN)/pytest
+
+# Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
+parity: venv
+	$(BIN)/python -m meshrl.trainer.parity $(GOLDEN)
 
 check: venv
 	$(BIN)/ruff check .

@@ -65,7 +65,7 @@ def _estimate(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
 class KlController:
     """The coefficient β of the penalty in the reward; `updated` returns the next one.
 
-    Adaptive (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, eq. 7):
+    Adaptive (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593):
     β ← β (1 + clip(KL/target - 1, -0.2, 0.2) · rows/horizon).
     """
 

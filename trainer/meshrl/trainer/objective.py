@@ -75,7 +75,7 @@ def positive_nll(
     aggregate: Aggregator,
     correct_num_tokens: int | None = None,
 ) -> Tensor:
-    """-mean log π_θ over the trained tokens of correct rows bool[B] (VAPO, arXiv 2504.05118, eq. 11).
+    """-mean log π_θ over the trained tokens of correct rows bool[B] (VAPO, arXiv 2504.05118).
 
     Without the global count `correct_num_tokens` the rows at hand are counted; 0 without correct rows.
     """

@@ -1,6 +1,6 @@
 """Dr. GRPO: GRPO without the division by the group's standard deviation.
 
-Liu et al. 2025, https://arxiv.org/abs/2503.20783, section 3.2:
+Liu et al. 2025, https://arxiv.org/abs/2503.20783:
 
     A_i = s_i - mean_g(s)
 

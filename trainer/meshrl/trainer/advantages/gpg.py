@@ -1,6 +1,6 @@
 """GPG: group policy gradient, rescaled for the prompts that give no gradient.
 
-Chu et al. 2025, https://arxiv.org/abs/2504.02546, eq. 4:
+Chu et al. 2025, https://arxiv.org/abs/2504.02546:
 
     A_i = α (s_i - mean_g(s)) / f_norm
     α   = rows / rows with s ≠ 0          over the whole batch

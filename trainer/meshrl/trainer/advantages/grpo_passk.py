@@ -1,6 +1,6 @@
 """Pass@k GRPO: only the best response of a group is paid, by its lead over the second best.
 
-Chen et al. 2025, https://arxiv.org/abs/2503.19595:
+Tang et al. 2025, https://arxiv.org/abs/2503.19595:
 
     A_best = (s_best - s_second) / (std_g(s) + ε),   every other A = 0
 

@@ -1,6 +1,6 @@
 """OPO: on-policy RL with the baseline that minimises the variance of the gradient.
 
-Hao et al. 2025, https://arxiv.org/abs/2505.23585, eq. 9, with the gradient's norm taken to grow with length:
+Hao et al. 2025, https://arxiv.org/abs/2505.23585, with the gradient's norm taken to grow with length:
 
     b_g = Σ_g L_j s_j / Σ_g L_j
     A_i = s_i - b_g

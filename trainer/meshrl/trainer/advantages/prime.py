@@ -1,6 +1,6 @@
 """PRIME: leave-one-out over process rewards of an implicit reward model and over the verifier's outcome.
 
-Cui et al. 2025, https://arxiv.org/abs/2502.01456, eq. 5, with r_t the implicit process reward β log (π_φ/π_ref)_t
+Cui et al. 2025, https://arxiv.org/abs/2502.01456, with r_t the implicit process reward β log (π_φ/π_ref)_t
 of `implicit_reward` and acc the outcome in {0, 1}:
 
     RLOO(r)_t = n/(n - 1) r_t - 1/(n - 1) Σ_j mean_t(r^j)          n rows of the group

@@ -1,6 +1,6 @@
 """REINFORCE++: discounted returns, whitened over the whole batch instead of a critic or groups.
 
-Hu 2025, https://arxiv.org/abs/2501.03262, section 3:
+Hu 2025, https://arxiv.org/abs/2501.03262:
 
     R_t = r_t + γ R_{t+1}
     A = whiten(R)                         over the trained tokens of the whole batch

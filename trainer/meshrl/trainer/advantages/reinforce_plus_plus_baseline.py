@@ -1,6 +1,6 @@
 """REINFORCE++-baseline: the group's mean off, then whitened over the whole batch.
 
-Hu 2025, https://arxiv.org/abs/2501.03262, section 3.3:
+Hu 2025, https://arxiv.org/abs/2501.03262:
 
     A = whiten(s_i - mean_g(s))           over the trained tokens of the whole batch
 

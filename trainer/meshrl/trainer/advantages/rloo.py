@@ -1,6 +1,6 @@
 """RLOO: the baseline of a response is the mean of its siblings.
 
-Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.2:
+Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740:
 
     A_i = s_i - 1/(n - 1) Σ_{j ≠ i} s_j  =  (s_i - mean_g(s)) · n/(n - 1)
 """

@@ -1,6 +1,6 @@
 """VAPO: decoupled, length-adaptive GAE.
 
-Yue et al. 2025, https://arxiv.org/abs/2504.05118, sections 4.1-4.2:
+Yue et al. 2025, https://arxiv.org/abs/2504.05118:
 
     critic   R = A(λ = 1) + V                     unbiased returns for the value function
     actor    A(λ_i),  λ_i = 1 - 1/(α L_i)         the longer the response, the further credit reaches

@@ -1,6 +1,6 @@
 """What the two DPPO losses share: a truncated ratio as a constant, and tokens masked by divergence.
 
-Qi et al. 2026, https://arxiv.org/abs/2602.04879, section 4:
+Qi et al. 2026, https://arxiv.org/abs/2602.04879:
 
     l = -A · sg(min(ρ, c)) · log π_θ · valid
 

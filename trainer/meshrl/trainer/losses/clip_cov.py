@@ -1,6 +1,6 @@
 """Clip-Cov: no gradient for a random few of the tokens that drive the entropy down.
 
-Cui et al. 2025, "The Entropy Mechanism", https://arxiv.org/abs/2505.22617, eqs. 10-12:
+Cui et al. 2025, "The Entropy Mechanism", https://arxiv.org/abs/2505.22617:
 
     Cov_t = (A_t - mean A) (log π_t - mean log π)         means over the trained tokens given
     l = max(-A ρ, -A clip(ρ)) · [t not chosen]

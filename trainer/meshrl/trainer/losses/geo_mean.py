@@ -1,6 +1,6 @@
 """GMPO: the geometric mean of a row's token ratios, clipped token by token in log space.
 
-Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 5. With sgn the sign of A_t:
+Zhao et al. 2025, https://arxiv.org/abs/2507.20673. With sgn the sign of A_t:
 
     k_t  = sgn · min(sgn d_t, sgn clip(d_t, -ε_low, ε_high))        d = log π_θ - log π_old
     l_i  = -mean_t(A) · exp(mean_t(k))                               one value per row

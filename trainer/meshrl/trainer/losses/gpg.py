@@ -1,6 +1,6 @@
 """GPG: the plain policy gradient.
 
-Chu et al. 2025, https://arxiv.org/abs/2504.02546, eq. 4:
+Chu et al. 2025, https://arxiv.org/abs/2504.02546:
 
     l = -A log π_θ
 

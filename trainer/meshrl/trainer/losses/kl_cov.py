@@ -1,6 +1,6 @@
 """KL-Cov: a KL penalty on the few tokens that drive the entropy down most.
 
-Cui et al. 2025, "The Entropy Mechanism", https://arxiv.org/abs/2505.22617, eqs. 10, 13-14:
+Cui et al. 2025, "The Entropy Mechanism", https://arxiv.org/abs/2505.22617:
 
     Cov_t = (A_t - mean A) (log π_t - mean log π)         means over the trained tokens given
     l = -A ρ + [Cov_t among the largest max(1, r · tokens)] · β |log ρ|

@@ -1,6 +1,6 @@
 """M2PO: the unclipped ratio on every token but the few that carry its second moment.
 
-Zheng et al. 2025, https://arxiv.org/abs/2510.01161, eq. 9:
+Zheng et al. 2025, https://arxiv.org/abs/2510.01161:
 
     l = -A ρ M,     M_t in {0, 1} from `second_moment`, so that mean over kept tokens of (log ρ)² ≤ τ
 

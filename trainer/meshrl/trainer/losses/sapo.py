@@ -1,6 +1,6 @@
 """SAPO: a soft gate instead of a clip.
 
-Gao et al. 2025, https://arxiv.org/abs/2511.20347, eqs. 5-6:
+Gao et al. 2025, https://arxiv.org/abs/2511.20347:
 
     l = -A · σ(τ (ρ - 1)) · 4/τ,     τ = τ_pos if A > 0 else τ_neg
 

@@ -1,6 +1,6 @@
 """SPPO: regress a row's log-ratio on its advantage.
 
-Wu et al. 2024, https://arxiv.org/abs/2405.00675, eq. 4.4:
+Wu et al. 2024, https://arxiv.org/abs/2405.00675:
 
     l_i = ( Σ_t log π_θ - Σ_t log π_old - η A_i )²,      mean over rows
 
