@@ -1,45 +1,88 @@
-"""Configuration of the judges."""
+"""What a recipe says about rewards: which functions score, and how long and how large a score may be."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
 
 
 class RewardFunctionConfig(Config):
-    """One reward of the weighted sum."""
+    """One reward function among several: the reward is the sum of `weight` times score."""
 
     name: str
-    """A module of `meshrl.rewardd.rewards` (gsm8k, math, exact_match, format, length), or a dotted path."""
-    weight: float = 1.0
-    """Its factor in the sum."""
+    """A module of `meshrl.rewardd.rewards`, a dotted module with a `compute_score`, or with `path` a function."""
+    path: Path | None = None
+    """A Python file that defines `name`."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    label: str | None = None
+    """The name of its component in metrics; None takes `name`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """The reward's own options."""
+    """Passed to the function with every sample; a built-in checks them against its own Config."""
+
+    @property
+    def component(self) -> str:
+        """The name under which this function's own score is reported."""
+        return self.label or self.name
 
 
 class CustomRewardFunctionConfig(Config):
-    """A reward function in a Python file of yours, with verl's signature."""
+    """One function of your own, in verl's words."""
 
     path: Path | None = None
-    """The file; null means that there is none."""
+    """A Python file. None: no custom function."""
     name: str = "compute_score"
-    """The function in it."""
+    """The function in it: `(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)`."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of every call."""
+    """Passed with every sample."""
 
 
 class RewardConfig(Config):
-    """How answers are scored."""
+    """What scores, where and within which limits. With no function named, `verl` scores by data_source."""
 
     functions: list[RewardFunctionConfig] = Field(default_factory=list)
-    """Built-in rewards; the score is their weighted sum."""
+    """The weighted sum of these; empty and no custom function: the built-in `verl`."""
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
-    """Your own reward function."""
-    deadline_s: PositiveFloat = 30.0
-    """Seconds one call may take before it counts as `timeout`."""
+    """Joins `functions` with weight 1 when its `path` is set."""
     workers: PositiveInt = 1
-    """Processes that score."""
+    """Scoring processes."""
+    deadline_s: PositiveFloat = 30.0
+    """Wall-clock seconds that one sample may take, all functions together; then its process is killed."""
+    start_deadline_s: PositiveFloat = 60.0
+    """Seconds that a scoring process may take to import the functions."""
+    batch_size: PositiveInt = 64
+    """Samples handed to a process at once; fewer while they are slow."""
+    concurrency: PositiveInt = 32
+    """Samples that an `async def` function scores at once in each process."""
+    memory_limit_bytes: PositiveInt | None = None
+    """Address space of each scoring process (RLIMIT_AS); None: no limit."""
+    cpu_limit_s: PositiveInt | None = None
+    """CPU seconds that one sample may use (RLIMIT_CPU), whole seconds; None: only the wall clock counts."""
+    slots: PositiveInt = 256
+    """Rows that the service holds at once."""
+    rows_per_call: PositiveInt = 16
+    """Rows whose scores are written back together."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> RewardConfig:
+        names = [function.component for function in self.scorers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two reward functions are called {name!r}: give one a `label`")
+        return self
+
+    @property
+    def scorers(self) -> tuple[RewardFunctionConfig, ...]:
+        """The functions that score, the custom one last, or `verl` when none is named."""
+        custom = self.custom_reward_function
+        scorers = tuple(self.functions)
+        if custom.path is not None:
+            scorers += (
+                RewardFunctionConfig(
+                    name=custom.name, path=custom.path, kwargs=custom.reward_kwargs
+                ),
+            )
+        return scorers or (RewardFunctionConfig(name="verl"),)

@@ -1,0 +1,225 @@
+"""Inside a scoring process: from a FunctionSpec to a callable, and from what it returns to numbers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import linecache
+import math
+import numbers
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from meshrl.contract.errors import ConfigError, MeshError
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.rule import SIGNATURE, FunctionSpec
+
+MAX_FLOAT32 = 3.4028234663852886e38
+MAX_REASON = 2000
+MAX_COMPONENTS = 64
+
+
+class BadScoreError(MeshError):
+    """A function returned something that is not a score; says what, and what would be one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """One function, ready to be called with keywords."""
+
+    spec: FunctionSpec
+    call: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    """Beside the sample: the user's kwargs, or a built-in's validated `config`."""
+
+    @property
+    def concurrent(self) -> bool:
+        """True for `async def`."""
+        return inspect.iscoroutinefunction(self.call)
+
+    def start(self, sample: Json) -> Any:
+        """Call the function; the result may be awaitable."""
+        return self.call(
+            data_source=sample["data_source"],
+            solution_str=sample["solution_str"],
+            ground_truth=sample["ground_truth"],
+            extra_info=sample["extra_info"],
+            **self.arguments,
+        )
+
+
+def load(spec: FunctionSpec) -> Scorer:
+    """Import or compile a function and check that it can be called.
+
+    Raises:
+        ConfigError: it cannot be imported, found or called with verl's signature and its kwargs.
+    """
+    module = _import(spec) if spec.module else _compile(spec)
+    where = spec.path or spec.module
+    call = getattr(module, spec.name, None)
+    if not callable(call):
+        raise ConfigError(
+            f"{where} defines no function {spec.name!r} (wanted: {spec.name}{SIGNATURE})"
+        )
+    config = getattr(module, "Config", None)
+    arguments: dict[str, Any] = dict(spec.kwargs)
+    if spec.module and isinstance(config, type) and issubclass(config, pydantic.BaseModel):
+        try:
+            arguments = {"config": config(**spec.kwargs)}
+        except pydantic.ValidationError as error:
+            raise ConfigError(_refusal(spec, config, error)) from error
+    _check_signature(where, spec.name, call, arguments)
+    prepare = getattr(module, "prepare", None) if spec.module else None
+    if prepare is not None:
+        prepare()
+    return Scorer(spec=spec, call=call, arguments=arguments)
+
+
+def _import(spec: FunctionSpec) -> types.ModuleType:
+    try:
+        return importlib.import_module(spec.module)
+    except Exception as error:
+        raise ConfigError(f"reward module {spec.module!r}: {describe(error)}") from error
+
+
+def _compile(spec: FunctionSpec) -> types.ModuleType:
+    """The module that `spec.source` makes, as if `spec.path` were run: its folder is importable."""
+    module = types.ModuleType("meshrl_reward_" + spec.digest[:12])
+    module.__file__ = spec.path
+    folder = str(Path(spec.path).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    # dataclasses, typing and inspect look a class's module up by its name; tracebacks look the line up here.
+    sys.modules[module.__name__] = module
+    linecache.cache[spec.path] = (
+        len(spec.source),
+        None,
+        spec.source.splitlines(keepends=True),
+        spec.path,
+    )
+    try:
+        exec(compile(spec.source, spec.path, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"reward file {spec.path} failed while loading: {describe(error)}"
+        ) from error
+    return module
+
+
+def _refusal(
+    spec: FunctionSpec, config: type[pydantic.BaseModel], error: pydantic.ValidationError
+) -> str:
+    lines = [f"{'.'.join(map(str, e['loc'])) or 'kwargs'}: {e['msg']}" for e in error.errors()]
+    takes = ", ".join(config.model_fields) or "nothing"
+    return f"kwargs of reward {spec.component!r}: {'; '.join(lines)} (it takes: {takes})"
+
+
+def _check_signature(
+    where: str, name: str, call: Callable[..., Any], arguments: Mapping[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        return  # written in C: it cannot be asked
+    try:
+        signature.bind(
+            data_source="", solution_str="", ground_truth=None, extra_info={}, **arguments
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: {name}{signature} cannot be called: {error} (wanted: {name}{SIGNATURE}"
+            + (f", called with {', '.join(arguments)})" if arguments else ")")
+        ) from error
+
+
+def describe(error: BaseException) -> str:
+    """Type, message and the line of the user's code: the frame nearest to the failure outside our own files."""
+    text = str(error) if isinstance(error, MeshError) else f"{type(error).__name__}: {error}"
+    ours = (str(Path(__file__).parent), "<frozen")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(ours)
+    ]
+    user = [
+        f for f in frames if "site-packages" not in f.filename and "/lib/python" not in f.filename
+    ]
+    if chosen := (user or frames):
+        text += f" at {chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}"
+    return text[:MAX_REASON]
+
+
+def numbers_of(result: Any, function: str) -> tuple[float, dict[str, float]]:
+    """The score and, from a dict, its other numeric keys.
+
+    Raises:
+        BadScoreError: NaN, infinite, not a number, or a dict without `score`.
+    """
+    if not isinstance(result, Mapping):
+        return _number(result, function), {}
+    if "score" not in result:
+        keys = ", ".join(repr(key) for key in list(result)[:10]) or "no keys"
+        raise BadScoreError(f"{function} returned a dict without 'score' (it has {keys})")
+    score = _number(result["score"], f"{function}: key 'score'")
+    others = {
+        str(key): _number(value, f"{function}: key {key!r}")
+        for key, value in result.items()
+        if key != "score" and _is_number(value)
+    }
+    if len(others) > MAX_COMPONENTS:
+        raise BadScoreError(
+            f"{function} returned {len(others)} components (at most {MAX_COMPONENTS})"
+        )
+    return score, others
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or (
+        hasattr(value, "item") and getattr(value, "size", None) in (1, None)
+    )
+
+
+def _number(value: Any, what: str) -> float:
+    """A float from int, float, bool, and numpy or torch scalars."""
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BadScoreError(
+                f"{what} returned an array of several values, not a number"
+            ) from error
+    if not isinstance(value, numbers.Real):
+        shown = repr(value)[:80]
+        raise BadScoreError(f"{what} returned {type(value).__name__} {shown}, not a number")
+    number = float(value)
+    if math.isnan(number):
+        raise BadScoreError(f"{what} returned NaN")
+    if math.isinf(number):
+        raise BadScoreError(f"{what} returned {'inf' if number > 0 else '-inf'}")
+    if abs(number) > MAX_FLOAT32:
+        raise BadScoreError(f"{what} returned {number}, too large for float32")
+    return number
+
+
+def combine(scorers: tuple[Scorer, ...], results: list[Any]) -> tuple[float, dict[str, float]]:
+    """The weighted sum of `results`, and every function's own score and keys by name.
+
+    A function's keys stand under their own names when it is alone, else under `component.key`.
+    """
+    total, components = 0.0, {}
+    for scorer, result in zip(scorers, results, strict=True):
+        name = scorer.spec.component
+        score, others = numbers_of(result, name)
+        total += scorer.spec.weight * score
+        components[name] = score
+        prefix = "" if len(scorers) == 1 else f"{name}."
+        components |= {prefix + key: value for key, value in others.items()}
+    return _number(total, "the weighted sum"), components

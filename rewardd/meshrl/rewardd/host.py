@@ -1,0 +1,149 @@
+"""A scoring process: `python -P -m meshrl.rewardd.host <parent pid>`, one rule, samples in and results out on pipes.
+
+    stdin  ◀── {"load": rule, …}, then {"score": [sample, …]} again and again
+    stdout ──▶ {"ready": …} or {"refused": why}, then one {"id", "score" | "fault" …} per sample, as it is done
+
+The pipes are moved away from file descriptors 0 and 1 first, so that a function that prints or reads harms nothing;
+what it prints goes to stderr, which the service drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import inspect
+import os
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import Json, Outcome
+from meshrl.rewardd import frames
+from meshrl.rewardd.functions import Scorer, combine, describe, load
+from meshrl.rewardd.rule import Rule
+
+PR_SET_PDEATHSIG = 1
+WHERE_SIGNAL = signal.SIGUSR2
+"""On this signal the process writes to stderr which line it is at, also while stuck inside C code."""
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the service dies (Linux); elsewhere the end of stdin ends this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        sys.exit(0)  # it died before we had asked
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Our own ends of the pipes, closed in children; fd 0 becomes empty and fd 1 a second stderr."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def limit(memory_bytes: int | None) -> None:
+    """No core files; at most `memory_bytes` of address space."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+class Host:
+    """Scores samples with one rule until the requests end."""
+
+    def __init__(self, scorers: tuple[Scorer, ...], options: Json, replies: BinaryIO) -> None:
+        self._scorers = scorers
+        self._deadline_s: float = options["deadline_s"]
+        self._cpu_limit_s: int | None = options["cpu_limit_s"]
+        self._replies = replies
+
+    def reply(self, message: Json) -> None:
+        """Send one frame whole."""
+        view = memoryview(frames.encode(message))
+        while view:
+            view = view[self._replies.write(view) :]
+
+    def allow_cpu(self) -> None:
+        """From now on `cpu_limit_s` more; the kernel ends the process with SIGXCPU beyond it."""
+        if self._cpu_limit_s is None:
+            return
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = int(usage.ru_utime + usage.ru_stime) + 1 + self._cpu_limit_s
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+
+    async def score(self, sample: Json) -> Json:
+        """Run every function on one sample; a failure is a result that says whose it is."""
+        number = sample.pop("id")
+        self.allow_cpu()
+        limit_s = asyncio.timeout(self._deadline_s)
+        try:
+            results: list[Any] = []
+            async with limit_s:
+                for scorer in self._scorers:
+                    result = scorer.start(sample)
+                    results.append(await result if inspect.isawaitable(result) else result)
+            score, components = combine(self._scorers, results)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # The user's code may raise anything at all; each becomes the result of this sample alone.
+            if isinstance(error, TimeoutError) and limit_s.expired():
+                reason = f"no score after {self._deadline_s:g} s: {describe(error)}"
+                return {"id": number, "fault": Outcome.TIMEOUT, "reason": reason}
+            return {"id": number, "fault": Outcome.INFRA_FAULT, "reason": describe(error)}
+        return {"id": number, "score": score, "components": components}
+
+    async def serve(self, requests: BinaryIO, concurrent: bool) -> None:
+        """Until the requests end. Plain functions run one after the other, `async def` ones side by side."""
+        if not concurrent:
+            while (message := frames.read(requests)) is not None:  # nothing else runs in this loop
+                for sample in message["score"]:
+                    self.reply(await self.score(sample))
+            return
+        async with asyncio.TaskGroup() as group:
+            while (message := await asyncio.to_thread(frames.read, requests)) is not None:
+                for sample in message["score"]:
+                    group.create_task(self._score_and_reply(sample))
+
+    async def _score_and_reply(self, sample: Json) -> None:
+        self.reply(await self.score(sample))
+
+
+def main() -> None:
+    """Load the rule of the first request, then score."""
+    die_with(int(sys.argv[1]))
+    requests, replies = take_pipes()
+    faulthandler.enable()
+    faulthandler.register(WHERE_SIGNAL, all_threads=False)
+    message = frames.read(requests)
+    if message is None:
+        return
+    limit(message["memory_limit_bytes"])
+    try:
+        scorers = tuple(load(spec) for spec in Rule.from_json(message["load"]).functions)
+    except MeshError as error:
+        replies.write(frames.encode({"refused": error.message}))
+        return
+    except MemoryError:
+        bound = message["memory_limit_bytes"]
+        replies.write(
+            frames.encode({"refused": f"loading needs more than memory_limit_bytes = {bound}"})
+        )
+        return
+    concurrent = any(scorer.concurrent for scorer in scorers)
+    host = Host(scorers, message, replies)
+    host.reply({"ready": True, "concurrent": concurrent})
+    # The service went away: nobody is left to tell.
+    with contextlib.suppress(BrokenPipeError):
+        asyncio.run(host.serve(requests, concurrent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The Judge of a recipe: samples to scores, through a pool of scoring processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshrl.contract.nouns import Sample, Score
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.pool import ScoringPool
+from meshrl.rewardd.rule import Rule, read_rule
+
+
+class PoolJudge:
+    """Implements the Judge port for one rule."""
+
+    def __init__(self, rule: Rule, config: RewardConfig) -> None:
+        self._hash = rule.reward_hash
+        self._pool = ScoringPool(rule, config)
+
+    @property
+    def reward_hash(self) -> str:
+        """Content hash of sources, names, arguments and weights."""
+        return self._hash
+
+    @property
+    def pids(self) -> list[int]:
+        """The scoring processes."""
+        return self._pool.pids
+
+    async def start(self) -> None:
+        """Start and warm the scoring processes; `score` does so by itself when nobody did before.
+
+        Raises:
+            ConfigError: a function cannot be loaded or called; says what would be right.
+        """
+        await self._pool.start()
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """One Score per sample, in order. A sample that cannot be scored comes back with its fault."""
+        results = await self._pool.score(
+            [
+                {
+                    "data_source": sample.data_source,
+                    "solution_str": sample.solution,
+                    "ground_truth": sample.ground_truth,
+                    "extra_info": dict(sample.extra_info),
+                }
+                for sample in samples
+            ]
+        )
+        return [
+            Score(
+                uid=sample.uid,
+                outcome=result.outcome,
+                score=result.score,
+                components=result.components,
+                reason=result.reason,
+                reward_hash=self._hash,
+            )
+            for sample, result in zip(samples, results, strict=True)
+        ]
+
+    async def close(self) -> None:
+        """End every scoring process; idempotent."""
+        await self._pool.close()
+
+
+def build_judge(config: RewardConfig) -> PoolJudge:
+    """The judge that a recipe describes, not started yet.
+
+    Raises:
+        ConfigError: an unknown reward, a file that is missing or does not define the function.
+    """
+    return PoolJudge(read_rule(config), config)

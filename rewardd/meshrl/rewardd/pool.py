@@ -1,0 +1,350 @@
+"""A pool of scoring processes: samples in, results out, whatever the functions do.
+
+    score() ──▶ pending ──▶ worker 1 ⇄ process      a worker takes samples when its process has room,
+                   ▲   └──▶ worker 2 ⇄ process      watches the deadline of the oldest one,
+                   └── innocents of a dead process  and starts a fresh process when this one is gone
+
+consumes: samples. waits for: a process with room, a result. unblocked by: a result, a process's death, a deadline.
+produces: one result per sample, always.
+
+Who is to blame when a process dies: plain functions run in order, so it is the oldest unanswered sample; with
+`async def` it may be any that runs. Suspects are scored again, each alone in a process; who kills that one too is
+guilty, all others get their scores. A process killed from outside therefore costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshrl.contract.errors import MeshError, UnavailableError
+from meshrl.contract.nouns import Json, Outcome
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.rule import Rule
+from meshrl.rewardd.worker import Worker
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""An `async def` function is cancelled inside its process at the deadline; only if that fails it is killed."""
+TARGET_S = 0.05
+"""A process is handed about this much work at once, so that slow samples spread over all processes."""
+START_TRIES = 5
+"""Failed starts in a row after which waiting samples are given back as faults."""
+LAST_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of one sample."""
+
+    outcome: Outcome
+    score: float = 0.0
+    components: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """One sample on its way."""
+
+    number: int
+    encoded: bytes
+    done: asyncio.Future[Result]
+    deaths: int = 0
+    """Processes that died while this sample was a suspect."""
+
+
+class _Seat:
+    """One worker's place in the pool: its process of the moment and what that one holds."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.wake = asyncio.Event()
+        self.worker = Worker(f"judge-{index}", self.wake)
+        self.in_flight: dict[int, _Item] = {}
+        self.since: dict[int, float] = {}
+        """When the clock of each sample in flight started."""
+        self.mean_s = TARGET_S
+        """Of one sample, moving."""
+
+
+class ScoringPool:
+    """Scores with one rule in `config.workers` processes."""
+
+    def __init__(self, rule: Rule, config: RewardConfig) -> None:
+        self._rule = rule
+        self._config = config
+        self._pending: deque[_Item] = deque()
+        self._suspects: deque[_Item] = deque()
+        self._seats: list[_Seat] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._number = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, as they are now."""
+        return [seat.worker.pid for seat in self._seats]
+
+    async def start(self) -> None:
+        """Start every process; idempotent.
+
+        Raises:
+            ConfigError: a function cannot be loaded.
+            UnavailableError: the pool is closed.
+        """
+        async with self._starting:
+            if self._closed:
+                raise UnavailableError("the judge is closed")
+            if self._tasks:
+                return
+            seats = [_Seat(index) for index in range(self._config.workers)]
+            starts = [asyncio.create_task(s.worker.start(self._rule, self._config)) for s in seats]
+            try:
+                await asyncio.gather(*starts)
+            except BaseException:
+                for start in starts:
+                    start.cancel()
+                await asyncio.gather(*starts, return_exceptions=True)
+                for seat in seats:
+                    await seat.worker.kill()
+                raise
+            self._seats = seats
+            for seat in seats:
+                task = asyncio.create_task(self._serve(seat), name=f"judge-{seat.index}")
+                task.add_done_callback(self._on_served)
+                self._tasks.append(task)
+
+    async def score(self, samples: Sequence[Mapping[str, Json]]) -> list[Result]:
+        """One result per sample, in order.
+
+        Raises:
+            ConfigError, UnavailableError: as `start`.
+        """
+        await self.start()
+        items = [self._admit(sample) for sample in samples]
+        for seat in self._seats:
+            seat.wake.set()
+        try:
+            return list(await asyncio.gather(*(item.done for item in items)))
+        finally:
+            for item in items:
+                item.done.cancel()  # does nothing to a finished one; a cancelled one is not handed out any more
+
+    def _admit(self, sample: Mapping[str, Json]) -> _Item:
+        self._number += 1
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        item = _Item(self._number, b"", done)
+        try:
+            item.encoded = json.dumps({"id": self._number, **sample}).encode()
+        except (TypeError, ValueError) as error:
+            reason = f"ground_truth or extra_info is not JSON: {error}"
+            done.set_result(Result(outcome=Outcome.INFRA_FAULT, reason=reason))
+        else:
+            self._pending.append(item)
+        return item
+
+    async def close(self) -> None:
+        """Kill and reap every process; what waits is answered as cancelled. Idempotent."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for seat in self._seats:
+            await seat.worker.kill()
+            self._pending.extend(seat.in_flight.values())
+            seat.in_flight.clear()
+        self._answer_all(Result(outcome=Outcome.CANCELLED, reason="the judge was closed"))
+
+    def _answer_all(self, result: Result) -> None:
+        for waiting in (self._pending, self._suspects):
+            while waiting:
+                _finish(waiting.popleft(), result)
+
+    def _on_served(self, task: asyncio.Task[None]) -> None:
+        """A worker's task ends by cancellation only; should it crash, nobody may wait for it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a judge's worker ended", exc_info=error)
+            for seat in self._seats:
+                self._pending.extend(seat.in_flight.values())
+                seat.in_flight.clear()
+            self._answer_all(Result(outcome=Outcome.INFRA_FAULT, reason=f"judge: {error}"))
+
+    async def _serve(self, seat: _Seat) -> None:
+        """Keep a process at work, and replace it when it is gone."""
+        while True:
+            await self._feed(seat)
+            await self._restart(seat)
+
+    async def _restart(self, seat: _Seat) -> None:
+        failures = 0
+        while True:
+            seat.worker = Worker(f"judge-{seat.index}", seat.wake)
+            try:
+                await seat.worker.start(self._rule, self._config)
+            except (MeshError, OSError) as error:
+                await seat.worker.kill()
+                failures += 1
+                log.warning("scoring process did not start (%d): %s", failures, error)
+                if failures >= START_TRIES:
+                    reason = f"no scoring process can be started: {error}"
+                    self._answer_all(Result(outcome=Outcome.INFRA_FAULT, reason=reason))
+                await asyncio.sleep(min(0.1 * 2**failures, 5.0))
+            except BaseException:
+                await seat.worker.kill()
+                raise
+            else:
+                return
+
+    async def _feed(self, seat: _Seat) -> None:
+        """Hand out samples and take results until the process is gone."""
+        messages = seat.worker.messages
+        while True:
+            while messages:
+                message = messages.popleft()
+                if message is None:
+                    await self._bury(seat)
+                    return
+                if (answer := _answer(message)) is not None:
+                    self._take(seat, *answer)
+            self._fill(seat)
+            remaining = self._remaining(seat)
+            if remaining <= 0:
+                # The loop itself may have been slow: what has arrived by now counts.
+                await asyncio.sleep(LAST_LOOK_S)
+                if not messages:
+                    await self._overdue(seat)
+                    return
+                continue
+            seat.wake.clear()
+            try:
+                async with asyncio.timeout(None if math.isinf(remaining) else remaining):
+                    await seat.wake.wait()
+            except TimeoutError:
+                continue
+
+    def _fill(self, seat: _Seat) -> None:
+        """Hand the process as many samples as it should hold; a suspect only when it holds none."""
+        if any(item.deaths for item in seat.in_flight.values()):
+            return
+        if not seat.in_flight:
+            while self._suspects:
+                item = self._suspects.popleft()
+                if not item.done.done():
+                    self._send(seat, [item])
+                    return
+        config = self._config
+        if seat.worker.concurrent:
+            free = config.concurrency - len(seat.in_flight)
+        else:
+            room = min(config.batch_size, max(1, int(TARGET_S / max(seat.mean_s, 1e-6))))
+            free = room - len(seat.in_flight)
+            if seat.in_flight and free < room / 2:
+                return  # few and large messages
+        share = math.ceil(len(self._pending) / len(self._seats))
+        batch: list[_Item] = []
+        while self._pending and len(batch) < min(free, share):
+            item = self._pending.popleft()
+            if not item.done.done():
+                batch.append(item)
+        if batch:
+            self._send(seat, batch)
+
+    def _send(self, seat: _Seat, batch: list[_Item]) -> None:
+        now = time.monotonic()
+        for item in batch:
+            seat.in_flight[item.number] = item
+            seat.since[item.number] = now
+        seat.worker.score([item.encoded for item in batch])
+
+    def _take(self, seat: _Seat, number: int, result: Result) -> None:
+        item = seat.in_flight.pop(number, None)
+        if item is None:
+            return
+        now = time.monotonic()
+        began = seat.since.pop(number)
+        seat.mean_s += 0.1 * (now - began - seat.mean_s)
+        if not seat.worker.concurrent and seat.in_flight:
+            seat.since[next(iter(seat.in_flight))] = now  # the next one starts now
+        _finish(item, result)
+
+    def _remaining(self, seat: _Seat) -> float:
+        """Seconds until a sample in flight is overdue; negative when one is."""
+        if not seat.in_flight:
+            return math.inf
+        began = seat.since[next(iter(seat.in_flight))]  # the oldest: insertion order
+        grace = GRACE_S if seat.worker.concurrent else 0.0
+        return began + self._config.deadline_s + grace - time.monotonic()
+
+    async def _overdue(self, seat: _Seat) -> None:
+        """Kill the process; the sample it is stuck on times out, or each suspect gets a process of its own."""
+        where = await seat.worker.where()
+        await seat.worker.kill()
+        suspects = self._suspects_of(seat)
+        if len(suspects) == 1:
+            reason = f"no score after {self._config.deadline_s:g} s{where}"
+            _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
+        self._again(seat, suspects)
+
+    async def _bury(self, seat: _Seat) -> None:
+        """The process ended by itself: score its samples elsewhere, unless one has done this before."""
+        code = await seat.worker.kill()
+        suspects = self._suspects_of(seat)
+        epitaph = seat.worker.epitaph(code)
+        if suspects:
+            log.warning(
+                "a scoring process ended (%s) with %d samples", epitaph, len(seat.in_flight)
+            )
+        if code == -signal.SIGXCPU and len(suspects) == 1:
+            reason = f"more than cpu_limit_s = {self._config.cpu_limit_s} s of CPU time"
+            _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
+        elif len(suspects) == 1 and suspects[0].deaths:
+            reason = f"the function ended its process: {epitaph}"
+            _finish(suspects.pop(), Result(outcome=Outcome.INFRA_FAULT, reason=reason))
+        self._again(seat, suspects)
+
+    def _suspects_of(self, seat: _Seat) -> list[_Item]:
+        """What may have run when the process ended: the oldest of plain functions, any of `async def` ones."""
+        held = list(seat.in_flight.values())
+        return held if seat.worker.concurrent else held[:1]
+
+    def _again(self, seat: _Seat, suspects: list[_Item]) -> None:
+        for item in suspects:
+            item.deaths += 1
+            self._suspects.append(item)
+        innocent = [
+            item
+            for item in seat.in_flight.values()
+            if item not in suspects and not item.done.done()
+        ]
+        self._pending.extendleft(reversed(innocent))
+        seat.in_flight.clear()
+        seat.since.clear()
+        for other in self._seats:
+            other.wake.set()
+
+
+def _answer(message: Json) -> tuple[int, Result] | None:
+    """The sample's number and its result; None for what a function wrote into a pipe that it found."""
+    try:
+        number = int(message["id"])
+        if "score" not in message:
+            return number, Result(outcome=Outcome(message["fault"]), reason=str(message["reason"]))
+        score, components = float(message["score"]), dict(message["components"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return number, Result(outcome=Outcome.OK, score=score, components=components)
+
+
+def _finish(item: _Item, result: Result) -> None:
+    if not item.done.done():
+        item.done.set_result(result)

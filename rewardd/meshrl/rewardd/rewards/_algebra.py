@@ -1,0 +1,104 @@
+"""Small, safe algebra for graders: plain arithmetic, and sympy's parser fed with nothing that could act.
+
+A response is written by a model that is rewarded for finding holes. sympy's parser ends in `eval`, so it gets only
+strings of digits, letters, operators and brackets, a namespace of a few mathematical names, and no tall powers.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import operator
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from meshrl.contract.errors import ConfigError
+
+SAFE = re.compile(r"[0-9a-zA-Z+\-*/^().,\s!|]*")
+ATTRIBUTE = re.compile(r"\.\s*[a-zA-Z_]|[a-zA-Z)]\s*\.")
+TALL = re.compile(r"\^\s*\(?[0-9]+\s*\^|\*\*.*\*\*|(\^|\*\*)\s*\(?\s*[0-9]{3,}|[0-9]{3,}\s*!|!\s*!")
+MAX_CHARACTERS = 300
+OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def sympy() -> ModuleType:
+    """The package, imported late: a third of a second, and only mathematics needs it. Raises ConfigError."""
+    try:
+        return importlib.import_module("sympy")
+    except ImportError as error:
+        raise ConfigError(
+            f"mathematics scorers need sympy: pip install 'meshrl[rewards]' ({error})"
+        ) from error
+
+
+def arithmetic(text: str) -> float | None:
+    """The value of `+ - * /`, small powers and brackets over numbers; None for anything else."""
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and abs(left) < 1e6 and abs(right) <= 16:
+            power = left**right
+            if isinstance(power, int | float):
+                return power
+        elif type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](left, right)
+    raise ValueError("not plain arithmetic")
+
+
+@functools.cache
+def _names() -> dict[str, Any]:
+    package = sympy()
+    names = (
+        "Integer Float Rational Symbol Function sqrt pi E I oo sin cos tan asin acos atan log ln exp "
+        "Abs factorial Tuple Mul Pow Add"
+    )
+    found = {name: getattr(package, name) for name in names.split()}
+    return found | {"inf": package.oo, "abs": package.Abs, "__builtins__": {}}
+
+
+def parse(text: str) -> Any | None:
+    """A sympy expression, or None for what is not plain mathematics."""
+    if len(text) > MAX_CHARACTERS or not SAFE.fullmatch(text):
+        return None
+    if ATTRIBUTE.search(text) or TALL.search(text):
+        return None
+    parser = importlib.import_module("sympy.parsing.sympy_parser")
+    rules = (*parser.standard_transformations, parser.implicit_multiplication_application)
+    try:
+        return parser.parse_expr(
+            text.replace("^", "**"), transformations=rules, global_dict=dict(_names())
+        )
+    except Exception:
+        # sympy raises half a dozen unrelated types for what it cannot read, which is an answer: it is no mathematics.
+        return None
+
+
+def equal(left: str, right: str) -> bool:
+    """True if the difference of two expressions simplifies to nothing."""
+    difference = parse(f"({left})-({right})")
+    if difference is None:
+        return False
+    try:
+        return bool(sympy().simplify(difference) == 0)
+    except Exception:
+        # As above: an expression that sympy cannot simplify is not shown to be equal.
+        return False

@@ -1,0 +1,60 @@
+"""The answer is the ground truth, character for character, or one of several."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import field_validator
+
+from meshrl.contract import config
+from meshrl.contract.nouns import Json
+
+
+class Config(config.Config):
+    """Where the answer is in the response, and how exactly it must match."""
+
+    after: str | None = None
+    """The answer is what follows the last occurrence of this; none in the response: 0."""
+    pattern: str | None = None
+    """The answer is the last match of this regular expression (its first group, if it has one)."""
+    ignore_case: bool = False
+    strip: bool = True
+    """Ignore white space around the answer and the ground truth."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"not a regular expression: {error}") from error
+        return value
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Json,
+    extra_info: Json = None,
+    config: Config = Config(),  # noqa: B008 - frozen
+) -> float:
+    """1 if the answer equals the ground truth (or one entry, if that is a list), else 0."""
+    answer: str | None = solution_str
+    if config.after is not None:
+        _, mark, rest = solution_str.rpartition(config.after)
+        answer = rest if mark else None
+    if config.pattern is not None and answer is not None:
+        found = [
+            m.group(1) if m.re.groups else m.group() for m in re.finditer(config.pattern, answer)
+        ]
+        answer = found[-1] if found else None
+    if answer is None:
+        return 0.0
+    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    return float(_plain(answer, config) in {_plain(str(truth), config) for truth in truths})
+
+
+def _plain(text: str, config: Config) -> str:
+    text = text.strip() if config.strip else text
+    return text.casefold() if config.ignore_case else text

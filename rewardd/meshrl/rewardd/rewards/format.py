@@ -1,0 +1,60 @@
+"""The response has the wanted form: a regular expression, or tags in order, each once."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, model_validator
+
+from meshrl.contract import config
+from meshrl.contract.nouns import Json
+
+
+class Config(config.Config):
+    """The form. Without a `pattern` the tags count."""
+
+    pattern: str | None = None
+    """A regular expression for the whole response (`.` matches newlines)."""
+    tags: list[str] = Field(default_factory=lambda: ["think", "answer"])
+    """`<tag>…</tag>` blocks that follow one another, nothing but white space between and around them."""
+    score: float = 1.0
+    """For the wanted form."""
+    penalty: float = 0.0
+    """For any other, usually 0 or negative."""
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Config:
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                raise ValueError(f"pattern is not a regular expression: {error}") from error
+        return self
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Json,
+    extra_info: Json = None,
+    config: Config = Config(),  # noqa: B008 - frozen
+) -> float:
+    """`score` for the wanted form, else `penalty`."""
+    if config.pattern is not None:
+        formed = re.fullmatch(config.pattern, solution_str, re.DOTALL) is not None
+    else:
+        formed = _tagged(solution_str, config.tags)
+    return config.score if formed else config.penalty
+
+
+def _tagged(text: str, tags: list[str]) -> bool:
+    rest = text
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if text.count(opening) != 1 or text.count(closing) != 1:
+            return False
+        rest = rest.lstrip()
+        if not rest.startswith(opening) or closing not in rest:
+            return False
+        rest = rest.partition(closing)[2]
+    return not rest.strip()

@@ -1,0 +1,39 @@
+r"""Geometry3K: 0.9 for the right answer, 0.1 for `<think>…</think>…\boxed{…}`."""
+
+from __future__ import annotations
+
+import re
+
+from meshrl.contract import config
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.rewards import prime_math
+from meshrl.rewardd.rewards._latex import last_boxed
+
+REQUIRES = ("sympy",)
+FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+
+
+class Config(config.Config):
+    """How much the form is worth."""
+
+    format_score: float = 0.1
+    """The share of the form; the answer has the rest."""
+
+
+def prepare() -> None:
+    """Import sympy before the first sample."""
+    prime_math.prepare()
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Json,
+    extra_info: Json = None,
+    config: Config = Config(),  # noqa: B008 - frozen
+) -> float:
+    """`(1 - format_score) · right + format_score · formed`."""
+    boxed = last_boxed(solution_str)
+    right = boxed is not None and prime_math.simple_equal(boxed, str(ground_truth))
+    formed = FORM.fullmatch(solution_str) is not None
+    return (1 - config.format_score) * right + config.format_score * formed

@@ -1,0 +1,271 @@
+r"""PRIME's scorer for NuminaMath: the last box, graded first by simple algebra, then by numbers and expressions.
+
+The first stage follows the grader of PRM800K (Lightman et al. 2023, https://arxiv.org/abs/2305.20050): one spelling,
+then element by element, fractions reduced, integers only against integers, the rest by sympy. The second is lenient
+as in ToRA (Gou et al. 2023, https://arxiv.org/abs/2309.17452): 1e-4 relative, percentages count, π is π or 3.14.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from meshrl.contract import config
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.rewards import _algebra, math_reward
+from meshrl.rewardd.rewards._latex import closing, last_boxed
+
+REQUIRES = ("sympy",)
+TOLERANCE = 1e-4
+UNITS = tuple(
+    word
+    for words in (
+        "degree cm centimeter meter mile second minute hour day week month",
+        "year foot feet inch yard",
+    )
+    for word in words.split()
+)
+TEXT = re.compile(r"^\\text\{(.+?)\}$")
+SYMBOLS = {
+    "\\pi": "pi",
+    "\\infty": "inf",
+    "\\cdot": "*",
+    "\\times": "*",
+    "\\cup": "U",
+    "\\le": "≤",
+    "\\ge": "≥",
+    "\\left": "",
+    "\\right": "",
+    "\\,": " ",
+    "\\ ": " ",
+}
+
+
+class Config(config.Config):
+    """Nothing to set."""
+
+
+def prepare() -> None:
+    """Import sympy before the first sample. Raises ConfigError when it is not installed."""
+    _algebra.sympy()
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Json,
+    extra_info: Json = None,
+    config: Config = Config(),  # noqa: B008 - frozen
+) -> float:
+    """1 if the boxed answer (the whole response when there is no box) equals the ground truth, else 0."""
+    boxed = last_boxed(solution_str, ("\\boxed", "\\fbox"))
+    answer = (boxed if boxed else solution_str).strip()
+    truth = str(ground_truth)
+    if simple_equal(answer, truth):
+        return 1.0
+    values = (math.pi, 3.14) if "\\pi" in answer or "\\pi" in truth else (math.pi,)
+    return float(any(lenient_equal(answer, truth, pi) for pi in values))
+
+
+def simple_equal(answer: str, truth: str) -> bool:
+    """Equal by spelling, or element by element by simple algebra."""
+    if _spelling(answer) == _spelling(truth):
+        return True
+    given, wanted = normal(answer), normal(truth)
+    if given == wanted:
+        return True
+    if not given:
+        return False
+    given_parts, wanted_parts = elements(given), elements(wanted)
+    if len(given_parts) != len(wanted_parts):
+        return False
+    if len(wanted_parts) > 1 and (given[0], given[-1]) != (wanted[0], wanted[-1]):
+        return False
+    return all(map(_element_equal, given_parts, wanted_parts))
+
+
+def _spelling(text: str) -> str:
+    match = TEXT.match(text.strip())
+    text = match[1].strip() if match else text.strip()
+    try:
+        return math_reward.normal(text)
+    except math_reward.UnreadableError:
+        return text
+
+
+def _element_equal(given: str, wanted: str) -> bool:
+    fraction = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
+    if fraction.fullmatch(given) and fraction.fullmatch(wanted):
+        return given == wanted  # a fraction must be reduced
+    if _is_integer(given) != _is_integer(wanted):
+        return False
+    letters = set(re.sub("sqrt|frac", "", given + wanted)) & set("abcdefghijklmnopqrstuvwxyz")
+    if len(letters) > 2:
+        return False  # words, not mathematics
+    return _algebra.equal(wanted, given)
+
+
+def _is_integer(text: str) -> bool:
+    try:
+        number = float(_ungrouped(text))
+    except ValueError:
+        return False
+    return math.isfinite(number) and abs(number - round(number)) <= 1e-7
+
+
+def _ungrouped(text: str) -> str:
+    """Numbers without thousands separators."""
+    grouped = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
+    while (shorter := grouped.sub(r"\1\3\4", text)) != text:
+        text = shorter
+    return text
+
+
+def elements(text: str) -> list[str]:
+    """The parts of a tuple or an interval; a number with thousands separators is one part."""
+    text = _ungrouped(text)
+    if not text:
+        return []
+    inner = text[1:-1]
+    if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not set(inner) & set("()[]"):
+        return [part.strip() for part in inner.split(",")]
+    return [text]
+
+
+def normal(text: str) -> str:
+    """Plain text in lower case: no units, no markup, no spaces."""
+    if match := TEXT.match(text):
+        text = match[1]
+    for old, new in (("\\%", "%"), ("\\$", "$"), ("$", ""), ("%", "")):
+        text = text.replace(old, new)
+    text = text.replace(" or ", " , ").replace(" and ", " , ")
+    for word, power in (("million", 6), ("billion", 9), ("trillion", 12)):
+        text = text.replace(word, f"*10^{power}")
+    for unit in UNITS:
+        text = re.sub(rf"{unit}(es)?(s)? *(\^[0-9]+)?", "", text)
+    text = re.sub(r"\^ *\\circ", "", text)
+    if len(text) > 1 and text[0] == "{" and text[-1] == "}":
+        text = text[1:-1]
+    text = re.sub(r",\\! *", "", text)
+    if _is_integer(text) and "," not in text:
+        return str(round(float(text)))
+    text = plain(text) if "\\" in text else text
+    text = re.sub("- *", "-", text)
+    text = re.sub(r"([0-9]) +([0-9])", r"\1+\2", text)  # 7 3/4 is 7 + 3/4
+    text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
+    return str(round(float(_ungrouped(text)))) if _is_integer(text) else text
+
+
+def plain(text: str) -> str:
+    r"""LaTeX as plain text: `\frac{a}{b}` is a/b, `\sqrt{a}` is sqrt(a)."""
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\frac", " \\frac")
+    while (start := text.find("\\frac")) >= 0:
+        over, end = _argument(text, start + len("\\frac"))
+        under, end = _argument(text, end)
+        text = f"{text[:start]}{over}/{under}{text[end:]}"
+    while (start := text.find("\\sqrt")) >= 0:
+        inner, end = _argument(text, start + len("\\sqrt"))
+        text = f"{text[:start]}sqrt({inner}){text[end:]}"
+    for name, symbol in SYMBOLS.items():
+        text = text.replace(name, symbol)
+    text = re.sub(r"\\(text|mathrm|mathbf|textbf|mbox)\b", "", text)
+    return re.sub(r"\\[a-zA-Z]+", "", text).strip()
+
+
+def _argument(text: str, start: int) -> tuple[str, int]:
+    """The argument of a command at `start` (a group, or one character) and where it ends."""
+    while start < len(text) and text[start] == " ":
+        start += 1
+    if text[start : start + 1] == "{" and (end := closing(text, start)) >= 0:
+        return text[start + 1 : end], end + 1
+    return text[start : start + 1], min(start + 1, len(text))
+
+
+def lenient_equal(answer: str, truth: str, pi: float) -> bool:
+    """Equal as numbers up to 1e-4 (also as percentage), as tuples, equations, or expressions."""
+    given, wanted = _numeric(answer, pi), _numeric(truth, pi)
+    if given.strip().lower() == wanted.strip().lower():
+        return True
+    left, right = _number(given), _number(wanted)
+    if left is not None and right is not None:
+        return any(
+            math.isclose(left, value, rel_tol=TOLERANCE)
+            for value in (right / 100, right, right * 100)
+        )
+    if not given:
+        return False
+    return _structure_equal(given.strip(), wanted.strip(), pi)
+
+
+def _structure_equal(given: str, wanted: str, pi: float) -> bool:
+    bare = re.compile(r"[{}()\[\]]")
+    same_kind = (given[:1], given[-1:]) == (wanted[:1], wanted[-1:])
+    if not same_kind and bare.sub("", given) == bare.sub("", wanted):
+        return True
+    if same_kind and given[:1] in {"(", "["} and given[-1:] in {")", "]"} and "," in wanted:
+        left, right = given[1:-1].split(","), wanted[1:-1].split(",")
+        return len(left) == len(right) and all(
+            lenient_equal(a.strip(), b.strip(), pi) for a, b in zip(left, right, strict=True)
+        )
+    if given.count("=") == 1 and wanted.count("=") == 1:
+        sides = [_sides(text) for text in (given, wanted)]
+        return any(_algebra.equal(sides[0], other) for other in (sides[1], f"-({sides[1]})"))
+    for one, other in ((given, wanted), (wanted, given)):
+        name, mark, value = one.partition("=")
+        if mark and "=" not in value and len(name.strip()) <= 2 and "=" not in other:
+            return lenient_equal(value.strip(), other, pi)
+    return _expression_equal(given, wanted)
+
+
+def _sides(equation: str) -> str:
+    left, _, right = equation.partition("=")
+    return f"({_readable(left)})-({_readable(right)})"
+
+
+def _readable(text: str) -> str:
+    r"""LaTeX or plain text for the parser, fractions bracketed so that they bind as they are drawn."""
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("$", "")
+    while (start := text.find("\\frac")) >= 0:
+        over, end = _argument(text, start + len("\\frac"))
+        under, end = _argument(text, end)
+        text = f"{text[:start]}(({over})/({under})){text[end:]}"
+    return plain(text).replace("{", "(").replace("}", ")")
+
+
+def _expression_equal(given: str, wanted: str) -> bool:
+    left, right = (_algebra.parse(_readable(text)) for text in (given, wanted))
+    if left is None or right is None:
+        return False
+    try:
+        if _algebra.sympy().simplify(left - right) == 0:
+            return True
+        return math.isclose(float(left), float(right), rel_tol=TOLERANCE)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return False  # free symbols, tuples: not two numbers
+
+
+def _number(text: str) -> float | None:
+    """A number with thousands separators or a percent sign."""
+    text = text.replace(",", "").strip()
+    for sign in ("\\%", "%"):
+        if text.endswith(sign):
+            return value / 100 if (value := _number(text.removesuffix(sign))) is not None else None
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _numeric(text: str, pi: float) -> str:
+    """Without a currency or percent sign; with π as its value, worked out where that is plain arithmetic."""
+    if re.match(r"\$\d+(\.\d+)?", text):
+        return text[1:]
+    if re.fullmatch(r"\d+(\.\d+)?\\?%", text):
+        return text.replace("\\", "").replace("%", "")
+    if "\\pi" not in text:
+        return text
+    written = re.sub(r"(?<=\d)\s*\\pi", f"*{pi}", text)
+    written = re.sub(r"\\pi", f"1*{pi}", written)
+    value = _algebra.arithmetic(_readable(written))
+    return written if value is None else str(value)

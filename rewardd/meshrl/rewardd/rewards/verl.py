@@ -1,0 +1,80 @@
+"""verl's table from data_source to scorer: a data set prepared for verl is scored without a word of configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshrl.contract import config
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.rewards import geo3k, gsm8k, math_dapo, math_reward, prime_math, search_qa
+
+REQUIRES = ("sympy",)
+
+SCORERS: dict[str, Any] = {
+    "openai/gsm8k": gsm8k,
+    **dict.fromkeys(
+        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        math_reward,
+    ),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), math_dapo),
+    **dict.fromkeys(
+        (
+            "numina_aops_forum",
+            "numina_synthetic_math",
+            "numina_amc_aime",
+            "numina_synthetic_amc",
+            "numina_cn_k12",
+            "numina_olympiads",
+        ),
+        prime_math,
+    ),
+    "hiyouga/geometry3k": geo3k,
+    **{
+        f"searchR1_{name}": search_qa
+        for name in [
+            "nq",
+            "triviaqa",
+            "popqa",
+            "hotpotqa",
+            "2wikimultihopqa",
+            "musique",
+            "bamboogle",
+        ]
+    },
+}
+"""data_source to reward module. Names that begin with `aime` go to math_dapo."""
+CODE = ("codecontests", "apps", "codeforces", "taco")
+
+
+class Config(config.Config):
+    """Nothing to set: the data_source decides."""
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Json,
+    extra_info: Json = None,
+    config: Config = Config(),  # noqa: B008 - frozen
+) -> float | dict[str, Json]:
+    """What the scorer of `data_source` says.
+
+    Raises:
+        UserError: no scorer is known for it.
+    """
+    scorer = math_dapo if data_source.startswith("aime") else SCORERS.get(data_source)
+    if scorer is None:
+        if data_source in CODE:
+            raise UserError(
+                f"data_source {data_source!r} wants programs to be run, which the mesh does not do: "
+                "score it with reward.custom_reward_function"
+            )
+        raise UserError(
+            f"no scorer for data_source {data_source!r} (known: {', '.join(SCORERS)}, aime*); "
+            "name one in reward.functions or reward.custom_reward_function"
+        )
+    result: float | dict[str, Json] = scorer.compute_score(
+        data_source, solution_str, ground_truth, extra_info
+    )
+    return result

@@ -1,0 +1,206 @@
+"""A rule is everything that decides a score: sources, arguments, weights. Its hash is its version.
+
+The file is read once. What was hashed is what the scoring processes run, also when the file on disk is edited later.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.extend import known
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
+
+REWARDS = "meshrl.rewardd.rewards"
+SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionSpec:
+    """One function of a rule, complete: a process that gets it needs no file but what the function imports."""
+
+    component: str
+    weight: float
+    kwargs: dict[str, Json]
+    name: str
+    """The function."""
+    module: str = ""
+    """Import it from here, or …"""
+    path: str = ""
+    """… compile `source`, whose traceback lines name this file."""
+    source: str = ""
+    digest: str
+    """Of the source, with every helper and package version that a built-in declares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What scores: the weighted sum of `functions`."""
+
+    functions: tuple[FunctionSpec, ...]
+
+    @property
+    def reward_hash(self) -> str:
+        """32 hex digits of SHA-256 over sources, names, arguments and weights; not over where a file lies."""
+        content = [
+            [f.component, f.weight, f.name, f.module, f.digest, f.kwargs] for f in self.functions
+        ]
+        return _digest(json.dumps(content, sort_keys=True, default=str))
+
+    def to_json(self) -> Json:
+        """For the scoring process."""
+        return [asdict(function) for function in self.functions]
+
+    @classmethod
+    def from_json(cls, value: Json) -> Rule:
+        """The inverse of `to_json`."""
+        return cls(functions=tuple(FunctionSpec(**function) for function in value))
+
+
+def read_rule(config: RewardConfig) -> Rule:
+    """Read and check what a recipe names, running none of it.
+
+    Raises:
+        ConfigError: an unknown name, a file that is missing, does not parse or does not define the function,
+            arguments that are not JSON.
+    """
+    return Rule(functions=tuple(_read(function) for function in config.scorers))
+
+
+def _read(function: RewardFunctionConfig) -> FunctionSpec:
+    try:
+        kwargs = json.loads(json.dumps(function.kwargs))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"kwargs of reward {function.component!r}: {error}") from error
+    if function.path is not None:
+        path = function.path.expanduser().absolute()
+        source = _read_source(path)
+        _check_defines(path, source, function.name)
+        return FunctionSpec(
+            component=function.component,
+            weight=function.weight,
+            kwargs=kwargs,
+            name=function.name,
+            path=str(path),
+            source=source,
+            digest=_digest(source),
+        )
+    module = function.name if "." in function.name else f"{REWARDS}.{function.name}"
+    return FunctionSpec(
+        component=function.component,
+        weight=function.weight,
+        kwargs=kwargs,
+        name="compute_score",
+        module=module,
+        digest=_digest("".join(_module_sources(_find(function.name), set()))),
+    )
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        near = difflib.get_close_matches(path.name, _siblings(path), n=1)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise ConfigError(f"no reward file {path}{hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"reward file {path} cannot be read: {error}") from error
+
+
+def _siblings(path: Path) -> list[str]:
+    return [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+
+
+def _check_defines(path: Path, source: str, name: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # an odd escape in a user's string is no business of ours
+            tree = ast.parse(source, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 0
+        raise ConfigError(f"reward file {path}, line {line}: {error}") from error
+    functions = [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    bound = {
+        identifier
+        for node in ast.walk(tree)
+        for identifier in (
+            getattr(node, "name", None),
+            getattr(node, "asname", None),
+            getattr(node, "id", None),
+        )
+    }
+    if name in bound or "*" in bound:
+        return  # bound by a def, an import or an assignment: the scoring process has the last word
+    near = difflib.get_close_matches(name, functions, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    has = f"it defines {', '.join(functions)}" if functions else "it defines no function"
+    raise ConfigError(
+        f"reward file {path} defines no {name!r}{hint} ({has}; wanted: {name}{SIGNATURE})"
+    )
+
+
+def _find(name: str) -> str:
+    """The source file of a built-in or of a dotted module, without running it."""
+    if "." not in name:
+        names = known(REWARDS)
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"no reward named {name!r}{hint} (known: {', '.join(names)}, a dotted module, or give a `path`)"
+            )
+        name = f"{REWARDS}.{name}"
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"no reward module {name!r}: {error}") from error
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        raise ConfigError(f"no reward module {name!r}: nothing to import under that name")
+    return spec.origin
+
+
+def _module_sources(origin: str, seen: set[str]) -> Iterator[str]:
+    """A module's source, those of the reward modules it imports, and the versions of the packages it declares."""
+    seen.add(origin)
+    source = Path(origin).read_text(encoding="utf-8")
+    yield source
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(REWARDS):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in [node.module or "", *names] if node.module != REWARDS else names:
+                found = importlib.util.find_spec(name) if _is_module(name) else None
+                if found and found.origin and found.origin not in seen:
+                    yield from _module_sources(found.origin, seen)
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["REQUIRES"]:
+            for package in ast.literal_eval(node.value):
+                yield f"{package}=={_version(package)}"
+
+
+def _is_module(name: str) -> bool:
+    """True for a module of the rewards package itself: `find_spec` on a function's name would raise."""
+    return name.startswith(f"{REWARDS}.") and name.count(".") == REWARDS.count(".") + 1
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
