@@ -188,11 +188,12 @@ def test_the_end_is_told_from_the_runs_own_record(tmp_path: Path) -> None:
         '{"step": 0, "val/score/mean": 0.1}\n'
         '{"step": 0, "reward/mean": 0.2}\n'
         '{"step": 1, "reward/mean": null}\n'
+        '{"step": 2, "reward/mean": 0.3}\n'
         '{"step": 40, "val/score/mean": 0.97}\n'
     )
     made.recall(record)
     text = drawn(final_table(made, {}))
-    assert "0.200 → 0.500" in text and "0.100 → 0.970" in text
+    assert "0.200 → 0.300" in text and "0.100 → 0.970" in text
     before = dict(made.scores)
     record.write_text('{"step": 0, "val/sco')
     made.recall(record)

@@ -57,13 +57,11 @@ class Board:
         except (OSError, ValueError):
             # No record, or a last line that was cut short: what was seen is shown.
             return
-        for line in lines:
-            if isinstance(line.get("reward/mean"), float):
-                self.rewards[line["step"]] = line["reward/mean"]
-        scores = [line for line in lines if isinstance(line.get("val/score/mean"), float)]
-        if scores:
-            self.scores = {line["step"]: line["val/score/mean"] for line in scores}
-        self.rewards = dict(sorted(self.rewards.items()))
+        for key, seen in (("reward/mean", self.rewards), ("val/score/mean", self.scores)):
+            told = {line["step"]: line[key] for line in lines if isinstance(line.get(key), float)}
+            if told:
+                seen.clear()
+                seen.update(sorted(told.items()))
 
     @property
     def elapsed_s(self) -> float:
