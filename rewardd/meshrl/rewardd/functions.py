@@ -141,20 +141,27 @@ def _check_signature(
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and the line of the user's code: the frame nearest to the failure outside our own files."""
+    """Type, message and the line of the user's code."""
     text = str(error) if isinstance(error, MeshError) else f"{type(error).__name__}: {error}"
-    ours = (str(Path(__file__).parent), "<frozen")
+    return (text + where(error))[:MAX_REASON]
+
+
+def where(error: BaseException) -> str:
+    """` at file:line in function`: the frame nearest to the failure that is neither ours nor a library's."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(ours)
+        if not frame.filename.startswith((str(Path(__file__).parent), "<frozen"))
     ]
-    user = [
-        f for f in frames if "site-packages" not in f.filename and "/lib/python" not in f.filename
+    users = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
     ]
-    if chosen := (user or frames):
-        text += f" at {chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}"
-    return text[:MAX_REASON]
+    if not frames:
+        return ""
+    nearest = (users or frames)[-1]
+    return f" at {nearest.filename}:{nearest.lineno} in {nearest.name}"
 
 
 def numbers_of(result: Any, function: str) -> tuple[float, dict[str, float]]:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from meshrl.contract.errors import MeshError
 from meshrl.contract.nouns import Json, Outcome
 from meshrl.rewardd import frames
-from meshrl.rewardd.functions import Scorer, combine, describe, load
+from meshrl.rewardd.functions import Scorer, combine, describe, load, where
 from meshrl.rewardd.rule import Rule
 
 PR_SET_PDEATHSIG = 1
@@ -95,7 +95,9 @@ class Host:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # The user's code may raise anything at all; each becomes the result of this sample alone.
             if isinstance(error, TimeoutError) and limit_s.expired():
-                reason = f"no score after {self._deadline_s:g} s: {describe(error)}"
+                # The cancelled await, which knows its line, is the cause of the timeout.
+                line = where(error.__cause__ or error)
+                reason = f"no score after {self._deadline_s:g} s{line}"
                 return {"id": number, "fault": Outcome.TIMEOUT, "reason": reason}
             return {"id": number, "fault": Outcome.INFRA_FAULT, "reason": describe(error)}
         return {"id": number, "score": score, "components": components}

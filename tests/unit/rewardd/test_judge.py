@@ -1,0 +1,375 @@
+"""Real functions in real processes: every way to go wrong, and what the others notice of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError, UnavailableError
+from meshrl.contract.nouns import Outcome, Sample, Score, Uid
+from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
+from meshrl.rewardd.judge import PoolJudge, build_judge
+
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+ASYNC_HEAD = "import asyncio\nasync " + HEAD
+Make = Callable[..., PoolJudge]
+
+
+def sample(solution: str, index: int = 0, ground_truth: Any = "1", **extra_info: Any) -> Sample:
+    return Sample(
+        uid=Uid("run", "task", index),
+        data_source="unit",
+        solution=solution,
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+    )
+
+
+def samples(*solutions: str) -> list[Sample]:
+    return [sample(solution, index) for index, solution in enumerate(solutions)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    judges: list[PoolJudge] = []
+
+    def build(source: str, *, name: str = "compute_score", **options: Any) -> PoolJudge:
+        path = tmp_path / "reward.py"
+        path.write_text(source)
+        kwargs = options.pop("kwargs", {})
+        custom = CustomRewardFunctionConfig(path=path, name=name, reward_kwargs=kwargs)
+        judges.append(build_judge(RewardConfig(custom_reward_function=custom, **options)))
+        return judges[-1]
+
+    yield build
+    pids = [pid for judge in judges for pid in judge.pids]
+    for judge in judges:
+        await judge.close()
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def scores_of(results: Sequence[Score]) -> list[float]:
+    assert [r.reason for r in results if r.outcome is not Outcome.OK] == []
+    return [r.score for r in results]
+
+
+async def test_scores_come_back_in_order_with_their_uids_and_the_hash(make: Make) -> None:
+    judge = make(HEAD + "    return float(solution_str)\n", workers=2)
+    asked = [sample(str(n), n) for n in range(300)]
+    results = await judge.score(asked)
+    assert scores_of(results) == [float(n) for n in range(300)]
+    assert [r.uid for r in results] == [s.uid for s in asked]
+    assert {r.reward_hash for r in results} == {judge.reward_hash}
+    assert os.getpid() not in judge.pids
+
+
+async def test_the_function_gets_everything_by_keyword(make: Make) -> None:
+    judge = make(
+        HEAD + "    assert data_source == 'unit' and kwargs == {'bonus': 2}\n"
+        "    return ground_truth['a'] + extra_info['number'] + kwargs['bonus'] + len(solution_str)\n",
+        kwargs={"bonus": 2},
+    )
+    result = await judge.score([sample("ab\ud800", ground_truth={"a": 1}, number=10)])
+    assert scores_of(result) == [16.0]
+
+
+async def test_numeric_keys_of_a_dict_become_components(make: Make) -> None:
+    judge = make(HEAD + "    return {'score': 1, 'acc': True, 'pred': '42', 'len': 3}\n")
+    (result,) = await judge.score(samples("x"))
+    assert result.score == 1.0
+    assert result.components == {"compute_score": 1.0, "acc": 1.0, "len": 3.0}
+
+
+async def test_numpy_scalars_are_numbers(make: Make) -> None:
+    judge = make("import numpy as np\n" + HEAD + "    return np.array(0.5, dtype=np.float32)\n")
+    assert scores_of(await judge.score(samples("x"))) == [0.5]
+
+
+async def test_an_exception_is_a_fault_with_the_line_of_the_users_file(
+    make: Make, tmp_path: Path
+) -> None:
+    judge = make(
+        HEAD + "    if solution_str == 'bad':\n        raise ValueError('no digit')\n    return 1\n"
+    )
+    good, bad, after = await judge.score(samples("good", "bad", "good"))
+    assert (good.score, after.score) == (1.0, 1.0)
+    assert bad.outcome is Outcome.INFRA_FAULT
+    assert bad.reason == f"ValueError: no digit at {tmp_path / 'reward.py'}:3 in compute_score"
+
+
+@pytest.mark.parametrize(
+    ("expression", "named"),
+    [
+        ("float('nan')", "NaN"),
+        ("float('inf')", "returned inf"),
+        ("-float('inf')", "returned -inf"),
+        ("1e300", "too large for float32"),
+        ("'1.0'", "str '1.0', not a number"),
+        ("None", "NoneType None, not a number"),
+        ("[1.0]", "list [1.0], not a number"),
+        ("{'acc': 1}", "without 'score' (it has 'acc')"),
+        ("{'score': float('nan')}", "key 'score' returned NaN"),
+        ("{'score': 1, 'acc': float('nan')}", "key 'acc' returned NaN"),
+    ],
+)
+async def test_what_is_no_score_is_named_and_never_a_reward(
+    make: Make, expression: str, named: str
+) -> None:
+    (result,) = await make(HEAD + f"    return {expression}\n").score(samples("x"))
+    assert result.outcome is Outcome.INFRA_FAULT
+    assert named in result.reason
+
+
+async def test_leaving_the_interpreter_politely_is_a_fault_of_that_sample(make: Make) -> None:
+    judge = make(
+        "import sys\n" + HEAD + "    sys.exit(3) if solution_str == 'bad' else None\n    return 1\n"
+    )
+    good, bad = await judge.score(samples("good", "bad"))
+    assert good.outcome is Outcome.OK
+    assert bad.outcome is Outcome.INFRA_FAULT
+    assert "SystemExit: 3" in bad.reason
+
+
+async def test_a_hanging_sample_times_out_alone_and_says_where_it_hung(
+    make: Make, tmp_path: Path
+) -> None:
+    judge = make(
+        HEAD + "    while solution_str == 'bad':\n        pass\n    return 1\n", deadline_s=0.5
+    )
+    await judge.start()
+    (before,) = judge.pids
+    results = await judge.score(samples("a", "b", "bad", "c", "d"))
+    assert [r.outcome for r in results] == [*[Outcome.OK] * 2, Outcome.TIMEOUT, *[Outcome.OK] * 2]
+    assert results[2].reason.startswith(f"no score after 0.5 s at {tmp_path / 'reward.py'}:")
+    assert not alive(before)
+
+
+async def test_a_regular_expression_that_never_ends_is_killed_too(make: Make) -> None:
+    judge = make(
+        "import re\n" + HEAD + "    return bool(re.fullmatch('(a+)+b', solution_str))\n",
+        deadline_s=0.5,
+    )
+    bad, good = await judge.score(samples("a" * 60, "aab"))
+    assert bad.outcome is Outcome.TIMEOUT
+    assert good.score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("death", "named"),
+    [
+        ("os._exit(7)", "exit code 7"),
+        ("ctypes.string_at(0)", "killed by SIGSEGV at "),
+        ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    ],
+)
+async def test_a_crash_is_the_fault_of_the_sample_that_caused_it(
+    make: Make, death: str, named: str
+) -> None:
+    judge = make(
+        f"import ctypes, os\n{HEAD}    if solution_str == 'bad':\n        {death}\n    return 1\n"
+    )
+    results = await judge.score(samples("a", "bad", "c", "d"))
+    assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, *[Outcome.OK] * 2]
+    assert named in results[1].reason
+
+
+async def test_huge_output_is_drained_and_cannot_be_mistaken_for_a_score(make: Make) -> None:
+    judge = make(
+        "import os, sys\n"
+        + HEAD
+        + "    print('x' * 20_000_000)\n    sys.stderr.write('y' * 100_000)\n"
+        "    os.write(1, b'\\0\\0\\0\\2{}')\n    return 1\n"
+    )
+    assert scores_of(await judge.score(samples("a", "b"))) == [1.0, 1.0]
+
+
+async def test_reading_standard_input_finds_its_end(make: Make) -> None:
+    judge = make("import sys\n" + HEAD + "    return len(sys.stdin.read())\n")
+    assert scores_of(await judge.score(samples("a", "b"))) == [0.0, 0.0]
+
+
+async def test_fast_samples_do_not_wait_for_a_slow_one(make: Make) -> None:
+    judge = make(
+        "import time\n"
+        + HEAD
+        + "    time.sleep(3600 if solution_str == 'slow' else 0)\n    return 1\n",
+        workers=2,
+        deadline_s=3600,
+    )
+    await judge.start()
+    slow = asyncio.create_task(_score(judge, samples("slow")))
+    for _ in range(3):
+        assert scores_of(await judge.score(samples(*"abcdefgh"))) == [1.0] * 8
+    assert not slow.done()
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
+
+
+async def _score(judge: PoolJudge, asked: list[Sample]) -> Sequence[Score]:
+    return await judge.score(asked)
+
+
+async def test_async_functions_run_side_by_side(make: Make) -> None:
+    # Each sample waits until all sixteen have begun: one after the other they would never end.
+    judge = make(
+        ASYNC_HEAD.replace("async def", "began, all_here = 0, asyncio.Event()\nasync def")
+        + "    global began\n    began += 1\n    if began == 16: all_here.set()\n"
+        "    await all_here.wait()\n    return float(solution_str)\n",
+        deadline_s=20,
+    )
+    results = await judge.score([sample(str(n), n) for n in range(16)])
+    assert scores_of(results) == [float(n) for n in range(16)]
+
+
+async def test_an_async_function_that_awaits_for_ever_harms_no_process(make: Make) -> None:
+    judge = make(
+        ASYNC_HEAD + "    await asyncio.sleep(3600 * (solution_str == 'bad'))\n    return 1\n",
+        deadline_s=0.5,
+    )
+    await judge.start()
+    pids = judge.pids
+    results = await judge.score(samples("a", "bad", "c"))
+    assert [r.outcome for r in results] == [Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
+    assert "reward.py:" in results[1].reason
+    assert judge.pids == pids
+
+
+async def test_an_async_function_that_dies_takes_nobody_with_it(make: Make) -> None:
+    judge = make(
+        ASYNC_HEAD + "    await asyncio.sleep(0.05)\n    import os\n"
+        "    if solution_str == 'bad': os._exit(1)\n    await asyncio.sleep(0.05)\n    return 1\n"
+    )
+    results = await judge.score(samples("a", "bad", "c", "d"))
+    assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, *[Outcome.OK] * 2]
+
+
+async def test_an_async_function_that_blocks_its_loop_is_found_among_its_neighbours(
+    make: Make,
+) -> None:
+    judge = make(
+        ASYNC_HEAD + "    await asyncio.sleep(0)\n    while solution_str == 'bad': pass\n"
+        "    await asyncio.sleep(0.01)\n    return 1\n",
+        deadline_s=0.3,
+    )
+    results = await judge.score(samples("a", "bad", "c"))
+    assert [r.outcome for r in results] == [Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
+
+
+async def test_memory_beyond_the_limit_is_a_fault_of_that_sample(make: Make) -> None:
+    judge = make(
+        HEAD + "    return len(bytearray(4 << 30 if solution_str == 'bad' else 1))\n",
+        memory_limit_bytes=2 << 30,
+    )
+    bad, good = await judge.score(samples("bad", "good"))
+    assert bad.outcome is Outcome.INFRA_FAULT
+    assert bad.reason.startswith("MemoryError")
+    assert good.score == 1.0
+
+
+async def test_cpu_time_beyond_the_limit_is_a_timeout(make: Make) -> None:
+    judge = make(
+        HEAD + "    while solution_str == 'bad': pass\n    return 1\n",
+        cpu_limit_s=1,
+        deadline_s=600,
+    )
+    bad, good = await judge.score(samples("bad", "good"))
+    assert bad.outcome is Outcome.TIMEOUT
+    assert "cpu_limit_s = 1" in bad.reason
+    assert good.score == 1.0
+
+
+async def test_what_json_cannot_carry_is_a_fault_of_that_sample(make: Make) -> None:
+    judge = make(HEAD + "    return 1\n")
+    bad, good = await judge.score([sample("x", 0, ground_truth={1, 2}), sample("y", 1)])
+    assert bad.outcome is Outcome.INFRA_FAULT
+    assert "is not JSON" in bad.reason
+    assert good.score == 1.0
+
+
+async def test_closing_answers_who_waits_and_leaves_no_process(make: Make) -> None:
+    judge = make("import time\n" + HEAD + "    time.sleep(3600)\n")
+    await judge.start()
+    (pid,) = judge.pids
+    waiting = asyncio.create_task(_score(judge, samples("a", "b")))
+    await asyncio.sleep(0)
+    await judge.close()
+    assert [r.outcome for r in await waiting] == [Outcome.CANCELLED] * 2
+    assert not alive(pid)
+    await judge.close()
+    with pytest.raises(UnavailableError):
+        await judge.score(samples("a"))
+
+
+async def test_cancelled_samples_are_not_scored(make: Make, tmp_path: Path) -> None:
+    judge = make(
+        "import pathlib, time\n"
+        + HEAD
+        + "    while not pathlib.Path(kwargs['go']).exists(): time.sleep(0.01)\n"
+        "    with open(kwargs['log'], 'a') as log: log.write(solution_str)\n    return 1\n",
+        kwargs={"go": str(tmp_path / "go"), "log": str(tmp_path / "log")},
+        batch_size=1,
+    )
+    await judge.start()
+    first = asyncio.create_task(_score(judge, samples("a")))
+    await asyncio.sleep(0)
+    cancelled = asyncio.create_task(_score(judge, samples("b")))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    (tmp_path / "go").touch()
+    await first
+    assert scores_of(await judge.score(samples("c"))) == [1.0]
+    assert (tmp_path / "log").read_text() == "ac"
+
+
+async def test_the_file_may_import_its_neighbours(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_reward.py").write_text("BONUS = 5\n")
+    judge = make("from neighbour_of_reward import BONUS\n" + HEAD + "    return BONUS\n")
+    assert scores_of(await judge.score(samples("x"))) == [5.0]
+
+
+async def test_what_was_hashed_is_what_scores_even_after_an_edit(
+    make: Make, tmp_path: Path
+) -> None:
+    judge = make(HEAD + "    return 1\n")
+    (tmp_path / "reward.py").write_text(HEAD + "    return 2\n")
+    assert scores_of(await judge.score(samples("x"))) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "def compute_score(answer):\n    return 1\n",
+            "cannot be called: missing a required argument",
+        ),
+        ("def compute_score(data_source, solution_str):\n    return 1\n", "cannot be called"),
+        ("import nothing_of_that_name\n" + HEAD + "    return 1\n", "ModuleNotFoundError"),
+        ("compute_score = 3\n", "defines no function 'compute_score'"),
+        ("import os\nos._exit(5)\n" + HEAD + "    return 1\n", "while being loaded: exit code 5"),
+        ("import time\ntime.sleep(3600)\n" + HEAD + "    return 1\n", "did not load within 1 s at"),
+    ],
+)
+async def test_a_file_that_cannot_be_loaded_is_refused_at_start(
+    make: Make, tmp_path: Path, source: str, said: str
+) -> None:
+    deadline_s = 1.0 if "sleep" in source else 60.0
+    judge = make(source, start_deadline_s=deadline_s)
+    with pytest.raises(ConfigError) as refused:
+        await judge.start()
+    assert said in str(refused.value)
+    assert str(tmp_path / "reward.py") in str(refused.value)
+    assert "\n" not in str(refused.value)
