@@ -1,0 +1,116 @@
+"""One response on its way from vLLM's stream to the mesh: where it ends, and which version sampled which token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshrl.contract.errors import InfraError
+from meshrl.contract.nouns import GenerateDelta, Version
+from meshrl.rollout.decoder.stopping import StopStrings
+from meshrl.rollout.engines._vllm.client import Chunk
+
+
+class Answer:
+    """Collects chunks, gives deltas.
+
+    vLLM says which version sampled which token with a response's last chunk only. What arrives before an update has
+    begun was certainly sampled by the version that the request started with, and goes on at once; what arrives later
+    may lie on either side of the border, and waits for the last chunk.
+    """
+
+    def __init__(self, version: Version, stop_strings: StopStrings | None) -> None:
+        self._version = version
+        self._stop_strings = stop_strings
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._sent = 0
+        self._stopped = False
+
+    def add(self, chunk: Chunk) -> int:
+        """Take a chunk; returns how many of its tokens belong to the response.
+
+        After a stop string none does: the engine samples on until it hears of it.
+        """
+        before = len(self._tokens)
+        for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
+            if self._stopped:
+                break
+            self._tokens.append(token)
+            self._logprobs.append(logprob)
+            if self._stop_strings is not None:
+                self._stopped = self._stop_strings.completed_by(self._tokens)
+        return len(self._tokens) - before
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete: the rest of the stream is not wanted."""
+        return self._stopped
+
+    def certain(self) -> GenerateDelta | None:
+        """What has not been given yet, while no update has begun since the request did; None for nothing."""
+        if self._sent == len(self._tokens):
+            return None
+        return self._give(len(self._tokens), self._version, "")
+
+    def rest(self, last: Chunk) -> Sequence[GenerateDelta]:
+        """Everything that has not been given, split where the version changed; ends with the finish reason.
+
+        Raises:
+            InfraError: the server does not say who sampled the tokens, or it was somebody unknown; or it ended the
+                request on its own account.
+        """
+        reason = "stop" if self._stopped else last.finish_reason
+        if reason not in ("stop", "length"):
+            raise InfraError(f"vLLM ended a request by itself: {reason}")
+        deltas = []
+        for label, start, end in self._spans(last):
+            version = _version(label)
+            if start < self._sent and version != self._version:
+                raise InfraError(
+                    f"tokens {start} to {min(end, self._sent)} were sampled by {label!r}, the server was left at "
+                    f"{self._version}: somebody else changes its weights"
+                )
+            end = min(end, len(self._tokens))
+            if end > self._sent:
+                deltas.append(self._give(end, version, ""))
+        if self._sent != len(self._tokens):
+            raise InfraError(f"vLLM says who sampled {self._sent} of {len(self._tokens)} tokens")
+        deltas.append(self._give(self._sent, self._version, reason))
+        return deltas
+
+    def _spans(self, last: Chunk) -> Sequence[tuple[str, int, int]]:
+        if last.spans is None and self._tokens:
+            raise InfraError(
+                "vLLM does not say which weights sampled the tokens (want 0.32 or newer)"
+            )
+        return last.spans or ()
+
+    def _give(self, end: int, version: Version, reason: str) -> GenerateDelta:
+        start, self._sent = self._sent, end
+        return GenerateDelta(
+            tokens=np.array(self._tokens[start:end], dtype=np.int32),
+            logprobs=np.array(self._logprobs[start:end], dtype=np.float32),
+            version=version,
+            finish_reason=reason,
+        )
+
+
+def aborted(version: Version) -> GenerateDelta:
+    """The last delta of a request that nobody waits for."""
+    return GenerateDelta(
+        tokens=np.empty(0, dtype=np.int32),
+        logprobs=np.empty(0, dtype=np.float32),
+        version=version,
+        finish_reason="abort",
+    )
+
+
+def _version(label: str) -> Version:
+    try:
+        return Version.parse(label)
+    except ValueError as error:
+        raise InfraError(
+            f"tokens were sampled by {label!r}, which the mesh did not load"
+        ) from error

@@ -1,0 +1,170 @@
+"""Checkpoints as files, without torch: what one says of its model, and how a version is written as one.
+
+A safetensors file is eight bytes of header length, a JSON header and the tensors' bytes: the buckets of a version are
+written as they are, without building a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Uint8, WeightManifest
+
+SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+NAMES_SHOWN = 4
+"""Names listed in an error before it says how many more there are."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What an engine must know of a model directory."""
+
+    path: Path
+    num_bytes: int
+    """Of its weights."""
+    shapes: Shapes
+    """Hugging Face parameter name to shape."""
+    tied: bool
+    """The output projection is the embedding matrix."""
+    vocab_size: int
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read `config.json`, `generation_config.json` and the headers of the weights.
+
+    Raises:
+        UserError: one of them is missing or unreadable.
+    """
+    config = _json(path / "config.json")
+    text = config.get("text_config") or config  # multimodal models keep the decoder's part there
+    generation = path / "generation_config.json"
+    sources = (_json(generation) if generation.is_file() else {}, config, text)
+    try:
+        return Checkpoint(
+            path=path,
+            num_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+            shapes=_shapes(path),
+            tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+            vocab_size=int(text["vocab_size"]),
+            max_length=int(text["max_position_embeddings"]),
+            eos_token_ids=next((ids for each in sources if (ids := _eos(each))), ()),
+        )
+    except KeyError as error:
+        raise UserError(f"{path / 'config.json'} has no {error.args[0]!r}") from error
+
+
+def check_version(
+    manifest: WeightManifest, buckets: Sequence[Uint8], checkpoint: Checkpoint
+) -> None:
+    """Compare a version with the model: names, shapes, layout.
+
+    Raises:
+        UserError: naming what is missing, unknown, misshapen or outside its bucket.
+    """
+    where = f"weights {manifest.version} of {manifest.run!r}"
+    sizes = tuple(len(bucket) for bucket in buckets)
+    if sizes != manifest.bucket_bytes:
+        raise UserError(f"{where}: buckets have {sizes} bytes, want {manifest.bucket_bytes}")
+    for spec in manifest.tensors:
+        if spec.dtype not in SAFETENSORS_DTYPE:
+            known = ", ".join(SAFETENSORS_DTYPE)
+            raise UserError(f"{where}: {spec.name} is {spec.dtype}, want one of {known}")
+        if spec.bucket >= len(sizes) or spec.offset + spec.nbytes > sizes[spec.bucket]:
+            raise UserError(f"{where}: {spec.name} ends outside bucket {spec.bucket}")
+    expected = dict(checkpoint.shapes)
+    given = {spec.name: spec.shape for spec in manifest.tensors}
+    if checkpoint.tied:  # either side may or may not name the projection
+        expected.pop(HEAD, None)
+        if given.get(HEAD) == expected.get(EMBEDDING):
+            given.pop(HEAD, None)
+    wrong = [
+        f"{name} is {list(given[name])}, want {list(shape)}"
+        for name, shape in expected.items()
+        if name in given and tuple(given[name]) != shape
+    ]
+    complaints = [
+        _listed("missing", sorted(expected.keys() - given.keys())),
+        _listed("unknown", sorted(given.keys() - expected.keys())),
+        _listed("misshapen", wrong),
+    ]
+    found = "; ".join(complaint for complaint in complaints if complaint)
+    if found:
+        raise UserError(f"{where} do not fit {checkpoint.path}: {found}")
+
+
+def write_version(
+    directory: Path, manifest: WeightManifest, buckets: Sequence[Uint8], *, tied: bool
+) -> None:
+    """Write a checked version to `directory` as `model.safetensors`; a tied projection is left out."""
+    tensors = [spec for spec in manifest.tensors if not (tied and spec.name == HEAD)]
+    header: dict[str, dict[str, Any]] = {}
+    end = 0
+    for spec in tensors:
+        start, end = end, end + spec.nbytes
+        header[spec.name] = {
+            "dtype": SAFETENSORS_DTYPE[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for spec in tensors:
+            file.write(buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes].data)
+
+
+def _shapes(path: Path) -> Shapes:
+    index = path / "model.safetensors.index.json"
+    names = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in names or ["model.safetensors"]:
+        try:
+            with (path / file).open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header = json.loads(opened.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise UserError(f"{path / file}: unreadable weights: {error}") from error
+        header.pop("__metadata__", None)
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+    # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
+    return {name: shape for name, shape in shapes.items() if not name.endswith(".inv_freq")}
+
+
+def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id` may be one id or a list of them."""
+    found = config.get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    return content
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = len(names) - NAMES_SHOWN
+    shown = ", ".join(names[:NAMES_SHOWN])
+    return f"{what} {shown}" + (f" and {more} more" if more > 0 else "")

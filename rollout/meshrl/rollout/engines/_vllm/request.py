@@ -1,0 +1,67 @@
+"""A request of the mesh, checked and said in vLLM's words."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import GenerateRequest
+from meshrl.rollout.engines._vllm.checkpoint import Checkpoint
+from meshrl.rollout.engines._vllm.config import Config
+from meshrl.rollout.streams import check_sampling
+
+
+def sampling_params(
+    request: GenerateRequest,
+    config: Config,
+    checkpoint: Checkpoint,
+    *,
+    max_length: int,
+    finds_strings: bool,
+) -> Mapping[str, Any]:
+    """The `sampling_params` of the token-in/token-out route.
+
+    Stop strings are not among them: the engine looks for them itself (`finds_strings`), as every engine of the mesh
+    does, and the server needs no tokenizer.
+
+    Raises:
+        UserError: the request cannot be run.
+    """
+    sampling, prompt, name = request.sampling, request.prompt_ids, request.request_id
+    check_sampling(sampling)
+    room = max_length - len(prompt)
+    if len(prompt) == 0:
+        raise UserError(f"request {name}: the prompt is empty")
+    if room < 1:
+        raise UserError(
+            f"request {name}: {len(prompt)} prompt tokens leave no room for a response in {max_length} "
+            "(rollout.engine.max_model_len)"
+        )
+    if prompt.min() < 0 or prompt.max() >= checkpoint.vocab_size:
+        raise UserError(
+            f"request {name}: prompt ids go from {prompt.min()} to {prompt.max()}, the model knows 0 to "
+            f"{checkpoint.vocab_size - 1}: prompt and model have different tokenizers"
+        )
+    if sampling.stop and not finds_strings:
+        raise UserError("stop strings need a tokenizer, and the engine was built without one")
+    eos = checkpoint.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": min(sampling.max_tokens, room),
+        "seed": _seed(sampling.seed, name) if sampling.temperature else None,
+        "stop_token_ids": sorted({*eos, *sampling.stop_token_ids}),
+        "ignore_eos": True,  # those that count are named above
+        "logprobs": 0,
+        "detokenize": False,
+        "stream_interval": config.stream_interval,
+    }
+
+
+def _seed(seed: int, request_id: str) -> int:
+    """A seed of the request's own: its draws depend on nothing that runs beside it."""
+    digest = hashlib.blake2b(f"{seed}:{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # vLLM takes 63 bits

@@ -1,0 +1,139 @@
+"""The process of one vLLM server: started as a child that cannot outlive its parent, read out when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshrl.contract.errors import InfraError
+
+PLUGIN_DIR = Path(__file__).with_name("plugin")
+"""Goes on the server's PYTHONPATH: the folder of `meshrl_vllm`."""
+PLUGIN_ARGUMENTS = (
+    *("--worker-extension-cls", "meshrl_vllm.Worker"),
+    *("--weight-transfer-config", '{"backend": "mesh"}'),
+    *("--logprobs-mode", "processed_logprobs"),
+    "--enable-scale-out",
+)
+"""What any server must be started with to be driven by the mesh."""
+PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+CHILD_ENVIRONMENT = {
+    # On a CPU: a second engine would be pinned to the first one's cores, and threads of neighbours spin.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Defaults; what the parent's environment or `rollout.engine.env` says wins."""
+STOP_S = 30.0
+"""The guard kills what has not ended 5 s after being asked; the rest is for a busy machine."""
+TAIL_BYTES = 64 << 10
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SPEAKER = re.compile(r"^(\(\w[^)]*\)\s*)?((ERROR|WARNING|INFO)\s+\S+\s+\S+\s+(\[[^\]]*\])?\s*)?")
+_FAULT = re.compile(r"^([\w.]*(Error|Exception|Interrupt)\b.*|.*\berror: .*|.*No module named .*)")
+_SEE_ABOVE = re.compile(r"root cause|Engine core initialization failed|WorkerProc initialization")
+
+
+class Server:
+    """One child process group, from `start` to `stop`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self._command = tuple(command)
+        self._environment = dict(environment)
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def log(self) -> Path:
+        """What the server wrote."""
+        return self._log
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode if self._process else None
+
+    async def start(self) -> None:
+        """Run the command under a guard that ends it with this process.
+
+        Raises:
+            InfraError: the log cannot be written, or no process started.
+        """
+        guard = Path(__file__).with_name("guard.py")
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-E", "-S", str(guard), *self._command),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise InfraError(f"cannot start {self._command[0]}: {error}") from error
+
+    async def ended(self) -> int:
+        """Wait for the end of the process; its exit code. Nothing that it started survives it."""
+        if self._process is None:
+            raise InfraError("the server was not started")
+        code = await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):  # nobody is left
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return code
+
+    async def stop(self) -> None:
+        """End the whole process group; idempotent.
+
+        Raises:
+            InfraError: the guard itself does not end.
+        """
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+            with contextlib.suppress(ConnectionError):  # it had ended before
+                await process.stdin.wait_closed()
+        try:
+            await asyncio.wait_for(self.ended(), STOP_S)
+        except TimeoutError as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise InfraError(f"vLLM (pid {process.pid}) did not end within {STOP_S:g} s") from error
+
+    def last_words(self) -> str:
+        """The line of the log that says best why the server failed."""
+        return last_fault(_tail(self._log))
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: this process's, with what the server needs and the user's `extra`."""
+    merged = {**CHILD_ENVIRONMENT, **os.environ, **PLUGIN_ENVIRONMENT, **extra}
+    paths = (str(PLUGIN_DIR), merged.get("PYTHONPATH", ""))
+    merged["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return merged
+
+
+def last_fault(text: str) -> str:
+    """The last line of `text` that names an error of its own, else its last line."""
+    lines = [_SPEAKER.sub("", _COLOUR.sub("", line)).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    faults = [line for line in lines if _FAULT.match(line)]
+    causes = [line for line in faults if not _SEE_ABOVE.search(line)]
+    return (causes or faults or lines or ["it wrote nothing"])[-1]
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError as error:
+        return f"OSError: {error}"

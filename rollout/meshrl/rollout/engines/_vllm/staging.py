@@ -1,0 +1,85 @@
+"""Where complete versions wait on a file system that the server sees, and what becomes of those nobody wants."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from meshrl.contract.errors import UserError
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "meshrl-vllm-"
+VERSIONS_AT_ONCE = 3
+"""The served one (a restarted server needs it), the staged one, and one being written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """A version as the server can read it."""
+
+    path: Path
+    ours: bool
+    """Ours to remove."""
+
+    def remove(self) -> None:
+        """Free the space."""
+        if self.ours:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Staging:
+    """A directory of this process; its like, left behind by killed processes, are removed on the way."""
+
+    def __init__(self, parent: Path | None, *, version_bytes: int) -> None:
+        """Make it in `parent`; None: in shared memory if there is room, else among temporary files.
+
+        Raises:
+            UserError: it cannot be made there.
+        """
+        if parent is None:
+            parent = Path(tempfile.gettempdir())
+            need = VERSIONS_AT_ONCE * version_bytes
+            if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > need:
+                parent = SHARED_MEMORY
+        _remove_abandoned(parent)
+        try:
+            self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        except OSError as error:
+            raise UserError(f"rollout.engine.staging {parent}: {error.strerror}") from error
+        self._path.chmod(0o755)  # the server may run as somebody else
+        self._lock = (self._path / "lock").open("w")
+        _lock(self._lock)
+        self._names = itertools.count()
+
+    def new(self) -> Files:
+        """A place for one version, not created."""
+        return Files(path=self._path / str(next(self._names)), ours=True)
+
+    def close(self) -> None:
+        """Remove everything; idempotent."""
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """A directory whose lock can be taken belongs to nobody who lives, in whatever container."""
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            with (path / "lock").open("r+") as lock:
+                if _lock(lock):
+                    shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue  # being made or removed just now, or somebody else's
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,326 @@
+"""The vllm engine against a real vLLM server on this machine's CPU (`make venv-vllm`).
+
+One server, the child of the module's engine, answers everybody: the contract suite and the parity tests attach to it
+by `url`; the tests that break it come last, and cost one more start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.nouns import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
+from meshrl.contract.ports import Engine
+from meshrl.rollout.engines import torch as torch_engine
+from meshrl.rollout.engines.vllm import VllmEngine, build
+from meshrl.rollout.sampling import Response, sample
+
+from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
+from ..unit.rollout.checkpoints import (
+    forced_logprobs,
+    greedy,
+    make_model,
+    pack,
+    prompts,
+    request,
+)
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+READY = any((ROOT / ".venv-vllm").glob(".ready-*"))
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(not READY, reason="no vLLM here: `make venv-vllm` (x86-64 Linux)"),
+]
+SMALL_CPU_SERVER = [
+    *("--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"),
+    *("--max-num-batched-tokens", str(2 * LONG)),
+]
+"""A start in seconds, and no half of the machine's memory for the cache."""
+
+
+SWAPPED = 800
+"""Response tokens of a request during which the weights change."""
+
+
+class Words:
+    """A tokenizer: token 7 is `w7 `."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f"w{token} " for token in ids)
+
+
+def tied(seed: int = 0) -> Any:
+    """Tied, so that an update that forgets the packed projection is seen."""
+    return make_model(
+        "Qwen3", seed=seed, head_dim=32, tie_word_embeddings=True, max_position_embeddings=2 * LONG
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tied().save_pretrained(path)
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def owner(checkpoint: Path) -> AsyncIterator[VllmEngine]:
+    """The engine whose child everybody uses."""
+    options = {"python": str(PYTHON), "dtype": "float32", "extra_args": SMALL_CPU_SERVER}
+    options |= {"log": str(checkpoint / "vllm.log"), "eos_token_ids": []}
+    engine = build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(owner: VllmEngine, checkpoint: Path) -> AsyncIterator[VllmEngine]:
+    options = {"url": owner.url, "eos_token_ids": [], "stream_interval": 4}
+    attached = build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
+    await attached.start()
+    yield attached
+    await attached.close()
+
+
+async def commit(
+    engine: Engine, model: Any, version: Version, on_update: OnUpdate = OnUpdate.DRAIN
+) -> None:
+    await engine.stage_weights(*pack(model, version))
+    await engine.commit_weights(version, on_update)
+
+
+async def all_of(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Response]:
+    return await asyncio.gather(*(sample(engine, each) for each in requests))
+
+
+class TestContract(EngineSuite):
+    def weights(self, version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
+        return pack(tied(), version)
+
+
+async def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: VllmEngine) -> None:
+    model = tied(seed=3)  # not the checkpoint's weights: the update is part of what is compared
+    await commit(engine, model, Version(1, 0))
+    asked = prompts(8)
+    answers = await all_of(
+        engine,
+        [request(str(i), p, temperature=0.0, max_tokens=24) for i, p in enumerate(asked)],
+    )
+    for prompt, answer in zip(asked, answers, strict=True):
+        expected = greedy(model, prompt, 24)
+        assert answer.tokens.tolist()[: len(expected)] == expected
+        forced = forced_logprobs(model, prompt, answer.tokens.tolist())
+        np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.6}, {"top_k": 5}, {"temperature": 1.3, "top_k": 20, "top_p": 0.7}],
+    ids=str,
+)
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
+    engine: VllmEngine, sampling: dict[str, Any]
+) -> None:
+    model = tied(seed=3)
+    await commit(engine, model, Version(1, 0))
+    asked = prompts(8)
+    answers = await all_of(
+        engine, [request(str(i), p, max_tokens=24, **sampling) for i, p in enumerate(asked)]
+    )
+    for prompt, answer in zip(asked, answers, strict=True):
+        forced = forced_logprobs(model, prompt, answer.tokens.tolist(), **sampling)
+        np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+
+
+async def test_the_torch_engine_gives_the_same_greedy_answers(
+    engine: VllmEngine, checkpoint: Path
+) -> None:
+    options = {"device": "cpu", "eos_token_ids": []}
+    twin = torch_engine.build(options, model=checkpoint, slots=SLOTS)
+    await twin.start()
+    try:
+        await twin.serve_checkpoint(Version(1, 0))
+        await engine.serve_checkpoint(Version(1, 0))
+        asked = [
+            request(str(i), p, temperature=0.0, max_tokens=24)
+            for i, p in enumerate(prompts(8, seed=1))
+        ]
+        for ours, theirs in zip(
+            await all_of(engine, asked), await all_of(twin, asked), strict=True
+        ):
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+    finally:
+        await twin.close()
+
+
+async def test_a_response_ends_with_its_stop_token_or_the_token_that_completes_its_stop_string(
+    engine: VllmEngine,
+) -> None:
+    await commit(engine, tied(), Version(1, 0))
+    whole = await sample(engine, request("a", [5, 6, 7], max_tokens=60))
+    tokens = whole.tokens.tolist()
+    wanted = tokens[20]
+    end = tokens.index(wanted) + 1
+    by_id = await sample(engine, request("a", [5, 6, 7], max_tokens=60, stop_token_ids=(wanted,)))
+    by_text = await sample(engine, request("a", [5, 6, 7], max_tokens=60, stop=(f"w{wanted} ",)))
+    for answer in (by_id, by_text):
+        assert answer.tokens.tolist() == tokens[:end]
+        assert answer.finish_reason == "stop"
+        assert len(answer.logprobs) == end
+
+
+@pytest.mark.parametrize("on_update", [OnUpdate.IN_FLIGHT, OnUpdate.INTERRUPT])
+async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_weights(
+    engine: VllmEngine, on_update: OnUpdate
+) -> None:
+    first, second = tied(seed=1), tied(seed=2)
+    await commit(engine, first, Version(1, 0))
+    asked = prompts(SLOTS, seed=5)
+    # Answered before the swap, so that its prefixes are cached under the old weights.
+    await all_of(engine, [request(f"c{i}", p, max_tokens=40) for i, p in enumerate(asked)])
+    await engine.stage_weights(*pack(second, Version(1, 1)))
+    running = [
+        asyncio.create_task(sample(engine, request(str(i), p, temperature=0.0, max_tokens=SWAPPED)))
+        for i, p in enumerate(asked)
+    ]
+    while engine.stats().tokens_generated < SLOTS * (40 + 30):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await engine.commit_weights(Version(1, 1), on_update)
+    answers = await asyncio.gather(*running)
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert [span.version for span in answer.spans] == [Version(1, 0), Version(1, 1)]
+        assert (answer.spans[0].start, answer.spans[-1].end) == (0, SWAPPED)
+        border = answer.spans[0].end
+        tokens = answer.tokens.tolist()
+        old = forced_logprobs(first, prompt, tokens[:border])
+        np.testing.assert_allclose(answer.logprobs[:border], old, atol=1e-4)
+        if on_update is OnUpdate.INTERRUPT:  # recomputed: exactly what the new weights say
+            new = forced_logprobs(second, prompt, tokens)
+            np.testing.assert_allclose(answer.logprobs[border:], new[border:], atol=1e-4)
+            assert np.abs(answer.logprobs[:border] - new[:border]).max() > 1e-2
+    later = await all_of(engine, [request(f"c{i}", p, max_tokens=40) for i, p in enumerate(asked)])
+    for prompt, answer in zip(asked, later, strict=True):
+        forced = forced_logprobs(second, prompt, answer.tokens.tolist())
+        np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+
+
+async def test_weights_that_do_not_fit_are_refused_before_the_server_hears_of_them(
+    engine: VllmEngine,
+) -> None:
+    await commit(engine, tied(), Version(1, 0))
+    other = make_model("Qwen3", head_dim=16, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"weights 1\.1 .*misshapen .*q_norm"):
+        await engine.stage_weights(*pack(other, Version(1, 1)))
+    assert len((await sample(engine, request("a", [5], max_tokens=3))).tokens) == 3
+
+
+async def test_tokens_of_weights_that_somebody_else_loaded_are_never_given_a_version(
+    engine: VllmEngine, owner: VllmEngine
+) -> None:
+    await commit(engine, tied(), Version(1, 0))
+    await commit(owner, tied(seed=7), Version(9, 9))
+    with pytest.raises(InfraError, match=r"9\.9"):
+        await sample(engine, request("a", [5, 6], max_tokens=8))
+    # It suspects the server, finds it changed and gives it its own weights back.
+    answer = await sample(engine, request("b", [5, 6], max_tokens=8))
+    assert [span.version for span in answer.spans] == [Version(1, 0)]
+    forced = forced_logprobs(tied(), [5, 6], answer.tokens.tolist())
+    np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+
+
+def server_pid(log: Path) -> int:
+    """The process whose standard output is `log` and which is no guard."""
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            guard = any(part.endswith(b"guard.py") for part in command)
+            if b"-m" in command and not guard and (entry / "fd" / "1").readlink() == log:
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no server writes {log}")
+
+
+async def test_a_killed_server_fails_what_ran_and_comes_back_with_the_served_version(
+    owner: VllmEngine, checkpoint: Path
+) -> None:
+    model = tied(seed=4)
+    await commit(owner, model, Version(10, 0))
+    running = [
+        asyncio.create_task(sample(owner, request(str(i), [5, 6], max_tokens=LONG)))
+        for i in range(SLOTS)
+    ]
+    await until_running(owner, SLOTS)
+    await asyncio.sleep(0.1)
+    os.kill(server_pid(checkpoint / "vllm.log"), signal.SIGKILL)
+    failed = await asyncio.gather(*running, return_exceptions=True)
+    assert {type(error) for error in failed} == {InfraError}
+    # Waits for the new server; nobody has to send the weights again.
+    answer = await sample(owner, request("after", [5, 6, 7], max_tokens=24))
+    assert [span.version for span in answer.spans] == [Version(10, 0)]
+    forced = forced_logprobs(model, [5, 6, 7], answer.tokens.tolist())
+    np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+
+
+async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
+    owner: VllmEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = {"url": owner.url, "staging": str(tmp_path)}
+    engine = build(options, model=checkpoint, slots=SLOTS)
+    await engine.start()
+    await commit(engine, tied(), Version(1, 0))
+    await engine.stage_weights(*pack(tied(seed=1), Version(1, 1)))
+    (staged,) = await asyncio.to_thread(lambda: list(tmp_path.glob("*/1/model.safetensors")))
+    staged.unlink()  # behind the engine's back
+    with pytest.raises(InfraError, match=r"weights 1\.1 did not get into vLLM: .*safetensors"):
+        await engine.commit_weights(Version(1, 1), OnUpdate.IN_FLIGHT)
+    assert engine.version == Version(0, 0)
+    with pytest.raises(MeshError, match="half loaded: restart it"):
+        await sample(engine, request("a", [5], max_tokens=3))
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"url": "http://127.0.0.1:9", "start_s": 0.1},
+            "no vLLM server answers at http://127.0.0.1:9",
+        ),
+        ({"url": "localhost:8000"}, "rollout.engine.url is 'localhost:8000'"),
+        ({"python": "/no/such/python"}, "rollout.engine.python: /no/such/python is no program"),
+        ({"python": sys.executable}, "No module named .?vllm"),
+        (
+            {"command": ["sh", "-c", "echo ValueError: no such model >&2; exit 3"]},
+            "exit code 3 .*ValueError: no such model",
+        ),
+        ({"command": ["no-such-vllm"]}, "there is no program 'no-such-vllm'"),
+        ({"url": "http://a", "python": "b"}, "one of url and python"),
+        ({"pyton": "b"}, "did you mean 'python'"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_server_is_one_clear_line(
+    options: dict[str, Any], said: str, checkpoint: Path
+) -> None:
+    with pytest.raises(UserError, match=said) as raised:
+        engine = build(options, model=checkpoint, slots=SLOTS, tokenizer=None)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,230 @@
+"""The parts of the vllm engine that need no vLLM: files, processes, borders between versions, a log's last words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshrl.contract.errors import InfraError, UserError
+from meshrl.contract.nouns import Version
+from meshrl.rollout.engines._vllm import guard
+from meshrl.rollout.engines._vllm.answer import Answer
+from meshrl.rollout.engines._vllm.checkpoint import check_version, read_checkpoint, write_version
+from meshrl.rollout.engines._vllm.client import Chunk
+from meshrl.rollout.engines._vllm.server import Server, environment, last_fault
+from meshrl.rollout.engines._vllm.staging import PREFIX, Staging
+
+from ..unit.rollout.checkpoints import VOCAB, make_model, pack
+
+OLD, NEW = Version(1, 0), Version(1, 1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model("Qwen3", head_dim=8, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+def test_a_checkpoint_tells_its_facts_without_torch(checkpoint: Path) -> None:
+    facts = read_checkpoint(checkpoint)
+    assert (facts.vocab_size, facts.max_length, facts.eos_token_ids) == (VOCAB, 256, (2,))
+    assert facts.tied
+    assert facts.shapes["model.embed_tokens.weight"] == (VOCAB, 32)
+    script = "import sys, meshrl.rollout.engines.vllm; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_written_version_is_the_model_to_the_bit(
+    model: Any, checkpoint: Path, tmp_path: Path, dtype: str
+) -> None:
+    manifest, buckets = pack(model, OLD, dtype)
+    facts = read_checkpoint(checkpoint)
+    check_version(manifest, buckets, facts)
+    write_version(tmp_path, manifest, buckets, tied=facts.tied)
+    read = load_file(tmp_path / "model.safetensors")
+    expected = {n: p.detach().to(getattr(torch, dtype)) for n, p in model.named_parameters()}
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_version_of_another_model_is_refused_with_what_differs(checkpoint: Path) -> None:
+    facts = read_checkpoint(checkpoint)
+    deeper = make_model("Qwen3", head_dim=8, num_hidden_layers=3, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"unknown model\.layers\.2\.\S+, .* and \d+ more"):
+        check_version(*pack(deeper, OLD), facts)
+
+
+def chunk(tokens: list[int], reason: str = "", spans: Any = None) -> Chunk:
+    logprobs = [-0.5] * len(tokens)
+    return Chunk(tokens=tokens, logprobs=logprobs, finish_reason=reason, spans=spans)
+
+
+def test_tokens_around_a_border_wait_for_the_servers_account_of_them() -> None:
+    answer = Answer(OLD, None)
+    answer.add(chunk([1, 2]))
+    first = answer.certain()
+    assert first is not None and first.version == OLD
+    answer.add(chunk([3, 4, 5]))  # an update has begun: nobody asks `certain` any more
+    last = chunk([6], "length", [("1.0", 0, 3), ("1.1", 3, 6)])
+    answer.add(last)
+    rest = answer.rest(last)
+    assert [(d.tokens.tolist(), d.version) for d in rest[:-1]] == [([3], OLD), ([4, 5, 6], NEW)]
+    assert [delta.finish_reason for delta in rest] == ["", "", "length"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "spans", "said"),
+    [
+        ("stop", [("default", 0, 3)], "'default', which the mesh did not load"),
+        ("stop", [("1.1", 0, 3)], "somebody else changes its weights"),
+        ("stop", [("1.0", 0, 2)], "who sampled 2 of 3 tokens"),
+        ("stop", None, "does not say which weights"),
+        ("abort", [("1.0", 0, 3)], "ended a request by itself: abort"),
+    ],
+)
+def test_tokens_of_unknown_weights_are_no_answer(reason: str, spans: Any, said: str) -> None:
+    answer = Answer(OLD, None)
+    answer.add(chunk([1, 2]))
+    answer.certain()
+    last = chunk([3], reason, spans)
+    answer.add(last)
+    with pytest.raises(InfraError, match=said):
+        answer.rest(last)
+
+
+def test_the_last_words_are_the_cause_and_not_the_reference_to_it() -> None:
+    text = """
+(EngineCore pid=7) ERROR 11-20 22:04:25 [core.py:99] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-20 22:04:25 [core.py:99]   File "x.py", line 3, in f
+(EngineCore pid=7) ERROR 11-20 22:04:25 [core.py:99] \x1b[31mValueError: no such dtype\x1b[0m
+(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.
+INFO: shutting down
+"""
+    assert last_fault(text) == "ValueError: no such dtype"
+    assert last_fault("api_server.py: error: unrecognized arguments: --x") == (
+        "api_server.py: error: unrecognized arguments: --x"
+    )
+    assert last_fault("") == "it wrote nothing"
+
+
+def test_staging_leaves_nothing_behind_and_clears_what_a_killed_process_left(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "import os, pathlib; from meshrl.rollout.engines._vllm.staging import Staging;"
+        f"Staging(pathlib.Path({str(tmp_path)!r}), version_bytes=1).new().path.mkdir();"
+        "os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 9
+    (abandoned,) = tmp_path.glob(f"{PREFIX}*")
+    first = Staging(tmp_path, version_bytes=1)
+    second = Staging(tmp_path, version_bytes=1)
+    assert not abandoned.exists()
+    assert len(list(tmp_path.iterdir())) == 2  # the living leave each other alone
+    for staging in (first, second, first):
+        staging.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+async def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < deadline:  # noqa: ASYNC110 (not a child of ours)
+        await asyncio.sleep(0.02)
+    return not alive(pid)
+
+
+async def first_number(path: Path) -> int:
+    while not (text := await asyncio.to_thread(path.read_text)).endswith("\n"):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    return int(text)
+
+
+FAMILY = """
+import subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(grandchild.pid, flush=True)
+time.sleep(600)
+"""
+
+
+async def test_a_server_and_its_children_end_when_it_is_stopped(tmp_path: Path) -> None:
+    server = Server([sys.executable, "-c", FAMILY], environment({}), tmp_path / "log")
+    await server.start()
+    grandchild = await first_number(server.log)
+    assert alive(grandchild)
+    await server.stop()
+    await server.stop()
+    assert await gone(grandchild)
+
+
+async def test_what_a_killed_guard_leaves_behind_is_killed_by_who_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    server = Server([sys.executable, "-c", FAMILY], environment({}), tmp_path / "log")
+    await server.start()
+    grandchild = await first_number(server.log)
+    # The group's number is the guard's pid.
+    os.kill(os.getpgid(grandchild), signal.SIGKILL)
+    assert await server.ended() == -signal.SIGKILL
+    assert await gone(grandchild)
+    await server.stop()
+
+
+async def test_a_server_and_its_children_end_when_their_parent_is_killed() -> None:
+    parent = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", PARENT, str(guard.__file__), sys.executable, FAMILY],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        grandchild = int(await asyncio.to_thread(parent.stdout.readline))
+        assert alive(grandchild)
+        parent.kill()
+        parent.wait()
+        assert await gone(grandchild)
+
+
+PARENT = """
+import subprocess, sys, time
+guard, python, family = sys.argv[1:]
+child = subprocess.Popen([python, guard, python, "-c", family], stdin=subprocess.PIPE)
+time.sleep(600)
+"""
+
+
+def test_logprobs_of_a_long_answer_keep_their_places() -> None:
+    answer = Answer(OLD, None)
+    for start in range(0, 30, 3):
+        tokens = [start, start + 1, start + 2]
+        logprobs = [-float(token) for token in tokens]
+        answer.add(Chunk(tokens=tokens, logprobs=logprobs, finish_reason="", spans=None))
+    delta = answer.certain()
+    assert delta is not None
+    np.testing.assert_array_equal(delta.logprobs, -delta.tokens.astype(np.float32))
+    assert answer.certain() is None
