@@ -20,7 +20,7 @@ LINK = re.compile(r"\[((?:`[^`]*`|[^\]`])*)\]\(([^)\s]+)\)")
 REFERENCE = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 IDENTIFIER = re.compile(r"`([A-Za-z_][\w.]*)`")
-METRIC = re.compile(r"^\| `([a-z_]+/[a-z_0-9]+)", re.MULTILINE)
+METRIC = re.compile(r"^\| `([a-z_0-9/]+)`", re.MULTILINE)
 
 
 def all_pages() -> list[Path]:
@@ -103,7 +103,9 @@ def test_the_reference_of_commands_has_them_all() -> None:
 
 
 def test_metrics_that_the_reference_names_are_written_by_the_code() -> None:
-    named = METRIC.findall((DOCS / "reference/metrics.md").read_text())
+    named = [
+        name for name in METRIC.findall((DOCS / "reference/metrics.md").read_text()) if "/" in name
+    ]
     sources = [
         file.read_text()
         for room in ("trainer", "services", "rollout", "transferqueue")
