@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -218,3 +219,17 @@ async def test_whoever_waits_when_the_queue_closes_is_told_so(life: Life) -> Non
             await call
     with pytest.raises(UnavailableError):
         await actors.ledger()
+
+
+async def test_a_queue_that_stood_still_does_not_hold_it_against_its_workers(life: Life) -> None:
+    actors, _ = life
+    await actors.start(spec(lease_ttl_s=0.2))
+    await actors.feed(tasks(1))
+    alive = await actors.lease(limit=1, worker="alive")
+    await actors.lease(limit=1, worker="dead")
+    time.sleep(0.6)  # noqa: ASYNC251 (the standstill)
+    await asyncio.sleep(0.05)
+    held = [row.uid for row in alive.rows]
+    assert await actors.queue.renew("run", "rollout", "alive", held) == []
+    await actors.write(alive)
+    assert uids(await actors.lease(worker="other", wait_s=WAIT_S)) == ["t0.1.0"]

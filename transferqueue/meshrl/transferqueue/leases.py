@@ -124,6 +124,7 @@ def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]
             lost.append(uid)
         else:
             held.deadline = deadline
+            held.spared = False
     return lost
 
 

@@ -34,6 +34,8 @@ class Held:
     since: float
     """Monotonic seconds; like `deadline`, begins anew when the queue opens."""
     deadline: float
+    spared: bool = False
+    """Its deadline passed while the queue itself stood still; see waiting.py."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.transferqueue.rows import Held
 
+STALL_S = 0.1
+"""A timer that fires so much too late says that this process stood still (stopped, swapped, starved)."""
+
 
 class Bell:
     """Wakes everybody who waits for one kind of change, in the order in which they came."""
@@ -96,6 +99,8 @@ class Expiry:
     """One timer for all leases: it sleeps until the earliest deadline.
 
     A renewal only moves `held.deadline`; the heap's entry finds that out when it comes up, so renewing is free here.
+    When the queue itself stood still, renewals wait unread behind the timer: each lease is then spared once, for as
+    long again as the standstill lasted.
     """
 
     def __init__(self, expired: Callable[[Held], None]) -> None:
@@ -125,12 +130,16 @@ class Expiry:
             self._timer = asyncio.get_running_loop().call_at(due, self._fire)
 
     def _fire(self) -> None:
-        self._timer = None
         now = asyncio.get_running_loop().time()
+        late = now - self._timer.when() if self._timer is not None else 0.0
+        self._timer = None
         while self._heap and self._heap[0][0] <= now:
             _, number, held = heapq.heappop(self._heap)
             if held.row.held.get(held.stage) is not held:
                 continue
+            if late > STALL_S and not held.spared:
+                held.spared = True
+                held.deadline = max(held.deadline, now + late)
             if held.deadline > now:
                 heapq.heappush(self._heap, (held.deadline, number, held))
             else:
