@@ -81,6 +81,8 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
+    # Progress bars of libraries; in a log of several services each redraw would be a line.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         code = cli.main(
             args=list(arguments) if arguments is not None else None,

@@ -214,6 +214,7 @@ def _line(channel: grpc.aio.Channel, silence_s: float) -> AgentLine:
         try:
             await call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            raise UnavailableError(f"the trainer's stream is closed: {error}") from error
+            said = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            raise UnavailableError(f"the trainer's stream is closed: {said}") from error
 
     return Line(read, write, silence_s)

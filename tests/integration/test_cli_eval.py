@@ -1,0 +1,82 @@
+"""`meshrl eval` scores a real checkpoint in one process, with the recipe's own engine and reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshrl.services.cli import main
+from meshrl.services.demo.tiny_model import write_tiny_model
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0 if ground_truth == "yes" else 0.0, "length": float(len(solution_str))}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    write_tiny_model(Path("model"), seed=0)
+    Path("mine.py").write_text(REWARD)
+    rows = [
+        {"prompt": f"q={n};r=q+5?", "answer": "yes" if n % 4 else "no", "data_source": f"s{n % 2}"}
+        for n in range(1, 9)
+    ]
+    Path("held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("my.yaml").write_text(
+        "model: {path: model}\n"
+        "data: {val_files: [held_out.jsonl], max_prompt_length: 32, max_response_length: 8}\n"
+        "rollout: {slots: 3}\n"
+        "reward: {custom_reward_function: {path: mine.py}}\n"
+    )
+    return "my.yaml"
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+def test_every_held_out_prompt_is_answered_and_scored(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("eval", recipe, "rollout.val_kwargs.n=2", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["tasks"], report["rows"]) == (8, 16)
+    assert report["score"] == pytest.approx(6 / 8)
+    assert report["by_source"] == {"s0": pytest.approx(0.5), "s1": pytest.approx(1.0)}
+    assert report["components"]["length"] >= 0
+    assert report["unscored"] == {}
+
+
+def test_a_person_reads_a_table(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("eval", recipe, "data.val_max_samples=4") == 0
+    out = capsys.readouterr().out
+    assert "0.7500" in out and "4 (4 answers)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--checkpoint", "nowhere"], "error: no such checkpoint: nowhere"),
+        (
+            ["data.val_files=[]"],
+            "error: my.yaml: data.val_files is empty; want held-out parquet or jsonl files",
+        ),
+        (
+            ["rollout.name=echo"],
+            "error: meshrl eval needs an engine that serves a checkpoint by itself; echo does not "
+            "(rollout.name=torch does)",
+        ),
+    ],
+)
+def test_what_cannot_be_scored_is_one_line(
+    recipe: str, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert run("eval", recipe, *arguments) == 2
+    assert capsys.readouterr().err.splitlines() == [line]
