@@ -62,13 +62,9 @@ def compute_score(
     """`score` +1 or -1, `acc` whether it is right, `pred` what was understood as the answer."""
     tail, truth = solution_str[-TAIL:], str(ground_truth)
     answers = ANSWER.findall(tail)
-    if answers:
-        prediction = normal(answers[-1])
-        right = prediction == normal(truth)
-    else:
-        boxed = last_boxed(tail[-BOX_TAIL:], ("\\boxed{",))
-        prediction = INVALID if boxed is None else boxed
-        right = boxed == truth
+    found = answers[-1] if answers else last_boxed(tail[-BOX_TAIL:], ("\\boxed{",))
+    prediction = INVALID if found is None else normal(found)
+    right = prediction == normal(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
 
 

@@ -41,6 +41,13 @@ SYMBOLS = {
 }
 
 
+ANNOUNCING = (
+    *("be ", "is ", "are ", "=", ": ", "get "),
+    *("be\n", "is\n", "are\n", ":\n", "get\n"),
+)
+"""Words before an answer, in the order in which they are looked for."""
+
+
 class Config(config.Config):
     """Nothing to set."""
 
@@ -57,14 +64,31 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> float:
-    """1 if the boxed answer (the whole response when there is no box) equals the ground truth, else 0."""
-    boxed = last_boxed(solution_str, ("\\boxed", "\\fbox"))
-    answer = (boxed if boxed else solution_str).strip()
-    truth = str(ground_truth)
+    """1 if the answer that the response ends in equals the ground truth, else 0."""
+    answer, truth = stated(solution_str), str(ground_truth)
     if simple_equal(answer, truth):
         return 1.0
     values = (math.pi, 3.14) if "\\pi" in answer or "\\pi" in truth else (math.pi,)
     return float(any(lenient_equal(answer, truth, pi) for pi in values))
+
+
+def stated(response: str) -> str:
+    """The answer: the last box, or what the last words that announce an answer announce, or the whole response."""
+    for words in ("answer:", "answer is", "answers are"):
+        response = _split(response, words)[1]
+    for words in ("is answer", "is the answer", "are answers", "are the answers"):
+        response = _split(response, words)[0]
+    response = last_boxed(response, ("\\boxed", "\\fbox")) or response
+    response = _split(response, ". ")[0].strip()
+    for words in ANNOUNCING:
+        response = _split(response, words)[1]
+    return response.strip()
+
+
+def _split(text: str, words: str) -> tuple[str, str]:
+    """Before and after the last occurrence of `words`, in any case; the whole text twice when there is none."""
+    at = text.lower().rfind(words)
+    return (text[:at].strip(), text[at + len(words) :].strip()) if at >= 0 else (text, text)
 
 
 def simple_equal(answer: str, truth: str) -> bool:
@@ -198,9 +222,8 @@ def lenient_equal(answer: str, truth: str, pi: float) -> bool:
 
 
 def _structure_equal(given: str, wanted: str, pi: float) -> bool:
-    bare = re.compile(r"[{}()\[\]]")
     same_kind = (given[:1], given[-1:]) == (wanted[:1], wanted[-1:])
-    if not same_kind and bare.sub("", given) == bare.sub("", wanted):
+    if not same_kind and _bare_equal(given, wanted):
         return True
     if same_kind and given[:1] in {"(", "["} and given[-1:] in {")", "]"} and "," in wanted:
         left, right = given[1:-1].split(","), wanted[1:-1].split(",")
@@ -215,6 +238,15 @@ def _structure_equal(given: str, wanted: str, pi: float) -> bool:
         if mark and "=" not in value and len(name.strip()) <= 2 and "=" not in other:
             return lenient_equal(value.strip(), other, pi)
     return _expression_equal(given, wanted)
+
+
+def _bare_equal(given: str, wanted: str) -> bool:
+    """Equal without brackets, where only one side has any: `[1, 2)` and `(1, 2)` are different intervals."""
+    ends, other = (given[:1], given[-1:]), {"[": "(", "(": "["}
+    if ends in {("[", "]"), ("(", ")")} and wanted[:1] != other[given[:1]]:
+        given, wanted = given.strip("[]()"), wanted.strip("[]()")
+    bare = re.compile(r"[{}()]")
+    return bare.sub("", given) == bare.sub("", wanted)
 
 
 def _sides(equation: str) -> str:
