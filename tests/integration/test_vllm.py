@@ -75,11 +75,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("staging")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def owner(checkpoint: Path) -> AsyncIterator[VllmEngine]:
+async def owner(checkpoint: Path, staging: Path) -> AsyncIterator[VllmEngine]:
     """The engine whose child everybody uses."""
     options = {"python": str(PYTHON), "dtype": "float32", "extra_args": SMALL_CPU_SERVER}
-    options |= {"log": str(checkpoint / "vllm.log"), "eos_token_ids": []}
+    options |= {"log": str(checkpoint / "vllm.log"), "eos_token_ids": [], "staging": str(staging)}
     engine = build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
     await engine.start()
     yield engine
@@ -242,6 +247,22 @@ async def test_tokens_of_weights_that_somebody_else_loaded_are_never_given_a_ver
     np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
 
 
+async def lose_newest_file(staging: Path) -> None:
+    """What is staged last disappears behind the engine's back."""
+    files = await asyncio.to_thread(lambda: list(staging.glob("*/*/model.safetensors")))
+    max(files, key=lambda file: int(file.parent.name)).unlink()
+
+
+async def test_a_server_that_allows_less_than_the_engine_promises_is_refused(
+    owner: VllmEngine, tmp_path: Path
+) -> None:
+    longer = make_model("Qwen3", head_dim=32, max_position_embeddings=4 * LONG)
+    longer.save_pretrained(tmp_path)
+    engine = build({"url": owner.url}, model=tmp_path, slots=SLOTS)
+    with pytest.raises(UserError, match=f"allows {2 * LONG} tokens .* the engine {4 * LONG}"):
+        await engine.start()
+
+
 def server_pid(log: Path) -> int:
     """The process whose standard output is `log` and which is no guard."""
     for entry in Path("/proc").iterdir():
@@ -276,6 +297,25 @@ async def test_a_killed_server_fails_what_ran_and_comes_back_with_the_served_ver
     np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
 
 
+async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until_the_next_version(
+    owner: VllmEngine, checkpoint: Path, staging: Path
+) -> None:
+    await commit(owner, tied(), Version(11, 0))
+    half_loaded = server_pid(checkpoint / "vllm.log")
+    await owner.stage_weights(*pack(tied(seed=1), Version(11, 1)))
+    await lose_newest_file(staging)
+    with pytest.raises(InfraError, match=r"weights 11\.1 did not get into vLLM: .*safetensors"):
+        await owner.commit_weights(Version(11, 1), OnUpdate.IN_FLIGHT)
+    assert owner.version == Version(0, 0)
+    waiting = asyncio.create_task(sample(owner, request("a", [5, 6], max_tokens=8)))
+    await commit(owner, tied(seed=2), Version(11, 2))
+    answer = await waiting
+    assert server_pid(checkpoint / "vllm.log") != half_loaded
+    assert [span.version for span in answer.spans] == [Version(11, 2)]
+    forced = forced_logprobs(tied(seed=2), [5, 6], answer.tokens.tolist())
+    np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+
+
 async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
     owner: VllmEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -284,8 +324,7 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
     await engine.start()
     await commit(engine, tied(), Version(1, 0))
     await engine.stage_weights(*pack(tied(seed=1), Version(1, 1)))
-    (staged,) = await asyncio.to_thread(lambda: list(tmp_path.glob("*/1/model.safetensors")))
-    staged.unlink()  # behind the engine's back
+    await lose_newest_file(tmp_path)
     with pytest.raises(InfraError, match=r"weights 1\.1 did not get into vLLM: .*safetensors"):
         await engine.commit_weights(Version(1, 1), OnUpdate.IN_FLIGHT)
     assert engine.version == Version(0, 0)

@@ -70,7 +70,7 @@ class Host:
             # A wrong `url` is told soon; a server that was there before may take its time to come back.
             patience = START_S if self._command or self._was_up else URL_START_S
             await wait_ready(self._client, self._server, config.start_s or patience)
-            await check_server(self._client)
+            await check_server(self._client, max_length)
             self._was_up = True
         except BaseException:
             await self.close()

@@ -44,11 +44,11 @@ async def wait_ready(client: Client, server: Server | None, wait_s: float) -> No
         await asyncio.sleep(LOOK_S)
 
 
-async def check_server(client: Client) -> None:
+async def check_server(client: Client, max_length: int) -> None:
     """Ask for everything that generation and updates will need; also pays for the first request's warm-up.
 
     Raises:
-        UserError: naming the option that the server was started without.
+        UserError: naming the option that the server was started without, or its limit below `max_length`.
     """
     try:
         await client.label()
@@ -59,6 +59,13 @@ async def check_server(client: Client) -> None:
     except InfraError as error:
         options = " ".join(PLUGIN_ARGUMENTS[:4])
         raise _started_without(client, f"{options} and PYTHONPATH={PLUGIN_DIR}") from error
+    (card, *_) = (await client.call("GET", "/v1/models"))["data"]
+    allowed = card.get("max_model_len") or max_length
+    if allowed < max_length:
+        raise UserError(
+            f"the vLLM server at {client.url} allows {allowed} tokens of prompt and response, the engine "
+            f"{max_length}: set rollout.engine.max_model_len"
+        )
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True}
     request = {"token_ids": [1, 2, 3], "sampling_params": {**sampling, "detokenize": False}}
     try:
