@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from meshrl.contract.errors import (
@@ -64,7 +64,9 @@ class _Call:
     """One running `handle`: its task and the rows it holds."""
 
     rows: dict[Uid, LeasedRow]
-    task: asyncio.Task[None] | None = field(default=None)
+    task: asyncio.Task[None] | None = None
+    done: bool = False
+    """The work is done and its results are on their way to the queue."""
 
 
 class StageLoop:
@@ -198,6 +200,7 @@ class StageLoop:
             log.exception("%s: handler failed on %s", self._stage.name, rows[0].uid)
             reason = f"{type(error).__name__}: {error}"
             results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]
+        call.done = True
         await self._give_back(call, results)
 
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
@@ -255,9 +258,12 @@ class StageLoop:
                 self._forget(set(lost))
 
     def _forget(self, lost: set[Uid]) -> None:
-        """Cancel calls none of whose rows are ours any more."""
+        """Cancel work on rows none of which is ours any more.
+
+        A row whose result is being written may be ours no more because the write has arrived.
+        """
         for call in list(self._calls):
-            if call.rows and call.rows.keys() <= lost:
+            if not call.done and call.rows.keys() <= lost:
                 log.warning("%s: lease lost on %s", self._stage.name, next(iter(call.rows)))
                 self.stats.lost += len(call.rows)
                 self._calls.discard(call)

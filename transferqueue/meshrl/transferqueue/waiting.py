@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,7 +108,9 @@ class Expiry:
         self._expired = expired
         self._heap: list[tuple[float, int, Held]] = []
         self._numbers = itertools.count()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due = math.inf
+        """When the timer fires. Kept here: uvloop's handle of a moment that has passed cannot tell."""
 
     def watch(self, held: Held) -> None:
         """Call `expired(held)` when its deadline passes, unless it was given back by then."""
@@ -120,18 +123,19 @@ class Expiry:
         self._arm()
 
     def _arm(self) -> None:
-        due = self._heap[0][0] if self._heap else None
+        due = self._heap[0][0] if self._heap else math.inf
         if self._timer is not None:
-            if due is not None and self._timer.when() <= due:
+            if self._due <= due < math.inf:
                 return
             self._timer.cancel()
             self._timer = None
-        if due is not None:
+        if due < math.inf:
+            self._due = due
             self._timer = asyncio.get_running_loop().call_at(due, self._fire)
 
     def _fire(self) -> None:
         now = asyncio.get_running_loop().time()
-        late = now - self._timer.when() if self._timer is not None else 0.0
+        late = now - self._due
         self._timer = None
         while self._heap and self._heap[0][0] <= now:
             _, number, held = heapq.heappop(self._heap)
