@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ import yaml
 
 from meshrl.services.cli.commands.serve import SECTIONS, serve
 from meshrl.services.cli.root import KNOWN, cli
+from meshrl.services.runtime import Server, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -104,6 +106,33 @@ def test_health_checks_ask_the_port_that_services_listen_on() -> None:
     parsed = command.make_context(words[2], list(words[3:])).params
     port = COMPOSE["x-service"]["environment"]["MESHRL_PORT"]
     assert parsed["address"] == f"127.0.0.1:{port}"
+
+
+async def health_of(address: str) -> tuple[int, str]:
+    """Exit code and output of `meshrl health`, as compose runs it."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "meshrl.services.cli", "health", address),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+async def test_health_tells_ready_from_starting_from_gone() -> None:
+    async with Server(ServerSettings(metrics_port=None), []) as server:
+        address = server.address
+        assert await health_of(address) == (1, f"{address} is NOT SERVING\n")
+        await server.ready()
+        assert await health_of(address) == (0, f"{address} is SERVING\n")
+    assert await health_of(address) == (1, f"{address} is NOT SERVING\n")
+
+
+async def test_health_of_what_is_no_address_is_one_line() -> None:
+    code, said = await health_of("queue")
+    assert code == 2
+    assert said == "error: 'queue' is no address: want HOST:PORT, e.g. 127.0.0.1:7001\n"
 
 
 def test_ports_of_units_are_all_different_and_the_environment_names_them() -> None:
