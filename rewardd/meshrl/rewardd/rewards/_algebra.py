@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import keyword
 import operator
 import re
 from collections.abc import Callable
@@ -81,6 +82,8 @@ def parse(text: str) -> Any | None:
         return None
     if ATTRIBUTE.search(text) or TALL.search(text):
         return None
+    if any(keyword.iskeyword(word) for word in re.findall(r"[a-zA-Z]+", text)):
+        return None  # "it is 4" would be a comparison
     parser = importlib.import_module("sympy.parsing.sympy_parser")
     rules = (*parser.standard_transformations, parser.implicit_multiplication_application)
     try:

@@ -1,0 +1,179 @@
+"""The reward stage at a real queue: scores are written, faults are given back, two runs share one judge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import WaitTimeoutError
+from meshrl.contract.nouns import (
+    LeasedRow,
+    Outcome,
+    RowWrite,
+    RunSpec,
+    Task,
+    Trajectory,
+    Uid,
+    Version,
+    VersionSpan,
+)
+from meshrl.contract.rows import column_text, rollout_write
+from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
+from meshrl.rewardd.judge import PoolJudge, build_judge
+from meshrl.rewardd.stage import RewardStage, sample_of
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+SOURCE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "bad":
+        raise RuntimeError("cannot judge this")
+    return {"score": len(solution_str), "tokens": extra_info["response_length"]}
+"""
+
+
+@pytest.fixture
+async def judge(tmp_path: Path) -> AsyncIterator[PoolJudge]:
+    path = tmp_path / "reward.py"
+    path.write_text(SOURCE)
+    made = build_judge(RewardConfig(custom_reward_function=CustomRewardFunctionConfig(path=path)))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[TransferQueue]:
+    made = await TransferQueue.open(MemoryStore())
+    yield made
+    await made.close()
+
+
+def rollout_of(row: LeasedRow, text: str) -> RowWrite:
+    trajectory = Trajectory(
+        uid=row.uid,
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([0, 0, 1, 0, 1], dtype=np.uint8),
+        rollout_logprobs=np.zeros(5, dtype=np.float32),
+        spans=(VersionSpan(version=Version(1, 0), start=2, end=5),),
+        response_text=text,
+    )
+    return rollout_write(trajectory, Outcome.OK, "stop", Version(1, 0))
+
+
+async def admit(queue: TransferQueue, run: str, texts: list[str], **spec: object) -> None:
+    """Open `run` with one task per text, answered with it."""
+    fields = {"group_size": 1, "batch_groups": len(texts), "max_staleness": 0.0, "max_attempts": 2}
+    await queue.open_run(RunSpec(run=run, **{**fields, **spec}))  # type: ignore[arg-type]
+    tasks = [
+        Task(run=run, task_id=str(n), prompt_ids=np.arange(2, dtype=np.int32), ground_truth="")
+        for n in range(len(texts))
+    ]
+    await queue.admit(run, tasks, cursor="end", wait_s=5)
+    version = Version((await queue.acquire(run, "trainer")).epoch, 0)
+    await queue.publish(run, version)
+    lease = await queue.lease(
+        [run],
+        "rollout",
+        worker="studio",
+        limit=len(texts),
+        at_least=len(texts),
+        version=version,
+        wait_s=5,
+    )
+    rows = [rollout_of(row, texts[int(row.uid.task)]) for row in lease.rows]
+    await queue.write(run, "rollout", {row.uid: row.token for row in lease.rows}, rows)
+
+
+@asynccontextmanager
+async def running(stage: RewardStage) -> AsyncIterator[None]:
+    task = asyncio.create_task(stage.run(grace_s=5))
+    try:
+        yield
+    finally:
+        stage.drain()
+        await task
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the stage counts, it does not ring
+            await asyncio.sleep(0.01)
+
+
+async def test_rows_of_two_runs_get_their_rewards(queue: TransferQueue, judge: PoolJudge) -> None:
+    await admit(queue, "run", ["a", "bbb"])
+    await admit(queue, "run.eval", ["cc"], gated=False, priority=1)
+    stage = RewardStage(queue, ["run", "run.eval"], judge, worker="judge")
+    async with running(stage):
+        await until(lambda: stage.stats.written == 3)
+    columns = ["reward", "reward_components", "reward_hash"]
+    wanted = {Uid("run", "0", 0): 1.0, Uid("run", "1", 0): 3.0, Uid("run.eval", "0", 0): 2.0}
+    for uid, reward in wanted.items():
+        (row,) = await queue.fetch(uid.run, [uid], columns)
+        assert float(row["reward"][0]) == reward
+        assert json.loads(column_text(row["reward_components"])) == {
+            "compute_score": reward,
+            "tokens": 3.0,
+        }
+        assert column_text(row["reward_hash"]) == judge.reward_hash
+
+
+async def test_a_fault_is_tried_again_then_dead_lettered_and_never_a_reward(
+    queue: TransferQueue, judge: PoolJudge
+) -> None:
+    await admit(queue, "run", ["bad", "good"], max_staleness=1.0)
+    stage = RewardStage(queue, ["run"], judge, worker="judge")
+    async with running(stage):
+        await until(lambda: stage.stats.failed == 2 and stage.stats.written == 1)
+    (letter,) = await queue.dead_letters("run")
+    assert letter.uid == Uid("run", "0", 0)
+    assert letter.outcome is Outcome.INFRA_FAULT
+    assert "RuntimeError: cannot judge this at " in letter.reason
+    assert (await queue.ledger("run")).balanced
+
+
+async def test_a_stage_cut_short_gives_its_rows_back_at_once(
+    queue: TransferQueue, tmp_path: Path
+) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(SOURCE + "    \nimport time\ndef slow(**kwargs):\n    time.sleep(3600)\n")
+    custom = CustomRewardFunctionConfig(path=path, name="slow")
+    judge = build_judge(RewardConfig(custom_reward_function=custom, deadline_s=3600))
+    await judge.start()
+    pids = judge.pids
+    await admit(queue, "run", ["a", "b"], lease_ttl_s=3600.0)
+    stage = RewardStage(queue, ["run"], judge, worker="judge")
+    task = asyncio.create_task(stage.run(grace_s=0.1))
+    await until(lambda: stage.held == 2)
+    stage.drain()
+    await task
+    await judge.close()
+    lease = await queue.lease(["run"], "reward", worker="other", limit=2, at_least=2, wait_s=5)
+    assert [row.delivery for row in lease.rows] == [1, 1]
+    assert not any(map(exists, pids))
+    with pytest.raises(WaitTimeoutError):
+        await queue.lease(["run"], "reward", worker="third", limit=1, wait_s=0.01)
+
+
+def test_a_row_without_a_mask_or_a_sampled_token_has_no_length() -> None:
+    task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, dtype=np.int32), extra_info={"a": 1})
+    text = np.frombuffer(b"hi", dtype=np.uint8)
+
+    def row(**columns: np.ndarray) -> LeasedRow:
+        columns = {"response_text": text, **columns}
+        return LeasedRow(uid=Uid("r", "t", 0), token=1, task=task, columns=columns, delivery=1)
+
+    assert sample_of(row()).extra_info == {"a": 1}
+    masked = sample_of(row(loss_mask=np.zeros(4, dtype=np.uint8)))
+    assert masked.extra_info == {"a": 1, "response_length": 0}
+    assert masked.solution == "hi"
