@@ -222,4 +222,4 @@ async def test_every_term_of_the_objective_trains(
         assert last["actor/grad_norm"] > 0
         if needs_reference:
             # After one step the policy has left the reference: the KL terms see it.
-            assert last["reward/kl" if algorithm else "actor/kl"] != 0
+            assert last["reward/kl" if algorithm else "actor/kl_loss"] != 0
