@@ -148,6 +148,19 @@ async def test_a_replay_keeps_its_order_across_a_restart(life: Life) -> None:
     assert batch_uids(await actors.take(0)) == batch_uids(first)
 
 
+async def test_filtered_rows_stay_filtered(life: Life) -> None:
+    actors, reopen = life
+    await actors.start()
+    await actors.feed(tasks(2))
+    await actors.work()
+    batch = await actors.take(0)
+    easy = [batch.rows[0].uid, batch.rows[2].uid, batch.rows[3].uid]
+    await actors.queue.filter("run", epoch=actors.epoch, uids=easy, reason="easy")
+    await reopen()
+    assert (await actors.ledger()).filtered == {"easy": 3}
+    assert await actors.resident() == {"taken": 1}
+
+
 async def test_dead_letters_and_their_tasks_survive(life: Life) -> None:
     actors, reopen = life
     await actors.start(spec(max_attempts=1))
