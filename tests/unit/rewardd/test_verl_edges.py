@@ -1,0 +1,46 @@
+"""Where the table `verl` reads an answer from: boxes, announcing words, the kinds of brackets."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshrl.rewardd.rewards import verl
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "right", "prediction"),
+    [
+        (r"so \boxed{1,000}", "1000", True, "1000"),
+        (r"\boxed{ 12 }", "12", True, "12"),
+        (r"\boxed{42} Answer: 7", "42", False, "7"),
+        (r"\boxed{42}" + "." * 100, "42", False, "[INVALID]"),
+    ],
+)
+def test_dapo_reads_a_box_only_where_no_answer_is_stated_and_normalises_it(
+    solution: str, truth: str, right: bool, prediction: str
+) -> None:
+    wanted = {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
+    assert verl.compute_score("math_dapo", solution, truth) == wanted
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "score"),
+    [
+        ("The answer is 42.", "42", 1.0),
+        ("ANSWER: 3\nAnswer: 4", "4", 1.0),
+        ("7 is the answer", "7", 1.0),
+        ("so it must be 5", "5", 1.0),
+        ("It is 4. Or so I think", "4", 1.0),
+        (r"The answer is 3, \boxed{4}", "4", 1.0),
+        (r"\boxed{4} so the answer is 3", "4", 0.0),
+        ("no box 4", "4", 0.0),
+        (r"\boxed{[1,2]}", "(1,2)", 0.0),
+        (r"\boxed{(1,2)}", "[1,2]", 0.0),
+        (r"\boxed{(1,2)}", "1,2", 1.0),
+        (r"\boxed{1,2}", "(1,2)", 1.0),
+    ],
+)
+def test_numina_reads_the_announced_answer_and_tells_intervals_apart(
+    solution: str, truth: str, score: float
+) -> None:
+    assert verl.compute_score("numina_olympiads", solution, truth) == score
