@@ -65,14 +65,18 @@ def batch(rows: list[Trajectory]) -> Batch:
     return Batch(batch_id="b", run="r", step=0, rows=manifest)
 
 
-def make(model: Path, world: World, **actor: object) -> Learner:
+def make(
+    model: Path, world: World, *, algorithm: dict[str, object] | None = None, **actor: object
+) -> Learner:
     # Plain gradients: with this eps AdamW's first update is lr · g, so weights show the gradient itself.
     optim = OptimConfig(lr=1e3, eps=1e3, weight_decay=0.0, clip_grad=1e9)
     config = ActorConfig.model_validate({"optim": optim, "ppo_max_token_len_per_gpu": 64, **actor})
     policy = build_policy(load_hf(model), world, ModelConfig(path=model))
     return Learner(
         policy, Optimizers(policy, optim),
-        PolicyGradient(AlgorithmConfig(), config, max_response_length=40),
+        PolicyGradient(
+            AlgorithmConfig.model_validate(algorithm or {}), config, max_response_length=40
+        ),
         world, config, temperature=1.0, seed=0, total_steps=None,
     )  # fmt: skip
 

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.nouns import TrainerPhase, TrainerStatus, Version, Waiting
+from meshrl.trainer.batch import batch_from_json, batch_to_json, schedule
+from meshrl.trainer.board import Board
+from meshrl.trainer.compute import Compute
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig, PolicyLossConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.logprob import linear_argmax, linear_sum_pi_squared
+from meshrl.trainer.metrics import MetricsLog, TensorBoardSink
+from meshrl.trainer.optim import learning_rate
+from meshrl.trainer.policy_gradient import PolicyGradient
+
+from . import rank_work
+
+
+def test_a_manifest_survives_being_read_out_to_other_ranks() -> None:
+    batch = rank_work.batch(rank_work.trajectories())
+    assert batch_from_json(json.loads(json.dumps(batch_to_json(batch)))) == batch
+
+
+def test_mini_batches_are_whole_groups_and_cover_the_batch() -> None:
+    batch = rank_work.batch(rank_work.trajectories())
+    made = schedule(batch, ranks=2, max_tokens=64, mini_batch_groups=2)
+    groups = [{made.rows[row].group for row in mini.rows} for mini in made.mini_batches]
+    assert groups == [{"t0", "t1"}, {"t2", "t3"}, {"t4"}]
+    assert sorted(made.own(0) + made.own(1)) == list(range(len(batch.rows)))
+
+
+def test_pairs_that_a_loss_compares_share_a_micro_batch() -> None:
+    batch = rank_work.batch(rank_work.trajectories())
+    made = schedule(batch, ranks=2, max_tokens=1, mini_batch_groups=None, whole_groups=True)
+    for rank in made.mini_batches[0].ranks:
+        for micro in rank:
+            groups = [made.rows[row].group for row in micro]
+            assert all(groups.count(group) == rank_work.GROUP_SIZE for group in groups)
+
+
+def test_lines_of_a_history_that_a_crash_undid_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in range(4):
+        log.write(step, {"loss": float(step), "bad": math.nan})
+    log.close()
+    with path.open("a") as stream:
+        stream.write('{"step": 4, "lo')  # killed in the middle of a line
+    log = MetricsLog(path)
+    log.resume_at(2)
+    log.write(2, {"loss": 20.0})
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert lines[0]["bad"] is None
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", [TensorBoardSink(tmp_path / "tb")])
+    log.write(0, {"loss": 1.0, "version": "1.0"})
+    log.close()
+    assert any(file.stat().st_size > 0 for file in (tmp_path / "tb").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
+    ],
+)
+def test_the_learning_rate_warms_up_and_falls(kind: str, rates: list[float]) -> None:
+    config = OptimConfig.model_validate(
+        {"lr": 1.0, "lr_warmup_steps": 2, "lr_scheduler_type": kind, "min_lr_ratio": 0.1}
+    )
+    found = [learning_rate(config, step, 6) for step in range(6)]
+    assert found == pytest.approx(rates, abs=1e-6)
+    assert learning_rate(config, 60, 6) == pytest.approx(1.0 if kind == "constant" else 0.1)
+
+
+def test_chunked_sums_of_squares_and_argmax_equal_the_whole() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(19, 8), torch.randn(31, 8)
+    p = ((hidden @ weight.T) / 0.7).softmax(-1)
+    mine = linear_sum_pi_squared(hidden, weight, temperature=0.7, chunk_elements=62)
+    torch.testing.assert_close(mine, p.square().sum(-1))
+    assert torch.equal(linear_argmax(hidden, weight, chunk_elements=62), p.argmax(-1))
+
+
+def test_an_estimator_that_nobody_can_feed_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="adv_estimator gae needs values, which no service"):
+        PolicyGradient(AlgorithmConfig(adv_estimator="gae"), ActorConfig(), max_response_length=8)
+
+
+def test_a_loss_that_reads_the_reference_asks_for_its_column() -> None:
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dpo"))
+    objective = PolicyGradient(
+        AlgorithmConfig(adv_estimator="preference"), actor, max_response_length=8
+    )
+    assert objective.columns == ("ref_logprobs",)
+    assert objective.whole_groups
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "actor"),
+    [
+        ({"adv_estimator": "optimal_token_baseline"}, {}),
+        ({"rollout_correction": {"bypass_mode": True, "rollout_is": "token"}}, {}),
+        ({"rollout_correction": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 1.0}}, {}),
+        ({}, {"recompute_old_log_probs": False, "ppo_epochs": 2}),
+        ({}, {"policy_loss": {"positive_nll_coef": 0.1}, "loss_agg_mode": "seq-mean-token-mean"}),
+    ],
+)
+def test_every_way_to_old_logprobs_makes_a_finite_step(
+    tiny_path: Path, world: World, algorithm: dict[str, object], actor: dict[str, object]
+) -> None:
+    learner = rank_work.make(tiny_path, world, algorithm=algorithm, **actor)
+    rows = {row.uid: row for row in rank_work.trajectories()}
+    made = learner.schedule(rank_work.batch(list(rows.values())))
+    metrics = learner.learn(made, [rows[uid] for uid in made.uids(0)], 0)
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/skipped_updates"] == 0
+
+
+async def test_a_watcher_hears_of_changes_and_of_the_end() -> None:
+    board = Board(total_steps=4)
+    heard: list[TrainerStatus] = []
+
+    async def watch() -> None:
+        heard.extend([status async for status in board.watch(60.0)])
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0)
+    board.version = Version(1, 1)
+    with board.phase(TrainerPhase.WAITING):
+        board.blocked([Waiting(who="trainer", what="16 rows", since_s=3.0, owners=("w1",))])
+        await asyncio.sleep(0.01)
+    whole = board.stepped({"reward/mean": 0.5, "note": "x"}, {0: 3, 1: 1}, tokens=100)
+    board.ended(failed=False)
+    await watching
+    assert any("16 rows, 3 s (w1)" in status.waiting_for for status in heard)
+    last = heard[-1]
+    assert (last.phase, last.samples, dict(last.staleness)) == (TrainerPhase.DONE, 4, {0: 3, 1: 1})
+    assert last.reward_mean == 0.5 and last.eta_s is not None
+    assert whole["time/waiting_s"] > 0
+
+
+async def test_work_runs_one_piece_after_the_other(world: World) -> None:
+    compute = Compute(world.device)
+    order: list[int] = []
+    await asyncio.gather(*(compute.run(lambda n=n: order.append(n)) for n in range(20)))  # type: ignore[misc]
+    assert order == list(range(20))
+    compute.close()
