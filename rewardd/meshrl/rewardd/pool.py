@@ -105,7 +105,7 @@ class ScoringPool:
         async with self._starting:
             if self._closed:
                 raise UnavailableError("the judge is closed")
-            if self._tasks:
+            if self._seats:
                 return
             seats = [_Seat(index) for index in range(self._config.workers)]
             starts = [asyncio.create_task(s.worker.start(self._rule, self._config)) for s in seats]
@@ -120,9 +120,7 @@ class ScoringPool:
                 raise
             self._seats = seats
             for seat in seats:
-                task = asyncio.create_task(self._serve(seat), name=f"judge-{seat.index}")
-                task.add_done_callback(self._on_served)
-                self._tasks.append(task)
+                self._employ(seat, fresh=True)
 
     async def score(self, samples: Sequence[Mapping[str, Json]]) -> list[Result]:
         """One result per sample, in order.
@@ -170,17 +168,29 @@ class ScoringPool:
             while waiting:
                 _finish(waiting.popleft(), result)
 
-    def _on_served(self, task: asyncio.Task[None]) -> None:
-        """A worker's task ends by cancellation only; should it crash, nobody may wait for it."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a judge's worker ended", exc_info=error)
-            for seat in self._seats:
-                self._pending.extend(seat.in_flight.values())
-                seat.in_flight.clear()
-            self._answer_all(Result(outcome=Outcome.INFRA_FAULT, reason=f"judge: {error}"))
+    def _employ(self, seat: _Seat, *, fresh: bool) -> None:
+        task = asyncio.create_task(self._serve(seat, fresh=fresh), name=f"judge-{seat.index}")
+        task.add_done_callback(lambda task: self._on_served(seat, task))
+        self._tasks.append(task)
 
-    async def _serve(self, seat: _Seat) -> None:
-        """Keep a process at work, and replace it when it is gone."""
+    def _on_served(self, seat: _Seat, task: asyncio.Task[None]) -> None:
+        """A worker's task ends by cancellation only; should it crash, nobody may wait for it, now or later."""
+        self._tasks.remove(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a judge's worker ended; another takes its place", exc_info=error)
+        for item in seat.in_flight.values():
+            _finish(item, Result(outcome=Outcome.INFRA_FAULT, reason=f"judge: {error}"))
+        seat.in_flight.clear()
+        seat.since.clear()
+        if not self._closed:
+            self._employ(seat, fresh=False)
+
+    async def _serve(self, seat: _Seat, *, fresh: bool) -> None:
+        """Keep a process at work, and replace it when it is gone; `fresh`: it has just been started."""
+        if not fresh:
+            await seat.worker.kill()
+            await self._restart(seat)
         while True:
             await self._feed(seat)
             await self._restart(seat)
@@ -338,9 +348,13 @@ def _answer(message: Json) -> tuple[int, Result] | None:
     try:
         number = int(message["id"])
         if "score" not in message:
-            return number, Result(outcome=Outcome(message["fault"]), reason=str(message["reason"]))
-        score, components = float(message["score"]), dict(message["components"])
-    except (KeyError, TypeError, ValueError):
+            fault, reason = Outcome(message["fault"]), str(message["reason"])
+            return None if fault.trainable else (number, Result(outcome=fault, reason=reason))
+        score = float(message["score"])
+        components = {str(key): float(value) for key, value in message["components"].items()}
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        return None
+    if not all(map(math.isfinite, (score, *components.values()))):
         return None
     return number, Result(outcome=Outcome.OK, score=score, components=components)
 

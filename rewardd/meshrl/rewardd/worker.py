@@ -120,6 +120,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )

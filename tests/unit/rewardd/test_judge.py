@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.nouns import Outcome, Sample, Score, Uid
@@ -373,3 +374,55 @@ async def test_a_file_that_cannot_be_loaded_is_refused_at_start(
     assert said in str(refused.value)
     assert str(tmp_path / "reward.py") in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_the_loop_that_services_run_on_leaks_nothing_either(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        f"import os\n{HEAD}    if solution_str == 'bad':\n        os._exit(3)\n    return 1\n"
+    )
+
+    async def score() -> tuple[Sequence[Score], list[int]]:
+        custom = CustomRewardFunctionConfig(path=path)
+        judge = build_judge(RewardConfig(custom_reward_function=custom, workers=2))
+        results = await judge.score(samples("a", "bad", "c"))
+        pids = judge.pids
+        await judge.close()
+        return results, pids
+
+    results, pids = uvloop.run(score())
+    assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, Outcome.OK]
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "[1]",
+        '{"id": Infinity}',
+        '{"id": 1, "score": Infinity, "components": {}}',
+        '{"id": 1, "score": 1, "components": {"a": "b"}}',
+        '{"id": 1, "fault": "ok", "reason": ""}',
+        "null",
+        "no json",
+    ],
+)
+async def test_nonsense_in_the_pipe_stops_neither_the_pool_nor_a_neighbour(
+    make: Make, frame: str
+) -> None:
+    source = (
+        "import os, struct\n" + HEAD + "    if solution_str == 'forge':\n"
+        f"        body = {frame!r}.encode()\n"
+        "        for descriptor in range(3, 20):\n"
+        "            try:\n"
+        "                os.write(descriptor, struct.pack('>I', len(body)) + body)\n"
+        "            except OSError:\n"
+        "                pass\n"
+        "    return 2.0\n"
+    )
+    judge = make(source, deadline_s=20)
+    async with asyncio.timeout(60):
+        first, forged, last = await judge.score(samples("a", "forge", "b"))
+        again = await judge.score(samples("a"))
+    assert scores_of([first, last, *again]) == [2.0, 2.0, 2.0]
+    assert forged.outcome is Outcome.INFRA_FAULT or forged.score == 2.0

@@ -160,3 +160,29 @@ async def test_the_reward_is_the_weighted_sum_and_the_parts_are_named(tmp_path: 
     assert score.outcome is Outcome.OK
     assert score.score == pytest.approx(1 + 0.5 - 0.3)
     assert score.components == {"exact_match": 1.0, "format": 1.0, "wordy": 3.0, "wordy.acc": 1.0}
+
+
+async def test_a_module_of_ones_own_is_named_with_dots_and_has_its_options_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reward_package_of_mine").mkdir()
+    (tmp_path / "reward_package_of_mine" / "short.py").write_text(
+        "from meshrl.contract import config\n"
+        "class Config(config.Config):\n    limit: int = 100\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, config=Config()):\n"
+        "    return float(len(solution_str) <= config.limit)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sample = Sample(
+        uid=Uid("r", "t", 0), data_source="", solution="ab", ground_truth=None, extra_info={}
+    )
+    for limit, reward in ((1, 0.0), (2, 1.0)):
+        config = functions({"name": "reward_package_of_mine.short", "kwargs": {"limit": limit}})
+        judge = build_judge(config)
+        (score,) = await judge.score([sample])
+        await judge.close()
+        assert (score.outcome, score.score) == (Outcome.OK, reward)
+    judge = build_judge(functions({"name": "reward_package_of_mine.short", "kwargs": {"limt": 1}}))
+    with pytest.raises(ConfigError, match="it takes: limit"):
+        await judge.start()
