@@ -86,13 +86,13 @@ def load(directory: Path) -> Iterator[Case]:
 
 
 def _case(record: Mapping[str, Any], records: list[dict[str, Any]], arrays: Any) -> Case:
-    keys = record["inputs"]
+    keys, kwargs = record["inputs"], record["kwargs"]
     if record.get("raises") and not keys:
-        keys = _borrowed(record, records, arrays)
+        keys, kwargs = _borrowed(record, records, arrays)
     return Case(
         name=record["name"],
         function=record["function"],
-        kwargs=record["kwargs"],
+        kwargs=kwargs,
         inputs={name: arrays[key] for name, key in keys.items()},
         outputs={name: arrays[key] for name, key in record["outputs"].items()},
         metrics=record.get("metrics", {}),
@@ -106,16 +106,17 @@ def _case(record: Mapping[str, Any], records: list[dict[str, Any]], arrays: Any)
 
 def _borrowed(
     record: Mapping[str, Any], records: list[dict[str, Any]], arrays: Any
-) -> dict[str, str]:
-    """Inputs of a case that raises and names only its data set, from cases of the same function."""
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Inputs and settings of a case that raises and names only its data set, from its kin."""
     kin = [r for r in records if r["function"] == record["function"] and r["inputs"]]
     if not kin:
-        return {}
+        return {}, record["kwargs"]
+    stem, _, last = record["name"].rpartition("/")
     named = DATASET.search(record.get("notes") or "")
-    if named is None:
-        return dict(kin[0]["inputs"])
-    found = {}
+    dataset = named[1] if named else last
+    keys = {}
     for name, fallback in kin[0]["inputs"].items():
-        ending = f"/{named[1]}/{name}"
-        found[name] = next((key for key in arrays.files if key.endswith(ending)), fallback)
-    return found
+        ending = f"/{dataset}/{name}"
+        keys[name] = next((key for key in arrays.files if key.endswith(ending)), fallback)
+    alike = [r["kwargs"] for r in kin if r["name"].rpartition("/")[0] == stem]
+    return keys, record["kwargs"] or (alike[0] if alike else {})

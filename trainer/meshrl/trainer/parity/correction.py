@@ -77,11 +77,11 @@ def _weights(case: Case) -> Found:
         threshold=k.get("rollout_is_threshold", 2.0),
         batch_normalize=k.get("rollout_is_batch_normalize", False),
     )
-    _divide_by_second_moment(metrics, "rollout_is_eff_sample_size")
+    refuse_no_weight(metrics, "rollout_is_eff_sample_size")
     return Found(outputs={"rollout_is_weights": padded(weights, case)}, metrics=metrics)
 
 
-def _divide_by_second_moment(metrics: Mapping[str, float], name: str) -> None:
+def refuse_no_weight(metrics: Mapping[str, float], name: str) -> None:
     """Verl divides by 0 where every weight is 0; we report an effective sample size of 0."""
     if metrics.get(name) == 0:
         raise ZeroDivisionError(f"{name} is 0: all weights are")
@@ -102,7 +102,7 @@ def _correction(case: Case) -> Found:
         flat(case, "rollout_log_prob"),
         correction_config(k),
     )
-    _divide_by_second_moment(result.metrics, "rollout_corr/rollout_is_eff_sample_size")
+    refuse_no_weight(result.metrics, "rollout_corr/rollout_is_eff_sample_size")
     weights = {} if result.weights is None else {"rollout_is_weights": padded(result.weights, case)}
     return Found(
         outputs={"modified_response_mask": padded(result.mask, case), **weights},

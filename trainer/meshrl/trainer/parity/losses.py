@@ -11,6 +11,7 @@ from meshrl.contract import extend
 from meshrl.trainer.losses import vanilla
 from meshrl.trainer.losses._types import LossInputs, LossOutput
 from meshrl.trainer.parity.cases import Case
+from meshrl.trainer.parity.correction import refuse_no_weight
 from meshrl.trainer.parity.layout import (
     ACTOR_DEFAULTS,
     Found,
@@ -70,6 +71,21 @@ def _by_name(name: str) -> Callable[[Case], Found]:
         return _found(case, inputs, compute(inputs, config, aggregate))
 
     return adapter
+
+
+def _bypass(case: Case) -> Found:
+    """Where verl divides by 0, because every weight is 0 or every token rejected, ours give 0."""
+    found = _by_name("bypass_mode")(case)
+    refuse_no_weight(found.metrics, "rollout_corr/rollout_is_eff_sample_size")
+    counts = case.config().get("global_batch_info") or {}
+    mode = case.kwargs.get("loss_agg_mode", "token-mean")
+    wanted = {"token-mean": "batch_num_tokens", "token-sum": "dp_size"}
+    counted = counts.get(wanted.get(mode, "global_batch_size")) or mode == "token-sum"
+    if found.metrics.get("rollout_corr/rollout_rs_masked_fraction") == 1 and not counted:
+        return Found(
+            outputs={**found.outputs, "loss": torch.tensor(torch.nan)}, metrics=found.metrics
+        )
+    return found
 
 
 def _without_config(case: Case) -> Found:
@@ -133,6 +149,7 @@ def _entropy_loss(case: Case) -> Found:
 
 ADAPTERS: Mapping[str, Callable[[Case], Found]] = {
     **{f"{CORE}compute_policy_loss_{name}": _by_name(name) for name in LOSSES},
+    CORE + "compute_policy_loss_bypass_mode": _bypass,
     CORE + "compute_policy_loss": _without_config,
     CORE + "compute_value_loss": _value_loss,
     CORE + "agg_loss": _aggregation,

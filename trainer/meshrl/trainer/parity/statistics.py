@@ -64,9 +64,9 @@ def _masked(case: Case) -> Found:
         case "masked_mean":
             out = ragged.row_mean(values) if over_rows else ragged.token_mean(values)
         case "masked_var":
-            out = variance(ragged, values)
-            if not case.kwargs.get("unbiased", True):
-                out = out * (ragged.num_valid - 1) / ragged.num_valid
+            centred = (values - ragged.token_mean(values)).square()
+            unbiased = case.kwargs.get("unbiased", True)
+            out = variance(ragged, values) if unbiased else ragged.token_mean(centred)
         case _:
             white = whiten(ragged, values, shift_mean=case.kwargs.get("shift_mean", True))
             out = padded(white, case, "mask")

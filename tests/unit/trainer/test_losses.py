@@ -1,0 +1,259 @@
+"""Policy losses beyond the recorded cases: what is refused, what is sane by default, what is composed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshrl.contract import extend
+from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.trainer.aggregation import Aggregator
+from meshrl.trainer.config import ActorConfig
+from meshrl.trainer.losses._types import LossInputs, LossOutput
+from meshrl.trainer.objective import actor_loss, positive_nll
+from meshrl.trainer.ragged import Ragged
+from meshrl.trainer.second_moment import second_moment_mask
+from meshrl.trainer.value_loss import value_loss
+
+LOSSES = extend.known("meshrl.trainer.losses")
+ON_POLICY_GRADIENT = (
+    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "kl_cov", "cispo", "m2po"),
+    *("reinforce", "dro"),
+)
+
+
+def config(**policy_loss: object) -> ActorConfig:
+    return ActorConfig.model_validate({"policy_loss": policy_loss})
+
+
+def rows(lengths: list[int], groups: list[int] | None = None) -> Ragged:
+    mask = torch.ones(sum(lengths), dtype=torch.bool)
+    numbers = None if groups is None else torch.tensor(groups)
+    return Ragged.from_lengths(torch.tensor(lengths), mask, numbers)
+
+
+def pairs(scores: list[float], *, reference: Tensor | None) -> LossInputs:
+    """Two rows of two tokens; the second is as likely as the first."""
+    ragged = rows([2, 2], [0, 0])
+    logprobs = torch.full((4,), -1.0)
+    return LossInputs(
+        ragged=ragged,
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+        advantages=ragged.to_tokens(torch.tensor(scores)),
+        ref_logprobs=reference,
+    )
+
+
+def run(name: str, inputs: LossInputs, **policy_loss: object) -> LossOutput:
+    compute = extend.load("meshrl.trainer.losses", name, "compute")
+    output: LossOutput = compute(inputs, config(**policy_loss), Aggregator())
+    return output
+
+
+@pytest.mark.parametrize("name", ON_POLICY_GRADIENT)
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    torch.manual_seed(0)
+    logprobs = (-torch.rand(9) - 0.1).requires_grad_()
+    advantages = torch.randn(9)
+    inputs = LossInputs(
+        ragged=rows([4, 5]),
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        advantages=advantages,
+    )
+
+    loss = run(name, inputs, dro_beta=0.1).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+
+    expected = -advantages / 9
+    if (
+        name == "gspo"
+    ):  # a row's tokens share its ratio, and here its gradient per token is the same
+        torch.testing.assert_close(gradient, expected)
+    else:
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_clip_ratio_alone_moves_both_bounds() -> None:
+    inputs = LossInputs(
+        ragged=rows([2]),
+        logprobs=torch.log(torch.tensor([1.15, 0.85])),
+        old_logprobs=torch.zeros(2),
+        advantages=torch.tensor([1.0, -1.0]),
+    )
+    narrow = ActorConfig.model_validate({"clip_ratio": 0.1})
+
+    output = extend.load("meshrl.trainer.losses", "vanilla", "compute")(
+        inputs, narrow, Aggregator()
+    )
+
+    assert float(output.loss) == pytest.approx((-1.1 + 0.9) / 2)
+    assert float(output.metrics["actor/pg_clipfrac"]) == pytest.approx(1.0)
+
+
+def test_dppo_truncates_at_twenty_unless_told_otherwise() -> None:
+    inputs = LossInputs(
+        ragged=rows([1]),
+        logprobs=torch.log(torch.tensor([0.5])),
+        old_logprobs=torch.log(torch.tensor([0.05])),
+        advantages=torch.tensor([1.0]),
+    )
+    loose = ActorConfig.model_validate({"clip_ratio": 1.0})
+    tight = ActorConfig.model_validate({"clip_ratio": 1.0, "clip_ratio_c": 3.0})
+    compute = extend.load("meshrl.trainer.losses", "dppo_tv", "compute")
+
+    loose_loss, tight_loss = (compute(inputs, c, Aggregator()).loss for c in (loose, tight))
+
+    assert float(loose_loss / tight_loss) == pytest.approx(10 / 3, rel=1e-5)
+
+
+def test_gmpo_leaves_out_rows_without_trained_tokens() -> None:
+    ragged = rows([2, 2]).with_mask(torch.tensor([True, True, False, False]))
+    inputs = LossInputs(
+        ragged=ragged,
+        logprobs=torch.zeros(4),
+        old_logprobs=torch.zeros(4),
+        advantages=torch.tensor([1.0, 1.0, 5.0, 5.0]),
+    )
+
+    sane = run("geo_mean", inputs).loss
+    verl = extend.load("meshrl.trainer.losses", "geo_mean", "compute")(
+        inputs, ActorConfig(conventions="verl"), Aggregator()
+    ).loss
+
+    assert float(sane) == pytest.approx(-1.0)
+    assert float(verl) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_a_preference_loss_pushes_the_pair_apart(name: str) -> None:
+    inputs = pairs([1.0, -1.0], reference=torch.full((4,), -1.0))
+    leaf = inputs.logprobs.clone().requires_grad_()
+    moved = LossInputs(
+        ragged=inputs.ragged,
+        logprobs=leaf,
+        old_logprobs=inputs.old_logprobs,
+        advantages=inputs.advantages,
+        ref_logprobs=inputs.ref_logprobs,
+    )
+
+    (gradient,) = torch.autograd.grad(run(name, moved).loss, leaf)
+
+    assert (gradient[:2] < 0).all()
+    torch.testing.assert_close(gradient[2:], -gradient[:2])
+
+
+def test_a_preference_loss_without_preferences_is_zero() -> None:
+    assert run("dpo", pairs([0.0, 0.0], reference=torch.zeros(4))).loss == 0
+
+
+def test_a_torn_pair_is_refused() -> None:
+    with pytest.raises(InfraError, match="group 0 is split"):
+        run("dpo", pairs([1.0, 0.0], reference=torch.zeros(4)))
+
+
+def test_a_preference_loss_says_that_it_needs_a_reference() -> None:
+    with pytest.raises(ConfigError, match="dpo needs ref_logprobs"):
+        run("dpo", pairs([1.0, -1.0], reference=None))
+
+    free = run("dpo", pairs([1.0, -1.0], reference=None), dpo_reference_free=True)
+    assert float(free.loss) == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_dro_without_beta_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dro_beta"):
+        run("dro", pairs([1.0, -1.0], reference=None))
+
+
+def test_the_objective_adds_entropy_kl_and_nll() -> None:
+    ragged = rows([2, 2])
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    inputs = LossInputs(
+        ragged=ragged,
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+        advantages=torch.zeros(4),
+        ref_logprobs=logprobs - 1,
+    )
+    settings = ActorConfig.model_validate(
+        {
+            "entropy_coeff": 0.1,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.5,
+            "kl_loss_type": "k1",
+            "policy_loss": {"positive_nll_coef": 0.1},
+        }
+    )
+
+    output = actor_loss(
+        inputs,
+        settings,
+        Aggregator(),
+        entropy=torch.full((4,), 2.0),
+        correct=torch.tensor([False, True]),
+    )
+
+    assert float(output.loss) == pytest.approx(-0.1 * 2 + 0.5 * 1 + 0.1 * 3.5)
+    assert float(output.metrics["actor/kl_loss"]) == pytest.approx(1)
+    assert float(output.metrics["actor/positive_nll"]) == pytest.approx(3.5)
+
+
+def test_the_nll_counts_correct_tokens_of_the_whole_mini_batch() -> None:
+    ragged = rows([2, 2])
+    logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+
+    none = positive_nll(ragged, logprobs, torch.tensor([False, False]), Aggregator())
+    shared = positive_nll(
+        ragged, logprobs, torch.tensor([False, True]), Aggregator(dp_size=2, batch_num_tokens=4), 8
+    )
+
+    assert none == 0
+    assert float(shared) == pytest.approx(7 / 8 * 2)
+
+
+def test_a_term_without_its_input_is_named() -> None:
+    with pytest.raises(ConfigError, match="use_kl_loss needs ref_logprobs"):
+        actor_loss(pairs([1.0, 0.0], reference=None), ActorConfig(use_kl_loss=True), Aggregator())
+
+
+def test_an_unknown_loss_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'gspo'"):
+        actor_loss(pairs([1.0, 0.0], reference=None), config(loss_mode="gspoo"), Aggregator())
+
+
+def test_the_second_moment_mask_keeps_as_many_tokens_as_the_threshold_allows() -> None:
+    ragged = rows([5]).with_mask(torch.tensor([True, True, True, True, False]))
+    log_ratio = torch.tensor([0.1, -2.0, 0.3, 0.0, 0.0])
+
+    kept = second_moment_mask(ragged, log_ratio, 0.04)
+
+    assert kept.tolist() == [True, False, True, True, False]
+    assert second_moment_mask(ragged, log_ratio, 9.0).tolist() == ragged.mask.tolist()
+
+
+def test_the_value_loss_ignores_a_prediction_that_runs_away() -> None:
+    ragged = rows([2])
+    values = torch.tensor([0.0, 2.0]).requires_grad_()
+
+    output = value_loss(
+        ragged,
+        values,
+        torch.zeros(2),
+        torch.tensor([1.0, 3.0]),
+        cliprange_value=0.5,
+        aggregate=Aggregator(),
+    )
+    (gradient,) = torch.autograd.grad(output.loss, values)
+
+    assert float(output.loss.detach()) == pytest.approx(0.5 * (1 + 2.5**2) / 2)
+    assert gradient.tolist() == [-0.5, 0.0]
+    assert float(output.metrics["critic/vf_clipfrac"]) == 0.5
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_says_what_it_needs(name: str) -> None:
+    needs = extend.load("meshrl.trainer.losses", name, "NEEDS")
+
+    assert set(needs) <= set(LossInputs.__dataclass_fields__)
