@@ -111,27 +111,25 @@ async def test_an_exception_is_a_fault_with_the_line_of_the_users_file(
     assert bad.reason == f"ValueError: no digit at {tmp_path / 'reward.py'}:3 in compute_score"
 
 
-@pytest.mark.parametrize(
-    ("expression", "named"),
-    [
-        ("float('nan')", "NaN"),
-        ("float('inf')", "returned inf"),
-        ("-float('inf')", "returned -inf"),
-        ("1e300", "too large for float32"),
-        ("'1.0'", "str '1.0', not a number"),
-        ("None", "NoneType None, not a number"),
-        ("[1.0]", "list [1.0], not a number"),
-        ("{'acc': 1}", "without 'score' (it has 'acc')"),
-        ("{'score': float('nan')}", "key 'score' returned NaN"),
-        ("{'score': 1, 'acc': float('nan')}", "key 'acc' returned NaN"),
-    ],
-)
-async def test_what_is_no_score_is_named_and_never_a_reward(
-    make: Make, expression: str, named: str
-) -> None:
-    (result,) = await make(HEAD + f"    return {expression}\n").score(samples("x"))
-    assert result.outcome is Outcome.INFRA_FAULT
-    assert named in result.reason
+NO_SCORES = {
+    "float('nan')": "NaN",
+    "float('inf')": "returned inf",
+    "-float('inf')": "returned -inf",
+    "1e300": "too large for float32",
+    "'1.0'": "str '1.0', not a number",
+    "None": "NoneType None, not a number",
+    "[1.0]": "list [1.0], not a number",
+    "{'acc': 1}": "without 'score' (it has 'acc')",
+    "{'score': float('nan')}": "key 'score' returned NaN",
+    "{'score': 1, 'acc': float('nan')}": "key 'acc' returned NaN",
+}
+
+
+async def test_what_is_no_score_is_named_and_never_a_reward(make: Make) -> None:
+    results = await make(HEAD + "    return eval(solution_str)\n").score(samples(*NO_SCORES))
+    for result, (expression, named) in zip(results, NO_SCORES.items(), strict=True):
+        assert result.outcome is Outcome.INFRA_FAULT, expression
+        assert named in result.reason
 
 
 async def test_leaving_the_interpreter_politely_is_a_fault_of_that_sample(make: Make) -> None:
