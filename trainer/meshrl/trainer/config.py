@@ -224,8 +224,9 @@ class ActorConfig(Config):
     cliprange_value: PositiveFloat = 0.5
     """How far a value may move from the one that the advantages were computed with."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    recompute_old_log_probs: bool = True
-    """Compute old log-probs with the trainer's weights; False takes the rollout's."""
+    recompute_old_log_probs: bool | None = None
+    """Compute old log-probs with the trainer's weights; False takes the rollout's, so that the clipped ratio also
+    corrects for staleness. None recomputes exactly when `queue.max_staleness` is 0 (verl always does)."""
 
 
 class ReferenceConfig(Config):

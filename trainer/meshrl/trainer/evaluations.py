@@ -54,7 +54,8 @@ class Evaluations:
         )
         if not due or version == self._last or self._draining:
             return
-        if self._setting.blocking_evaluation:
+        # The first one is of the model as it came: versions trained meanwhile must not answer it.
+        if self._setting.blocking_evaluation or version.step == 0:
             await self.finish(version)
         elif self._running and not self._running.done():
             log.warning("evaluation of %s left out: that of %s still runs", version, self._last)

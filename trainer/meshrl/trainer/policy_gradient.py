@@ -170,7 +170,7 @@ class PolicyGradient:
     @property
     def rollout_is_old(self) -> bool:
         """In bypass mode, and when the trainer is told not to compute them."""
-        return self._correction.bypass_mode or not self._actor.recompute_old_log_probs
+        return self._correction.bypass_mode or self._actor.recompute_old_log_probs is False
 
     @property
     def reads_old_logprobs(self) -> bool:

@@ -167,15 +167,19 @@ def _steps_of_epochs(recipe: Recipe) -> int:
 
 def _learner(recipe: Recipe, setting: Setting, world: World) -> Learner:
     policy = build_policy(load_hf(recipe.model.path), world, recipe.model)
+    actor = recipe.actor
+    if actor.recompute_old_log_probs is None:
+        on_policy = recipe.queue.max_staleness == 0
+        actor = actor.model_copy(update={"recompute_old_log_probs": on_policy})
     objective = PolicyGradient(
-        recipe.algorithm, recipe.actor, max_response_length=recipe.data.max_response_length
+        recipe.algorithm, actor, max_response_length=recipe.data.max_response_length
     )
     return Learner(
         policy,
-        Optimizers(policy, recipe.actor.optim),
+        Optimizers(policy, actor.optim),
         objective,
         world,
-        recipe.actor,
+        actor,
         # Greedy sampling has no temperature to divide by.
         temperature=recipe.rollout.temperature or 1.0,
         seed=recipe.run.seed,

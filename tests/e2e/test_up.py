@@ -1,0 +1,52 @@
+"""`meshrl up` from recipe to export, every service a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from ..mesh import make_mesh
+
+
+def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
+    mesh = make_mesh(tmp_path)
+    mesh.run()
+    assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
+    assert [m["step"] for m in mesh.metrics() if "val/score/mean" in m] == [0, 2, 4]
+    ledger = asyncio.run(mesh.ledger())
+    assert ledger.balanced and ledger.trained == 4 * 16
+    held_out = asyncio.run(mesh.ledger("tiny.eval"))
+    assert held_out.balanced and held_out.trained == 3 * 6
+    generates = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; import sys;"
+        "p = sys.argv[1]; t = T.from_pretrained(p);"
+        "o = M.from_pretrained(p).generate(**t('a=1;b=a+2?', return_tensors='pt'), max_new_tokens=4,"
+        " do_sample=False); assert o.shape[1] > 10"
+    )
+    subprocess.run([sys.executable, "-c", generates, str(mesh.export)], check=True, timeout=120)
+
+
+def test_on_policy_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
+    weights = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        changes = {"queue": {"max_staleness": 0}, "rollout": {"on_update": "drain"}}
+        mesh = make_mesh(tmp_path / name, changes)
+        mesh.run("trainer.test_freq=-1", "trainer.val_before_train=false")
+        weights.append(load_file(mesh.export / "model.safetensors"))
+    before = load_file(tmp_path / "first" / "model" / "model.safetensors")
+    assert weights[0].keys() == weights[1].keys()
+    assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])
+    assert any(bool((weights[0][name] != before[name]).any()) for name in before)
+
+
+def test_two_trainer_ranks_share_the_work(tmp_path: Path) -> None:
+    mesh = make_mesh(tmp_path)
+    mesh.run("trainer.nproc=2")
+    ledger = asyncio.run(mesh.ledger())
+    assert ledger.balanced and ledger.trained == 4 * 16
+    assert len(mesh.steps()) == 4
