@@ -18,6 +18,7 @@ from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.nouns import Json
 from meshrl.rewardd import frames
 from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.pipes import PipeReader, PipeWriter
 from meshrl.rewardd.rule import Rule
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,18 @@ WHERE_SIGNAL = signal.SIGUSR2
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 
-class _Output(asyncio.Protocol):
-    """Drains what a process prints; remembers the end, logs a bounded part."""
+class _Pipe(asyncio.Protocol):
+    """One of our ends; `lost` when its transport is through with it."""
+
+    def __init__(self) -> None:
+        self.lost = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+
+
+class _Output:
+    """What a process prints: its end is remembered, a bounded part of it logged."""
 
     def __init__(self, name: str) -> None:
         self.tail = bytearray()
@@ -43,7 +54,10 @@ class _Output(asyncio.Protocol):
         self._lines = 0
         self._hidden = 0
 
-    def data_received(self, data: bytes) -> None:
+    def take(self, data: bytes) -> None:
+        """Called with every chunk, and with nothing at the end."""
+        if not data and self._hidden:
+            output_log.info("%s: %d more lines were not logged", self._name, self._hidden)
         self.tail += data[-TAIL_BYTES:]
         del self.tail[:-TAIL_BYTES]
         second = int(time.monotonic())
@@ -57,35 +71,6 @@ class _Output(asyncio.Protocol):
             output_log.info("%s: %s", self._name, line[:500].decode(errors="replace"))
         self._hidden += data[4096:].count(b"\n")
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._hidden:
-            output_log.info("%s: %d more lines were not logged", self._name, self._hidden)
-
-
-class _Replies(asyncio.Protocol):
-    """Frames of a process, in order; `None` at its end."""
-
-    def __init__(self, arrived: asyncio.Event) -> None:
-        self.messages: deque[Json | None] = deque()
-        self._arrived = arrived
-        self._decoder = frames.Decoder()
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self.messages.extend(self._decoder.feed(data))
-        except CorruptError as error:
-            log.warning("%s", error)
-            self.messages.append(None)
-        self._arrived.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.messages.append(None)
-        self._arrived.set()
-
-
-class _Requests(asyncio.Protocol):
-    """Nothing to do: the transport buffers, and a process that is gone is noticed at the other pipe."""
-
 
 class Worker:
     """One scoring process with a rule loaded. `wake` is set when it said something or ended."""
@@ -95,10 +80,11 @@ class Worker:
         self._name = name
         self._wake = wake
         self._output = _Output(name)
-        self._replies = _Replies(wake)
+        self._messages: deque[Json | None] = deque()
+        self._decoder = frames.Decoder()
         self._process: subprocess.Popen[bytes] | None = None
-        self._listening: list[asyncio.ReadTransport] = []
-        self._requests: asyncio.WriteTransport | None = None
+        self._requests: PipeWriter | None = None
+        self._listening: list[PipeReader] = []
 
     @property
     def pid(self) -> int:
@@ -113,7 +99,6 @@ class Worker:
             ConfigError: the rule cannot be loaded; says what is wrong with it.
             InfraError: the process ended by a signal that nobody of ours sent.
         """
-        loop = asyncio.get_running_loop()
         # A new session: Ctrl-C in the terminal is not for it, and what it spawns dies with it.
         process = subprocess.Popen(  # noqa: ASYNC220 - returns after fork and exec, a millisecond
             [sys.executable, "-P", "-m", "meshrl.rewardd.host", str(os.getpid())],
@@ -124,12 +109,13 @@ class Worker:
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1", **os.environ},
         )
+        assert process.stdin and process.stdout and process.stderr
         self._process = process
-        requests, _ = await loop.connect_write_pipe(_Requests, process.stdin)
-        self._requests = requests
-        replies, _ = await loop.connect_read_pipe(lambda: self._replies, process.stdout)
-        output, _ = await loop.connect_read_pipe(lambda: self._output, process.stderr)
-        self._listening = [replies, output]
+        self._requests = PipeWriter(process.stdin)
+        self._listening = [
+            PipeReader(process.stdout, self._hear),
+            PipeReader(process.stderr, self._output.take),
+        ]
         self._send(
             {
                 "load": rule.to_json(),
@@ -144,13 +130,13 @@ class Worker:
         files = ", ".join(f.path or f.module for f in rule.functions)
         try:
             async with asyncio.timeout(deadline_s):
-                while not self._replies.messages:
+                while not self._messages:
                     self._wake.clear()
                     await self._wake.wait()
         except TimeoutError:
             where = await self.where()
             raise ConfigError(f"{files} did not load within {deadline_s:g} s{where}") from None
-        message = self._replies.messages.popleft()
+        message = self._messages.popleft()
         if message is None:
             code = await self.kill()
             text = f"{files} ended the scoring process while being loaded: {self.epitaph(code)}"
@@ -159,6 +145,14 @@ class Worker:
         if "refused" in message:
             raise ConfigError(message["refused"])
         self.concurrent = bool(message["concurrent"])
+
+    def _hear(self, data: bytes) -> None:
+        try:
+            self._messages.extend(self._decoder.feed(data) if data else [None])
+        except CorruptError as error:
+            log.warning("%s", error)
+            self._messages.append(None)
+        self._wake.set()
 
     def _send(self, message: Json) -> None:
         assert self._requests is not None
@@ -173,7 +167,7 @@ class Worker:
     @property
     def messages(self) -> deque[Json | None]:
         """What it said and nobody has read; None when it has ended."""
-        return self._replies.messages
+        return self._messages
 
     async def where(self) -> str:
         """` at file:line in function`: what it executes now, or an empty string."""
@@ -210,13 +204,10 @@ class Worker:
             await asyncio.sleep(0.002)
         if process.returncode is None:
             log.error("scoring process %d does not end (stuck in the kernel)", process.pid)
-        await asyncio.sleep(0)  # what it printed last is still in the pipe
-        if self._requests is not None and not self._requests.is_closing():
-            self._requests.abort()  # nobody reads what is still in its buffer
-        for transport in self._listening:
-            transport.close()
-        self._listening.clear()
-        await asyncio.sleep(0)  # the transports close their pipes in the next turn of the loop
+        if self._requests is not None:
+            self._requests.close()
+        for pipe in self._listening:
+            pipe.close()
         return code if code is not None else process.returncode
 
 
