@@ -14,7 +14,7 @@ from meshrl.contract.ports import Engine
 from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.config import RolloutConfig
 
-from ..unit.rollout.checkpoints import make_model, pack  # noqa: TID252 (tests are no package)
+from ..unit.rollout.checkpoints import make_model, pack
 from .engine_suite import LONG, SLOTS, EngineSuite
 
 

@@ -39,7 +39,7 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ..unit.rollout.checkpoints import forced_logprobs, make_model  # noqa: TID252 (tests are no package)
+from ..unit.rollout.checkpoints import forced_logprobs, make_model
 
 RUN = "demo"
 GROUP = 4

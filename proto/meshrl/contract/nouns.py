@@ -223,9 +223,7 @@ ROLLOUT_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "response
 REWARD_COLUMNS = ("reward", "reward_components", "reward_hash")
 REFERENCE_COLUMNS = ("ref_logprobs",)
 ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
-REWARD_STAGE = StageSpec(
-    name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS
-)
+REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
 REFERENCE_STAGE = StageSpec(name="reference", reads=("tokens",), writes=REFERENCE_COLUMNS)
 
 
