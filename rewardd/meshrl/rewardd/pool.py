@@ -255,11 +255,10 @@ class ScoringPool:
         config = self._config
         if seat.worker.concurrent:
             free = config.concurrency - len(seat.in_flight)
+        elif seat.in_flight:
+            return  # what was sent behind a slow sample would wait for it, though another process may be idle
         else:
-            room = min(config.batch_size, max(1, int(TARGET_S / max(seat.mean_s, 1e-6))))
-            free = room - len(seat.in_flight)
-            if seat.in_flight and free < room / 2:
-                return  # few and large messages
+            free = min(config.batch_size, max(1, int(TARGET_S / max(seat.mean_s, 1e-6))))
         share = math.ceil(len(self._pending) / len(self._seats))
         batch: list[_Item] = []
         while self._pending and len(batch) < min(free, share):

@@ -29,7 +29,8 @@ TAIL_BYTES = 16_384
 LINES_PER_S = 20
 """How much of it is passed on to the log; the rest is counted."""
 KILL_WAIT_S = 5.0
-WHERE_WAIT_S = 0.25
+WHERE_WAIT_S = 2.0
+"""On a busy machine even a signal takes its time; usually the answer is there in a millisecond."""
 WHERE_SIGNAL = signal.SIGUSR2
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
@@ -175,8 +176,10 @@ class Worker:
             return ""
         del self._output.tail[:]
         self._process.send_signal(WHERE_SIGNAL)
-        await asyncio.sleep(WHERE_WAIT_S)
-        return _user_line(self._output.tail)
+        deadline = time.monotonic() + WHERE_WAIT_S
+        while (line := _user_line(self._output.tail)) == "" and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return line
 
     def epitaph(self, code: int | None) -> str:
         """How it ended, where, and the last line that it printed."""
