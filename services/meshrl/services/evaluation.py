@@ -101,15 +101,16 @@ class _Answering:
 
 
 async def _report(judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> Report:
+    lengths = [len(r.trajectory.tokens) - r.trajectory.prompt_length for r in rollouts]
     samples = [
         Sample(
             uid=rollout.trajectory.uid,
             data_source=task.data_source,
             solution=rollout.trajectory.response_text,
             ground_truth=task.ground_truth,
-            extra_info=task.extra_info,
+            extra_info={**task.extra_info, "response_length": length},
         )
-        for task, rollout in zip(tasks, rollouts, strict=True)
+        for task, rollout, length in zip(tasks, rollouts, lengths, strict=True)
     ]
     scores = await judge.score(samples)
     by_source: defaultdict[str, list[float]] = defaultdict(list)
@@ -122,7 +123,6 @@ async def _report(judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollou
         by_source[sample.data_source].append(score.score)
         for name, value in score.components.items():
             components[name].append(value)
-    lengths = [len(r.trajectory.tokens) - r.trajectory.prompt_length for r in rollouts]
     truncated = [rollout.outcome is Outcome.TRUNCATED for rollout in rollouts]
     return Report(
         tasks=len({task.task_id for task in tasks}),
