@@ -131,9 +131,14 @@ class Mesh:
             await queue.close()
 
 
-def make_mesh(directory: Path, changes: Mapping[str, Mapping[str, Any]] | None = None) -> Mesh:
+def make_mesh(
+    directory: Path,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    head_dim: int = 24,
+) -> Mesh:
     """Model, prompts and recipe under `directory`; `changes` are merged into the recipe's sections."""
-    write_tiny_model(directory / "model")
+    write_tiny_model(directory / "model", head_dim=head_dim)
     (directory / "reward.py").write_text(REWARD)
     for name, held_out, count in (("train", False, 64), ("held_out", True, 6)):
         rows = itertools.islice(programs(0, held_out=held_out, longest=3), count)

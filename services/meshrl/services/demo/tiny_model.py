@@ -9,8 +9,11 @@ from typing import Any
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 
-def write_tiny_model(path: Path, *, seed: int = 0) -> None:
-    """Write a randomly initialised checkpoint with its tokenizer: config.json, safetensors, tokenizer files."""
+def write_tiny_model(path: Path, *, seed: int = 0, head_dim: int = 24) -> None:
+    """Write a randomly initialised checkpoint with its tokenizer: config.json, safetensors, tokenizer files.
+
+    vLLM's attention on CPU wants a `head_dim` that is a multiple of 32.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -22,7 +25,7 @@ def write_tiny_model(path: Path, *, seed: int = 0) -> None:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
+        head_dim=head_dim,
         intermediate_size=288,
         max_position_embeddings=512,
         tie_word_embeddings=True,

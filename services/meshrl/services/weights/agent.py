@@ -108,7 +108,9 @@ class WeightAgent:
                 except (UserError, PoisonedError):
                     raise
                 except MeshError as error:
-                    logger.info("%s is not with the trainer: %s", self._replica, error)
+                    # Said once, not at every try: a trainer that restarts is away for many of them.
+                    level = logging.INFO if self._retry_s == _FIRST_RETRY_S else logging.DEBUG
+                    logger.log(level, "%s is not with the trainer: %s", self._replica, error)
                 if self._committing is not None:  # the stream ended, the switch goes on
                     await self._committing
                 # Half of it random: a fleet that lost its trainer must not come back as one.
