@@ -63,3 +63,41 @@ def test_a_reward_that_cannot_be_loaded_ends_in_one_line(tmp_path: Path) -> None
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "compute_score" in errors[0], mesh.output
     assert "Traceback" not in mesh.output
+
+
+HOPELESS = {
+    "raises": ("raise ValueError('no such table')", "no such table"),
+    "nan": ("return float('nan')", "nan"),
+    "hangs": ("while True: pass", "no score after"),
+}
+
+
+@pytest.mark.parametrize("fault", HOPELESS)
+async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path, fault: str) -> None:
+    body, said = HOPELESS[fault]
+    changes = {
+        "reward": {"deadline_s": 0.3, "workers": 2},
+        "queue": {"max_staleness": 1, "lease_ttl_s": 5, "max_attempts": 1},
+        "trainer": {"val_before_train": False, "take_wait_s": 3, "total_training_steps": 4},
+    }
+    mesh = make_mesh(tmp_path, changes)
+    source = f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
+    (tmp_path / "reward.py").write_text(source)
+    with mesh.up("reward.custom_reward_function.path=" + str(tmp_path / "reward.py")) as process:
+        mesh.wait(process, timeout_s=90, code=Exit.USER_ERROR)
+    errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and said in errors[0].lower(), mesh.output[-3000:]
+    assert "rows were given up" in errors[0]
+    ledger = await mesh.ledger()
+    assert ledger.balanced and ledger.trained == 0, ledger
+    assert sum(ledger.dead_lettered.values()) >= 16, ledger
+
+
+def test_a_malformed_row_ends_in_one_line(tmp_path: Path) -> None:
+    mesh = make_mesh(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"question": "no prompt here"}\n')
+    with mesh.up() as process:
+        mesh.wait(process, timeout_s=120, code=Exit.USER_ERROR)
+    errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "train.jsonl:65" in errors[0] and "prompt" in errors[0], mesh.output

@@ -218,6 +218,7 @@ class Mesh:
             trainer=TrainerConfig(**{"take_wait_s": 0.5, "device": "cpu", **trainer}),
             tokenizer=self.model,
             batch_groups=GROUPS,
+            group_size=GROUP_SIZE,
             total_steps=total_steps,
             blocking_evaluation=True,
         )

@@ -221,7 +221,7 @@ class StageLoop:
                 await self._queue.write(run, self._stage.name, tokens, list(writes.values()))
             except FencedError as error:
                 lost = Uid.parse(error.details["uid"])
-                log.warning("%s: %s was leased to somebody else", self._stage.name, lost)
+                log.info("%s: result not wanted any more: %s", self._stage.name, error)
                 self.stats.lost += 1
                 del writes[lost]
             except UserError as error:

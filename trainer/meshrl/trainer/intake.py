@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Mapping
 from enum import Enum
 from typing import Any, TypeAlias
 
-from meshrl.contract.errors import EndOfDataError, UnavailableError, WaitTimeoutError
+from meshrl.contract.errors import (
+    EndOfDataError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
 from meshrl.contract.nouns import Batch, Json
 from meshrl.contract.ports import Queue
 from meshrl.trainer.batch import batch_from_json, batch_to_json
@@ -53,6 +59,8 @@ class Intake:
         self._draining = False
         self._asked: asyncio.Future[int] | None = None
         self._interrupt = asyncio.Event()
+        self._dead_before: int | None = None
+        """Dead-lettered rows when the trainer first waited in vain for the batch that it wants; None: it did not."""
 
     def drain(self) -> None:
         """Give no further batch; a wait under way ends."""
@@ -139,8 +147,11 @@ class Intake:
             )
             try:
                 if await self._done_before_interrupt(taking):
-                    return taking.result()
+                    batch = taking.result()
+                    self._dead_before = None
+                    return batch
             except WaitTimeoutError:
+                await self._refuse_hopeless()
                 await self._tell_what_blocks()
                 await self._say({"word": "waiting"})
             except EndOfDataError as error:
@@ -158,6 +169,28 @@ class Intake:
             for future in (taking, interrupt):
                 future.cancel()
             await asyncio.gather(taking, interrupt, return_exceptions=True)
+
+    async def _refuse_hopeless(self) -> None:
+        """End a wait that rows are dying in: a batch's worth given up, and not one batch come together.
+
+        Raises:
+            UserError: with the reason most rows died of.
+        """
+        run, rows = self._setting.run, self._setting.batch_rows
+        dead = sum((await self._queue.ledger(run)).dead_lettered.values())
+        if self._dead_before is None:
+            self._dead_before = dead
+            return
+        if dead - self._dead_before < rows:
+            return
+        letters = await self._queue.dead_letters(run)
+        reasons = Counter(f"{letter.stage}: {letter.reason}" for letter in letters[-rows:])
+        reason, count = reasons.most_common(1)[0]
+        raise UserError(
+            f"run {run}: {dead - self._dead_before} rows were given up while the trainer waited for one batch of"
+            f" {rows}; {count} of the last {min(rows, len(letters))} died of {reason!r}"
+            f" (all: meshrl dead-letters; try them again: meshrl dead-letters replay)"
+        )
 
     async def _tell_what_blocks(self) -> None:
         run = self._setting.run

@@ -23,6 +23,8 @@ class Setting:
     """Where the export's tokenizer files come from."""
     batch_groups: int
     """Prompts of one training step."""
+    group_size: int
+    """Rows of one prompt."""
     total_steps: int | None
     """None: until the data end."""
     weight_dtype: str = "float32"
@@ -30,6 +32,11 @@ class Setting:
     bucket_bytes: int = 256 << 20
     blocking_evaluation: bool = False
     """True: training waits for each evaluation (on-policy runs); False: it runs beside it."""
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of one training step."""
+        return self.batch_groups * self.group_size
 
     @property
     def checkpoints(self) -> Path:

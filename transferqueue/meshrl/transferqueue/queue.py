@@ -134,7 +134,9 @@ class TransferQueue:
         """See the port. An older version of the same epoch than the published one changes nothing."""
         state = self._run(run)
         state.check_epoch(version.epoch)
-        if version > state.published:
+        if version >= state.published:
+            # A rewind names the resumed version before the fleet has it: leases that wait under an older one
+            # must hear of its commit too.
             state.published = version
             state.publishes += 1
             state.save()

@@ -152,6 +152,7 @@ def _setting(recipe: Recipe, site: Site) -> Setting:
         trainer=recipe.trainer,
         tokenizer=recipe.tokenizer_dir,
         batch_groups=recipe.data.train_batch_size,
+        group_size=recipe.rollout.n,
         total_steps=recipe.trainer.total_training_steps or _steps_of_epochs(recipe),
         weight_dtype=recipe.weights.dtype,
         bucket_bytes=recipe.weights.bucket_bytes,
