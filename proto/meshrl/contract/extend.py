@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.util
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import ConfigError
@@ -39,3 +42,24 @@ def load(package: str, name: str, attribute: str) -> Any:
     if not hasattr(module, attribute):
         raise ConfigError(f"module {module.__name__!r} defines no {attribute!r}")
     return getattr(module, attribute)
+
+
+def constant(package: str, name: str, attribute: str, default: Any) -> Any:
+    """A literal that the module of `load` assigns at its top level, read without importing it.
+
+    So a recipe can be checked where the module's own imports (torch) are not installed.
+    """
+    try:
+        spec = importlib.util.find_spec(name if "." in name else f"{package}.{name}")
+    except ModuleNotFoundError:
+        return default
+    if spec is None or spec.origin is None:
+        return default
+    for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id=found)], value=ast.expr() as value)
+                | ast.AnnAssign(target=ast.Name(id=found), value=ast.expr() as value)
+            ) if found == attribute:
+                return ast.literal_eval(value)
+    return default

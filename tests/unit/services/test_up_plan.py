@@ -39,7 +39,8 @@ def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
 
 def test_the_reference_is_started_when_the_algorithm_asks_for_it(tmp_path: Path) -> None:
     assert "reference" not in service_kinds(recipe(tmp_path))
-    assert "reference" in service_kinds(recipe(tmp_path, "actor.use_kl_loss=true"))
+    for asks in ("actor.use_kl_loss=true", "actor.policy_loss.loss_mode=dpo"):
+        assert "reference" in service_kinds(recipe(tmp_path, asks))
 
 
 def test_the_queue_comes_first_and_goes_last_and_the_trainer_drains_first(tmp_path: Path) -> None:

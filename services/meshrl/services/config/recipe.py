@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from meshrl.contract import extend
 from meshrl.contract.config import Config
 from meshrl.contract.nouns import (
     REFERENCE_STAGE,
@@ -104,8 +105,11 @@ class Recipe(Config):
 
 
 def needs_reference(recipe: Recipe) -> bool:
-    """True when the algorithm reads `ref_logprobs`: a KL term in the reward or in the loss."""
-    return recipe.algorithm.use_kl_in_reward or recipe.actor.use_kl_loss
+    """True when the algorithm reads `ref_logprobs`: a KL term in the reward or the loss, or the loss itself."""
+    if recipe.algorithm.use_kl_in_reward or recipe.actor.use_kl_loss:
+        return True
+    loss = recipe.actor.policy_loss.loss_mode
+    return "ref_logprobs" in extend.constant("meshrl.trainer.losses", loss, "NEEDS", ())
 
 
 def has_evaluation(recipe: Recipe) -> bool:
