@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -101,3 +102,38 @@ def test_a_malformed_row_ends_in_one_line(tmp_path: Path) -> None:
         mesh.wait(process, timeout_s=120, code=Exit.USER_ERROR)
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "train.jsonl:65" in errors[0] and "prompt" in errors[0], mesh.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
+async def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_once_there_is_space(
+    tmp_path: Path,
+) -> None:
+    changes = {
+        "queue": {
+            **{"max_staleness": 1, "lease_ttl_s": 5},
+            **{"reserve_bytes": 8 << 20, "grow_bytes": 4 << 20},
+        },
+        "trainer": {"total_training_steps": 6, "save_freq": 2, "test_freq": -1},
+        "data": {"val_files": []},
+    }
+    mesh = make_mesh(tmp_path, changes)
+    mesh.run_dir.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mesh.run_dir)]
+    if await (await asyncio.create_subprocess_exec(*mount)).wait():
+        pytest.skip("this machine does not let us mount a file system")
+    try:
+        ballast = mesh.run_dir / "ballast"
+        with mesh.up() as process:
+            mesh.wait_for_step(process, 1, timeout_s=120)
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(16384))
+            mesh.wait(process, timeout_s=120, code=Exit.FAILED)
+        errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and "space" in errors[0], mesh.output[-3000:]
+        ballast.unlink()
+        assert (await mesh.ledger()).balanced
+        mesh.run()
+        await balanced(mesh, 6)
+    finally:
+        await (await asyncio.create_subprocess_exec("umount", "-l", str(mesh.run_dir))).wait()

@@ -14,6 +14,7 @@ trusted as the code that reads it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from meshrl.contract.errors import CorruptError
+from meshrl.contract.errors import CapacityError, CorruptError
 from meshrl.contract.nouns import Version
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import Policy
@@ -83,7 +84,29 @@ def save(
 
     Returns:
         The checkpoint's directory.
+
+    Raises:
+        CapacityError: the disk is full; the checkpoints before this one are as they were.
     """
+    try:
+        return _save(root, policy, optimizers, state, world, keep=keep)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CapacityError(
+            f"no space left in {root} for the checkpoint of step {state.step}; free some and start again"
+        ) from error
+
+
+def _save(
+    root: Path,
+    policy: Policy,
+    optimizers: Optimizers,
+    state: TrainerState,
+    world: World,
+    *,
+    keep: int,
+) -> Path:
     final = root / f"step-{state.step:08d}-epoch-{state.epoch:04d}"
     writing = root / f"{_WRITING}{final.name}"
     if world.is_main:
