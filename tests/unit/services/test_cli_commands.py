@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from meshrl.contract.nouns import Task
 from meshrl.services.cli import main
+from meshrl.services.cli.mesh import stored_queue
+from meshrl.services.config import load_recipe, train_spec
 from meshrl.services.up.book import BOOK_NAME, AddressBook, Entry
 
 
@@ -118,7 +123,7 @@ def test_a_mesh_that_is_not_there_is_said_to_be_not_there(run: Run, command: str
     )
 
 
-@pytest.mark.parametrize("command", ["status", "ledger", "why-waiting", "dead-letters"])
+@pytest.mark.parametrize("command", ["status", "why-waiting"])
 def test_a_mesh_that_does_not_run_is_said_not_to_run(run: Run, command: str) -> None:
     directory = Path("runs/demo")
     directory.mkdir(parents=True)
@@ -131,6 +136,29 @@ def test_a_mesh_that_does_not_run_is_said_not_to_run(run: Run, command: str) -> 
         "error: the mesh in runs/demo is not running; "
         "start it with: meshrl up runs/demo/recipe.yaml\n"
     )
+
+
+def test_the_ledger_of_a_run_that_has_ended_is_read_from_its_queue(run: Run) -> None:
+    Path("model").mkdir()
+    directory = Path("runs/demo")
+    directory.mkdir(parents=True)
+    recipe = directory / "recipe.yaml"
+    recipe.write_text("run: {name: demo}\nmodel: {path: model}\n")
+    AddressBook(run="demo", recipe=recipe, services={}).save(directory / BOOK_NAME)
+
+    async def leave_a_row() -> None:
+        loaded = load_recipe(recipe, check=False)
+        async with stored_queue(loaded) as queue:
+            await queue.open_run(train_spec(loaded))
+            prompt = np.array([1, 2], dtype=np.int32)
+            task = Task(run="demo", task_id="0-0", prompt_ids=prompt, group_size=8)
+            await queue.admit("demo", [task], cursor="1", wait_s=1)
+
+    (directory / "queue").mkdir()
+    asyncio.run(leave_a_row())
+    told = json.loads(run("ledger", "--json").out)["demo"]
+    assert (told["admitted"], told["resident"]["queued"], told["balanced"]) == (8, 8, True)
+    assert run("dead-letters").out == "no row was given up\n"
 
 
 def test_a_book_that_is_none_is_named(run: Run) -> None:

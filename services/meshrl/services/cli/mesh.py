@@ -1,17 +1,22 @@
-"""Finds the mesh that a person asks about, and says plainly when it does not run."""
+"""Finds the mesh that a person asks about; says plainly when it does not run, or reads what its queue left."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from meshrl.contract.errors import UnavailableError, UserError
-from meshrl.services.config.recipe import EVAL_SUFFIX
-from meshrl.services.up.book import BOOK_NAME, AddressBook, is_up, newest_run_dir
+from meshrl.contract.ports import Queue
+from meshrl.services.config.load import load_recipe
+from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe
+from meshrl.services.up.book import BOOK_NAME, AddressBook, is_up, newest_run_dir, run_lock
 from meshrl.services.wires.queue import QueueWire
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.queue import TransferQueue
 
 PATIENCE_S = 5.0
 """How long a person waits for a service that does not answer."""
@@ -27,24 +32,42 @@ class Mesh:
     trainer: str | None = None
     fleet: Mapping[str, str] = field(default_factory=dict)
     """Rollout workers by name."""
+    stopped: Recipe | None = None
+    """The recipe of a mesh that does not run: its queue's files answer."""
 
     @property
     def runs(self) -> tuple[str, str]:
         """Training and evaluation."""
         return self.run, self.run + EVAL_SUFFIX
 
-    def ask_queue(self, question: Callable[[QueueWire], Awaitable[Answer]]) -> Answer:
-        """One conversation with the queue."""
+    def ask_queue(self, question: Callable[[Queue], Awaitable[Answer]]) -> Answer:
+        """One conversation with the queue, or with what it left on disk."""
 
         async def ask() -> Answer:
+            if self.stopped is not None:
+                with run_lock(self.stopped.run.path):
+                    async with stored_queue(self.stopped) as left:
+                        return await question(left)
             async with QueueWire(self.queue, patience_s=PATIENCE_S) as queue:
                 return await question(queue)
 
         return asyncio.run(ask())
 
 
-def find_mesh(run_dir: Path | None, queue: str | None, run: str | None) -> Mesh:
-    """The mesh at `queue`, or of `run_dir`, or the newest one here.
+@asynccontextmanager
+async def stored_queue(recipe: Recipe) -> AsyncIterator[Queue]:
+    """The queue of a run whose processes have ended, opened here on its files."""
+    queue = await TransferQueue.open(stores.build(recipe.queue, recipe.queue_path))
+    try:
+        yield queue
+    finally:
+        await queue.close()
+
+
+def find_mesh(
+    run_dir: Path | None, queue: str | None, run: str | None, *, stopped: bool = False
+) -> Mesh:
+    """The mesh at `queue`, or of `run_dir`, or the newest one here; with `stopped` also one that does not run.
 
     Raises:
         UserError: the options do not fit together, or `run_dir` holds no mesh.
@@ -58,6 +81,9 @@ def find_mesh(run_dir: Path | None, queue: str | None, run: str | None) -> Mesh:
     directory = run_dir if run_dir is not None else newest_run_dir()
     book = AddressBook.load(directory / BOOK_NAME)
     if not is_up(directory):
+        if stopped:
+            recipe = load_recipe(book.recipe, check=False)
+            return Mesh(run=run or book.run, queue="", stopped=recipe)
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
         )

@@ -87,11 +87,7 @@ def _report(recipe: Recipe) -> None:
 
 async def _stored_ledger(recipe: Recipe) -> Ledger:
     """The ledger as the queue's files tell it, after the queue has ended."""
-    from meshrl.transferqueue import stores
-    from meshrl.transferqueue.queue import TransferQueue
+    from meshrl.services.cli.mesh import stored_queue
 
-    queue = await TransferQueue.open(stores.build(recipe.queue, recipe.queue_path))
-    try:
+    async with stored_queue(recipe) as queue:
         return await queue.ledger(recipe.run.name)
-    finally:
-        await queue.close()

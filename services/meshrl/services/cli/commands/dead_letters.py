@@ -13,9 +13,9 @@ from rich.table import Table
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import DeadLetter, Uid
+from meshrl.contract.ports import Queue
 from meshrl.services.cli.mesh import Mesh, find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
-from meshrl.services.wires.queue import QueueWire
 
 
 @click.group("dead-letters", invoke_without_command=True)
@@ -26,7 +26,7 @@ def dead_letters(
     context: click.Context, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
 ) -> None:
     """List the rows that were given up, or `replay` them."""
-    mesh = find_mesh(run_dir, queue, run)
+    mesh = find_mesh(run_dir, queue, run, stopped=True)
     context.obj = mesh
     if context.invoked_subcommand is not None:
         return
@@ -55,15 +55,15 @@ def replay(mesh: Mesh, uids: tuple[str, ...], everything: bool) -> None:
     if everything:
         chosen = [letter.uid for letter in _letters(mesh)]
 
-    async def ask(wire: QueueWire) -> int:
-        return await wire.replay(mesh.run, chosen)
+    async def ask(asked: Queue) -> int:
+        return await asked.replay(mesh.run, chosen)
 
     click.echo(f"{mesh.ask_queue(ask)} rows admitted again")
 
 
 def _letters(mesh: Mesh) -> Sequence[DeadLetter]:
-    async def ask(wire: QueueWire) -> Sequence[DeadLetter]:
-        return await wire.dead_letters(mesh.run)
+    async def ask(asked: Queue) -> Sequence[DeadLetter]:
+        return await asked.dead_letters(mesh.run)
 
     return mesh.ask_queue(ask)
 

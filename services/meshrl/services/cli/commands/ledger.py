@@ -13,23 +13,23 @@ from rich.table import Table
 
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.nouns import Ledger
+from meshrl.contract.ports import Queue
 from meshrl.services.cli.mesh import find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.up.exits import Exit
-from meshrl.services.wires.queue import QueueWire
 
 
 @click.command()
 @mesh_options
 @json_option
 def ledger(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
-    """Account for every row of the run and of its evaluation; exit code 1 if it does not balance."""
-    mesh = find_mesh(run_dir, queue, run)
+    """Account for every row of the run and of its evaluation, also when it has ended; exit code 1 if it is off."""
+    mesh = find_mesh(run_dir, queue, run, stopped=True)
 
-    async def ask(wire: QueueWire) -> list[Ledger]:
-        found = [await wire.ledger(mesh.run)]
+    async def ask(asked: Queue) -> list[Ledger]:
+        found = [await asked.ledger(mesh.run)]
         try:
-            found.append(await wire.ledger(mesh.runs[1]))
+            found.append(await asked.ledger(mesh.runs[1]))
         except NotFoundError:
             # Nothing was evaluated yet.
             return found

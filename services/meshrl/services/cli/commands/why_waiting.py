@@ -12,9 +12,9 @@ from rich.table import Table
 
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.nouns import Waiting
+from meshrl.contract.ports import Queue
 from meshrl.services.cli.mesh import find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
-from meshrl.services.wires.queue import QueueWire
 
 SHOWN_UIDS = 4
 
@@ -26,10 +26,10 @@ def why_waiting(run_dir: Path | None, queue: str | None, run: str | None, as_jso
     """List everything that waits in the queue, the longest wait first."""
     mesh = find_mesh(run_dir, queue, run)
 
-    async def ask(wire: QueueWire) -> list[Waiting]:
-        found = list(await wire.why_waiting(mesh.run))
+    async def ask(asked: Queue) -> list[Waiting]:
+        found = list(await asked.why_waiting(mesh.run))
         try:
-            found += await wire.why_waiting(mesh.runs[1])
+            found += await asked.why_waiting(mesh.runs[1])
         except NotFoundError:
             # Nothing was evaluated yet.
             return found
