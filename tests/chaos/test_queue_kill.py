@@ -70,17 +70,17 @@ async def check(folder: Path) -> None:
     run = queue._runs["run"]
     stages = {stage.name: stage for stage in run.stages}
     for _, stage, name in (line for line in lines if line[0] == "wrote"):
-        row = run.find(Uid.parse(name))
-        if row is None:
-            newer = run.by_task.get(Uid.parse(name).task)
-            reissued = newer is not None and any(
-                other.attempt > Uid.parse(name).attempt for other in newer.rows.values()
-            )
-            earlier_attempt = any(uid.rpartition(".")[0] == name.rpartition(".")[0] for uid in gone)
+        uid = Uid.parse(name)
+        group = run.find(uid)
+        if group is None:
+            newer = run.by_task.get(uid.task)
+            reissued = newer is not None and max(newer.attempts) > uid.attempt
+            earlier_attempt = any(left.rpartition(".")[0] == name.rpartition(".")[0] for left in gone)
             assert name in gone or reissued or earlier_attempt, f"{stage} of {name} is lost"
         else:
-            assert row.done & stages[stage].bit, f"{stage} of {name} was acknowledged and is undone"
-            (columns,) = await queue.fetch("run", [row.uid], stages[stage].writes)
+            done = group.done[stages[stage].number]
+            assert done >> uid.index & 1, f"{stage} of {name} was acknowledged and is undone"
+            (columns,) = await queue.fetch("run", [uid], stages[stage].writes)
             assert set(columns) == set(stages[stage].writes)
     await queue.close()
 

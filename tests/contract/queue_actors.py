@@ -124,12 +124,17 @@ class Actors:
             [self.run], stage, worker=worker, limit=limit, version=version, wait_s=wait_s
         )
 
-    async def write(self, lease: Lease, version: Version | None = None) -> None:
-        """Answer every row of the lease as its stage would."""
-        rows: list[RowWrite] = []
-        for row in lease.rows:
+    async def write(
+        self,
+        lease: Lease,
+        version: Version | None = None,
+        rows: Sequence[LeasedRow] | None = None,
+    ) -> None:
+        """Answer every row of the lease (or those of `rows`) as its stage would."""
+        written: list[RowWrite] = []
+        for row in lease.rows if rows is None else rows:
             if lease.stage == ROLLOUT_STAGE.name:
-                rows.append(rollout_of(row, version or self.version))
+                written.append(rollout_of(row, version or self.version))
             elif lease.stage == REWARD_STAGE.name:
                 score = Score(
                     uid=row.uid,
@@ -138,10 +143,10 @@ class Actors:
                     components={"correct": 1.0},
                     reward_hash="abc",
                 )
-                rows.append(reward_write(score))
+                written.append(reward_write(score))
             elif lease.stage == REFERENCE_STAGE.name:
-                rows.append(reference_of(row))
-        await self.queue.write(self.run, lease.stage, tokens_of(lease), rows)
+                written.append(reference_of(row))
+        await self.queue.write(self.run, lease.stage, tokens_of(lease), written)
 
     async def work(self, limit: int = 100, version: Version | None = None) -> None:
         """Roll out and judge what is there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -26,7 +25,7 @@ class TakePromises:
         await actors.feed(tasks(2))
         lease = await actors.lease()
         for row in reversed(lease.rows):
-            await actors.write(replace(lease, rows=(row,)))
+            await actors.write(lease, rows=[row])
         await actors.write(await actors.lease("reward"))
         batch = await actors.take(0)
         assert batch_uids(batch) == ["t0.0.0", "t0.1.0", "t1.0.0", "t1.1.0"]

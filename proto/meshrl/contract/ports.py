@@ -21,11 +21,14 @@ from meshrl.contract.nouns import (
     Ledger,
     OnUpdate,
     Outcome,
+    PackedGroup,
+    PayloadGroup,
     RowWrite,
     RunSpec,
     RunState,
     Sample,
     Score,
+    Siblings,
     Task,
     TrainerStatus,
     Uid,
@@ -100,6 +103,13 @@ class Queue(Protocol):
         """
         ...
 
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        """`write` for rows that are packed by group already: one frame for eight rows. All groups or none.
+
+        Raises as `write` does.
+        """
+        ...
+
     async def fail(
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
     ) -> None:
@@ -124,6 +134,12 @@ class Queue(Protocol):
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         """Payload of resident rows, in order. Raises NotFoundError (with `uid`)."""
+        ...
+
+    async def fetch_packed(
+        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        """`fetch` by the group: the frames as they were written. Raises as `fetch` does."""
         ...
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:

@@ -414,24 +414,22 @@ class LeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    payload: _builtins.bytes
-    """The next bytes of the columns of all rows; at most 1 MiB."""
+    GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___LeaseHeader: ...
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedRow]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedGroup]:
+        """Together about 1 MiB a message."""
+
     def __init__(
         self,
         *,
         header: Global___LeaseHeader | None = ...,
-        rows: _abc.Iterable[Global___LeasedRow] | None = ...,
-        payload: _builtins.bytes = ...,
+        groups: _abc.Iterable[Global___LeasedGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "payload", b"payload", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -444,60 +442,129 @@ class LeaseHeader(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     worker: _builtins.str
     ttl_s: _builtins.float
     """Seconds from the grant."""
-    num_rows: _builtins.int
-    """Rows in the stream."""
+    num_groups: _builtins.int
+    """Groups in the stream."""
     def __init__(
         self,
         *,
         stage: _builtins.str = ...,
         worker: _builtins.str = ...,
         ttl_s: _builtins.float = ...,
-        num_rows: _builtins.int = ...,
+        num_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "stage", b"stage", "ttl_s", b"ttl_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_groups", b"num_groups", "stage", b"stage", "ttl_s", b"ttl_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseHeader: _TypeAlias = LeaseHeader  # noqa: Y015
 
 @_typing.final
-class LeasedRow(_message.Message):
+class Siblings(_message.Message):
+    """Some rows of one group; `attempts` has an entry for each of `indices`."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROW_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
-    DELIVERY_FIELD_NUMBER: _builtins.int
-    token: _builtins.int
-    """Fencing token: grows with every grant."""
-    delivery: _builtins.int
-    """1 on the first delivery to this stage."""
+    INDICES_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    """Task id."""
     @_builtins.property
-    def row(self) -> _trajectory_pb2.RowHeader: ...
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def task(self) -> _trajectory_pb2.Task: ...
+    def attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        row: _trajectory_pb2.RowHeader | None = ...,
-        token: _builtins.int = ...,
-        task: _trajectory_pb2.Task | None = ...,
-        delivery: _builtins.int = ...,
+        task: _builtins.str = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        attempts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "row", b"row", "task", b"task", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "indices", b"indices", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LeasedRow: _TypeAlias = LeasedRow  # noqa: Y015
+Global___Siblings: _TypeAlias = Siblings  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    """A sealed frame of columns (meshrl/contract/frames.py): its row i belongs to row rows[i] of the group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
+    frame: _builtins.bytes
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        frame: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
+
+@_typing.final
+class LeasedGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    DELIVERIES_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """Fencing token: grows with every grant."""
+    @_builtins.property
+    def prompt(self) -> _trajectory_pb2.Task:
+        """What is asked; its task_id names the group."""
+
+    @_builtins.property
+    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliveries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per row: 1 on the first delivery to this stage."""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """The columns that the stage reads."""
+
+    def __init__(
+        self,
+        *,
+        prompt: _trajectory_pb2.Task | None = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        attempts: _abc.Iterable[_builtins.int] | None = ...,
+        token: _builtins.int = ...,
+        deliveries: _abc.Iterable[_builtins.int] | None = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "deliveries", b"deliveries", "indices", b"indices", "parts", b"parts", "prompt", b"prompt", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasedGroup: _TypeAlias = LeasedGroup  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
@@ -557,24 +624,22 @@ class WriteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    payload: _builtins.bytes
-    """The next bytes of the columns of all rows; at most 1 MiB."""
+    GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___WriteHeader: ...
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrittenRow]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrittenGroup]:
+        """Together about 1 MiB a message."""
+
     def __init__(
         self,
         *,
         header: Global___WriteHeader | None = ...,
-        rows: _abc.Iterable[Global___WrittenRow] | None = ...,
-        payload: _builtins.bytes = ...,
+        groups: _abc.Iterable[Global___WrittenGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "payload", b"payload", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,62 +651,132 @@ class WriteHeader(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     stage: _builtins.str
-    num_rows: _builtins.int
-    """Rows in the stream."""
+    num_groups: _builtins.int
+    """Groups in the stream."""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         stage: _builtins.str = ...,
-        num_rows: _builtins.int = ...,
+        num_groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "run", b"run", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_groups", b"num_groups", "run", b"run", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WriteHeader: _TypeAlias = WriteHeader  # noqa: Y015
 
 @_typing.final
-class WrittenRow(_message.Message):
+class WrittenGroup(_message.Message):
+    """Columns for rows of one group that are held under one token."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROW_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    """The fencing token under which the row is held."""
+    frame: _builtins.bytes
+    """A sealed frame of columns (meshrl/contract/frames.py), its rows in the order of `rows`."""
     @_builtins.property
-    def row(self) -> _trajectory_pb2.RowHeader: ...
+    def rows(self) -> Global___Siblings: ...
     @_builtins.property
-    def facts(self) -> _trajectory_pb2.RowFacts:
+    def facts(self) -> Global___GroupFacts:
         """From the rollout stage only."""
 
     def __init__(
         self,
         *,
-        row: _trajectory_pb2.RowHeader | None = ...,
-        token: _builtins.int | None = ...,
-        facts: _trajectory_pb2.RowFacts | None = ...,
+        rows: Global___Siblings | None = ...,
+        token: _builtins.int = ...,
+        frame: _builtins.bytes = ...,
+        facts: Global___GroupFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_facts", b"_facts", "_token", b"_token", "facts", b"facts", "row", b"row", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_facts", b"_facts", "_token", b"_token", "facts", b"facts", "row", b"row", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "frame", b"frame", "rows", b"rows", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__facts: _TypeAlias = _typing.Literal["facts"]  # noqa: Y015
-    _WhichOneofArgType__facts: _TypeAlias = _typing.Literal["_facts", b"_facts"]  # noqa: Y015
-    _WhichOneofReturnType__token: _TypeAlias = _typing.Literal["token"]  # noqa: Y015
-    _WhichOneofArgType__token: _TypeAlias = _typing.Literal["_token", b"_token"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__facts) -> _WhichOneofReturnType__facts | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__token) -> _WhichOneofReturnType__token | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WrittenRow: _TypeAlias = WrittenRow  # noqa: Y015
+Global___WrittenGroup: _TypeAlias = WrittenGroup  # noqa: Y015
+
+@_typing.final
+class GroupFacts(_message.Message):
+    """What the queue must know of finished rollouts; each field has an entry per row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Outcome.ValueType]: ...
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """T."""
+
+    @_builtins.property
+    def oldest(self) -> Global___VersionList:
+        """The oldest version that sampled a token: what staleness is measured from."""
+
+    @_builtins.property
+    def newest(self) -> Global___VersionList:
+        """The newest version that sampled a token."""
+
+    @_builtins.property
+    def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """stop | length | abort | ..."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[_trajectory_pb2.Outcome.ValueType] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        oldest: Global___VersionList | None = ...,
+        newest: Global___VersionList | None = ...,
+        finish_reasons: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupFacts: _TypeAlias = GroupFacts  # noqa: Y015
+
+@_typing.final
+class VersionList(_message.Message):
+    """Versions side by side: epochs[i].steps[i]."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epochs: _abc.Iterable[_builtins.int] | None = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionList: _TypeAlias = VersionList  # noqa: Y015
 
 @_typing.final
 class HeldRow(_message.Message):
@@ -775,97 +910,94 @@ class Batch(_message.Message):
     BATCH_ID_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.str
     run: _builtins.str
     step: _builtins.int
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRow]:
-        """Rows of one group stand next to each other."""
-
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]: ...
     def __init__(
         self,
         *,
         batch_id: _builtins.str = ...,
         run: _builtins.str = ...,
         step: _builtins.int = ...,
-        rows: _abc.Iterable[Global___BatchRow] | None = ...,
+        groups: _abc.Iterable[Global___BatchGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "rows", b"rows", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "groups", b"groups", "run", b"run", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Batch: _TypeAlias = Batch  # noqa: Y015
 
 @_typing.final
-class BatchRow(_message.Message):
+class BatchGroup(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    UID_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     OLDEST_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
-    OUTCOME_FIELD_NUMBER: _builtins.int
-    group: _builtins.str
-    """Task id."""
-    group_size: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
     """The true size of the group, also where fewer rows were kept."""
-    num_tokens: _builtins.int
-    """T."""
-    outcome: _trajectory_pb2.Outcome.ValueType
     @_builtins.property
-    def uid(self) -> _trajectory_pb2.Uid: ...
+    def rows(self) -> Global___Siblings: ...
     @_builtins.property
-    def oldest(self) -> _trajectory_pb2.Version: ...
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """T of each row."""
+
     @_builtins.property
-    def newest(self) -> _trajectory_pb2.Version: ...
+    def oldest(self) -> Global___VersionList: ...
+    @_builtins.property
+    def newest(self) -> Global___VersionList: ...
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Outcome.ValueType]: ...
     def __init__(
         self,
         *,
-        uid: _trajectory_pb2.Uid | None = ...,
-        group: _builtins.str = ...,
-        group_size: _builtins.int = ...,
-        num_tokens: _builtins.int = ...,
-        oldest: _trajectory_pb2.Version | None = ...,
-        newest: _trajectory_pb2.Version | None = ...,
-        outcome: _trajectory_pb2.Outcome.ValueType = ...,
+        rows: Global___Siblings | None = ...,
+        size: _builtins.int = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        oldest: Global___VersionList | None = ...,
+        newest: Global___VersionList | None = ...,
+        outcomes: _abc.Iterable[_trajectory_pb2.Outcome.ValueType] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest", "uid", b"uid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "group_size", b"group_size", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcome", b"outcome", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes", "rows", b"rows", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BatchRow: _TypeAlias = BatchRow  # noqa: Y015
+Global___BatchGroup: _TypeAlias = BatchGroup  # noqa: Y015
 
 @_typing.final
 class FetchRowsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
-    UIDS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     @_builtins.property
-    def uids(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Uid]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Siblings]: ...
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Column names; the answer has those that the row has."""
+        """Column names; every row has to have them."""
 
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
-        uids: _abc.Iterable[_trajectory_pb2.Uid] | None = ...,
+        groups: _abc.Iterable[Global___Siblings] | None = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "run", b"run", "uids", b"uids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "groups", b"groups", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -875,29 +1007,51 @@ Global___FetchRowsRequest: _TypeAlias = FetchRowsRequest  # noqa: Y015
 class FetchRowsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    num_rows: _builtins.int
-    """Rows in the stream; in the first message only."""
-    payload: _builtins.bytes
-    """The next bytes of the columns of all rows; at most 1 MiB."""
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    num_groups: _builtins.int
+    """Groups in the stream; in the first message only."""
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.RowHeader]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadGroup]:
+        """In the order asked for; together about 1 MiB a message."""
+
     def __init__(
         self,
         *,
-        num_rows: _builtins.int = ...,
-        rows: _abc.Iterable[_trajectory_pb2.RowHeader] | None = ...,
-        payload: _builtins.bytes = ...,
+        num_groups: _builtins.int = ...,
+        groups: _abc.Iterable[Global___PayloadGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "payload", b"payload", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "num_groups", b"num_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchRowsResponse: _TypeAlias = FetchRowsResponse  # noqa: Y015
+
+@_typing.final
+class PayloadGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> Global___Siblings: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]: ...
+    def __init__(
+        self,
+        *,
+        rows: Global___Siblings | None = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PayloadGroup: _TypeAlias = PayloadGroup  # noqa: Y015
 
 @_typing.final
 class FilterRowsRequest(_message.Message):

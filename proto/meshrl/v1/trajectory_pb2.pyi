@@ -3,7 +3,7 @@
 isort:skip_file
 The nouns that every service shares: versions, uids, arrays, tasks, and rows with their columns.
 
-A trajectory has no message of its own: it travels as the columns of its row, so that each stage moves only what it
+A trajectory has no message of its own: it travels as columns in frames, so that each stage moves only what it
 reads. Shapes: T = tokens of one row (prompt and response), P = prompt tokens. All arrays are C-contiguous and
 little-endian.
 """
@@ -137,7 +137,7 @@ Global___Uid: _TypeAlias = Uid  # noqa: Y015
 
 @_typing.final
 class Array(_message.Message):
-    """A small array in one piece. Payload of rows travels as ColumnHeader + chunks instead."""
+    """A small array in one piece. Payload of rows travels in frames (meshrl/contract/frames.py) instead."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -166,107 +166,6 @@ class Array(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Array: _TypeAlias = Array  # noqa: Y015
-
-@_typing.final
-class ColumnHeader(_message.Message):
-    """Where one column of a row lies in the payload: after the columns before it, padded to a multiple of 8 bytes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    SHAPE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """Unique in its row: tokens, loss_mask, rollout_logprobs, spans, reward ..."""
-    dtype: _builtins.str
-    """As in Array."""
-    @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As in Array; per-token columns are [T]."""
-
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        dtype: _builtins.str = ...,
-        shape: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ColumnHeader: _TypeAlias = ColumnHeader  # noqa: Y015
-
-@_typing.final
-class RowHeader(_message.Message):
-    """A row and the columns of it that travel. The payload of the rows of one stream, in order, is the concatenation of the
-    `payload` fields of its messages.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    UID_FIELD_NUMBER: _builtins.int
-    COLUMNS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def uid(self) -> Global___Uid: ...
-    @_builtins.property
-    def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___ColumnHeader]: ...
-    def __init__(
-        self,
-        *,
-        uid: Global___Uid | None = ...,
-        columns: _abc.Iterable[Global___ColumnHeader] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["uid", b"uid"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "uid", b"uid"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RowHeader: _TypeAlias = RowHeader  # noqa: Y015
-
-@_typing.final
-class RowFacts(_message.Message):
-    """What the queue must know of a finished rollout."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OUTCOME_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    OLDEST_FIELD_NUMBER: _builtins.int
-    NEWEST_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
-    outcome: Global___Outcome.ValueType
-    num_tokens: _builtins.int
-    """T."""
-    finish_reason: _builtins.str
-    """stop | length | abort | ..."""
-    @_builtins.property
-    def oldest(self) -> Global___Version:
-        """The oldest version that sampled a token: what staleness is measured from."""
-
-    @_builtins.property
-    def newest(self) -> Global___Version:
-        """The newest version that sampled a token."""
-
-    def __init__(
-        self,
-        *,
-        outcome: Global___Outcome.ValueType = ...,
-        num_tokens: _builtins.int = ...,
-        oldest: Global___Version | None = ...,
-        newest: Global___Version | None = ...,
-        finish_reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcome", b"outcome"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RowFacts: _TypeAlias = RowFacts  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):

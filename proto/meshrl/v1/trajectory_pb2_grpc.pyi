@@ -3,7 +3,7 @@
 isort:skip_file
 The nouns that every service shares: versions, uids, arrays, tasks, and rows with their columns.
 
-A trajectory has no message of its own: it travels as the columns of its row, so that each stage moves only what it
+A trajectory has no message of its own: it travels as columns in frames, so that each stage moves only what it
 reads. Shapes: T = tokens of one row (prompt and response), P = prompt tokens. All arrays are C-contiguous and
 little-endian.
 """

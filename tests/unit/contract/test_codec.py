@@ -17,24 +17,27 @@ from meshrl.contract.codec.arrays import DTYPES
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import (
     Batch,
-    BatchRow,
+    BatchGroup,
     DeadLetter,
     EngineStats,
     GenerateDelta,
     GenerateRequest,
     GroupPolicy,
     Lease,
-    LeasedRow,
+    LeasedGroup,
     Ledger,
     Message,
     Outcome,
+    PackedGroup,
+    Part,
+    PayloadGroup,
     RowFacts,
-    RowWrite,
     RunSpec,
     RunState,
     Sample,
     SamplingParams,
     Score,
+    Siblings,
     StageSpec,
     StalePolicy,
     Task,
@@ -126,6 +129,27 @@ specs = st.builds(
     priority=st.integers(-5, 5),
 )
 counts = st.dictionaries(texts, large, max_size=3)
+
+
+@st.composite
+def batch_groups(draw: st.DrawFn) -> BatchGroup:
+    rows = draw(st.integers(0, 3))
+
+    def of_rows(values: st.SearchStrategy[Any]) -> Any:
+        return draw(st.lists(values, min_size=rows, max_size=rows).map(tuple))
+
+    return BatchGroup(
+        task=draw(names),
+        indices=of_rows(small),
+        attempts=of_rows(small),
+        size=draw(small),
+        num_tokens=of_rows(large),
+        oldest=of_rows(versions),
+        newest=of_rows(versions),
+        outcomes=of_rows(st.sampled_from(Outcome)),
+    )
+
+
 measures = st.dictionaries(texts, numbers, max_size=3)
 
 
@@ -172,7 +196,6 @@ def test_shared_nouns_come_back(
 ) -> None:
     round_trip("version", version)
     round_trip("uid", uid)
-    round_trip("row_facts", row)
     round_trip("sampling", how)
     round_trip("task", task)
 
@@ -198,19 +221,7 @@ def test_run_states_come_back(state: RunState) -> None:
         batch_id=texts,
         run=texts,
         step=large,
-        rows=st.lists(
-            st.builds(
-                BatchRow,
-                uid=uids,
-                group=texts,
-                group_size=small,
-                num_tokens=large,
-                oldest=versions,
-                newest=versions,
-                outcome=st.sampled_from(Outcome),
-            ),
-            max_size=3,
-        ).map(tuple),
+        groups=st.lists(batch_groups(), max_size=3).map(tuple),
     ),
     st.builds(
         Ledger,
@@ -320,55 +331,81 @@ def test_admitted_tasks_come_back(
     assert same(call, codec.decode_admit(over_the_wire(codec.encode_admit(call))))
 
 
-@given(st.lists(st.tuples(uids, columns, tasks, st.none() | facts), max_size=4))
-def test_leases_writes_and_fetched_rows_come_back(rows: list[Any]) -> None:
-    rows = list({row[0]: row for row in rows}.values())
+@st.composite
+def groups(draw: st.DrawFn) -> dict[str, Any]:
+    rows = draw(st.integers(0, 4))
+    small_tuples = st.lists(small, min_size=rows, max_size=rows).map(tuple)
+    return {"task": draw(names), "indices": draw(small_tuples), "attempts": draw(small_tuples)}
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> dict[str, Any]:
+    fields = draw(groups())
+    rows = range(len(fields["indices"]))
+    part = st.builds(
+        Part,
+        rows=st.lists(st.sampled_from(rows)).map(tuple) if rows else st.just(()),
+        frame=st.binary(),
+    )
+    return {**fields, "parts": draw(st.lists(part, max_size=2).map(tuple))}
+
+
+@given(st.lists(st.tuples(payloads(), tasks), max_size=3))
+def test_leases_come_back(several: list[Any]) -> None:
     lease = Lease(
         stage="rollout",
         worker="w",
         ttl_s=3.5,
-        rows=tuple(
-            LeasedRow(uid=uid, token=number, task=task, columns=content, delivery=1)
-            for number, (uid, content, task, _) in enumerate(rows)
+        groups=tuple(
+            LeasedGroup(
+                **{**fields, "task": task.task_id},
+                token=number,
+                deliveries=tuple(range(len(fields["indices"]))),
+                prompt=task,
+            )
+            for number, (fields, task) in enumerate(several)
         ),
     )
     assert same(lease, codec.decode_lease(over_the_wire(codec.encode_lease(lease))))
-    write = codec.WriteCall(
+
+
+@given(st.lists(st.tuples(groups(), large, st.binary(), st.booleans()), max_size=3), facts)
+def test_writes_come_back(several: list[Any], fact: RowFacts) -> None:
+    call = codec.WriteCall(
         run="r",
         stage="rollout",
-        token_of={uid: number for number, (uid, *_) in enumerate(rows)},
-        rows=tuple(RowWrite(uid=u, columns=c, facts=f) for u, c, _, f in rows),
+        groups=tuple(
+            PackedGroup(
+                **fields,
+                token=token,
+                frame=frame,
+                facts=(fact,) * len(fields["indices"]) if sampled else (),
+            )
+            for fields, token, frame, sampled in several
+        ),
     )
-    assert same(write, codec.decode_write(over_the_wire(codec.encode_write(write))))
-    asked = [uid for uid, *_ in rows]
-    fetched = [content for _, content, *_ in rows]
-    messages = over_the_wire(list(codec.encode_fetched(asked, fetched)))
-    assert same(fetched, codec.decode_fetched(messages, asked))
+    assert same(call, codec.decode_write(over_the_wire(codec.encode_write(call))))
 
 
-@given(st.lists(st.sampled_from([0, 1, 7, 1000, 400_000, 1_048_570, 1_048_576, 2_500_001])))
+@given(st.lists(payloads().map(lambda fields: PayloadGroup(**fields)), max_size=3))
+def test_fetched_payload_comes_back(fetched: list[PayloadGroup]) -> None:
+    messages = over_the_wire(list(codec.encode_fetched(fetched)))
+    assert same(fetched, codec.decode_fetched(messages, fetched))
+
+
+@given(st.lists(st.sampled_from([0, 1, 1000, 400_000, 1_048_570, 1_048_576, 2_500_001])))
 @settings(max_examples=20)
-def test_columns_of_any_size_travel_in_messages_of_a_mebibyte(sizes: list[int]) -> None:
-    uid = Uid("r", "t", 0)
-    content = {f"c{i}": np.arange(size, dtype=np.uint8) for i, size in enumerate(sizes)}
-    content["last"] = np.arange(5, dtype=np.int64)
-    messages = list(codec.encode_fetched([uid], [content]))
-    assert all(len(message.payload) <= codec.CHUNK_BYTES for message in messages)
-    [decoded] = codec.decode_fetched(over_the_wire(messages), [uid])
-    assert same(content, dict(decoded))
-    assert decoded["last"].flags.aligned
-
-
-def test_many_rows_share_a_message_and_are_decoded_without_a_copy() -> None:
-    asked = [Uid("r", str(number), 0) for number in range(100)]
-    fetched = [{"tokens": np.arange(10, dtype=np.int32)} for _ in asked]
-    messages = list(codec.encode_fetched(asked, fetched))
-    assert len(messages) == 1
-    decoded = codec.decode_fetched(messages, asked)
-    payload = np.frombuffer(messages[0].payload, np.uint8)
-    assert all(not row["tokens"].flags.owndata for row in decoded)
-    assert not decoded[0]["tokens"].flags.writeable
-    assert payload.nbytes == 100 * 40
+def test_frames_share_messages_of_a_mebibyte(sizes: list[int]) -> None:
+    fetched = [
+        PayloadGroup(
+            task=f"t{at}", indices=(0,), attempts=(0,), parts=(Part(rows=(0,), frame=bytes(size)),)
+        )
+        for at, size in enumerate(sizes)
+    ]
+    messages = list(codec.encode_fetched(fetched))
+    assert all(len(m.groups) == 1 or m.ByteSize() <= 1.01 * codec.PAGE_BYTES for m in messages)
+    assert len(messages) <= 1 + 2 * (sum(sizes) // codec.PAGE_BYTES + 1)
+    assert same(fetched, codec.decode_fetched(over_the_wire(messages), fetched))
 
 
 def test_a_big_endian_or_strided_array_travels_as_little_endian_and_contiguous() -> None:
@@ -416,8 +453,8 @@ def test_an_unknown_enum_number_and_a_missing_part_are_refused() -> None:
         codec.decode_outcome(0)
     with pytest.raises(UserError, match="99 is no Outcome"):
         codec.decode_outcome(99)
-    with pytest.raises(UserError, match="oldest is missing"):
-        codec.decode_row_facts(trajectory_pb2.RowFacts(outcome=trajectory_pb2.OUTCOME_OK))
+    with pytest.raises(UserError, match="rows is missing"):
+        codec.decode_write([queue_pb2.WriteRequest(header={}, groups=[queue_pb2.WrittenGroup()])])
     with pytest.raises(UserError, match="malformed task"):
         codec.decode_task(trajectory_pb2.Task(run="r", task_id="t", group_size=1))
 
@@ -450,42 +487,42 @@ def test_free_text_travels_even_where_it_is_no_unicode() -> None:
     assert codec.decode_score(codec.encode_score(score)).reason == "bad ? text"
 
 
+def written(task: str, nbytes: int = 8) -> PackedGroup:
+    return PackedGroup(task=task, indices=(0,), attempts=(0,), token=1, frame=bytes(nbytes))
+
+
 def test_a_stream_that_was_cut_short_is_refused() -> None:
-    rows = tuple(
-        RowWrite(uid=Uid("r", str(n), 0), columns={"tokens": np.zeros(100_000, np.int32)})
-        for n in range(5)
+    call = codec.WriteCall(
+        run="r", stage="s", groups=tuple(written(f"t{n}", 400_000) for n in range(5))
     )
-    call = codec.WriteCall(run="r", stage="s", token_of={}, rows=rows)
     messages = codec.encode_write(call)
     assert len(messages) > 1
-    with pytest.raises(UserError, match="malformed write"):
+    with pytest.raises(UserError, match="malformed write: 5 groups were announced"):
         codec.decode_write(messages[:-1])
     with pytest.raises(UserError, match="no header"):
         codec.decode_write(messages[1:])
     with pytest.raises(UserError, match="no header"):
         codec.decode_admit([])
-    messages[-1].payload += bytes(8)
-    with pytest.raises(UserError, match="belong to no column"):
-        codec.decode_write(messages)
 
 
-def test_a_column_that_is_there_twice_is_refused() -> None:
-    call = codec.WriteCall(
-        run="r",
-        stage="s",
-        token_of={},
-        rows=(RowWrite(uid=Uid("r", "t", 0), columns={"reward": np.zeros(1, np.float32)}),),
-    )
-    [message] = codec.encode_write(call)
-    message.rows[0].row.columns.add(name="reward", dtype="int8", shape=[0])
-    with pytest.raises(UserError, match="there twice"):
+def test_lists_that_do_not_fit_each_other_are_refused() -> None:
+    [message] = codec.encode_write(codec.WriteCall(run="r", stage="s", groups=(written("t"),)))
+    message.groups[0].rows.indices.append(1)
+    with pytest.raises(UserError, match="2 indices, 1 attempts"):
         codec.decode_write([message])
 
 
+def test_a_frame_of_rows_that_nobody_asked_for_is_refused() -> None:
+    group = PayloadGroup(task="t", indices=(0,), attempts=(0,), parts=(Part(rows=(1,), frame=b""),))
+    with pytest.raises(UserError, match="for a group of 1 rows"):
+        codec.decode_fetched(list(codec.encode_fetched([group])), [group])
+
+
 def test_fetched_rows_must_be_the_rows_asked_for() -> None:
-    messages = list(codec.encode_fetched([Uid("r", "t", 0)], [{}]))
+    group = PayloadGroup(task="t", indices=(0,), attempts=(0,))
+    asked = Siblings(task="t", indices=(1,), attempts=(0,))
     with pytest.raises(UserError, match="not the ones"):
-        codec.decode_fetched(messages, [Uid("r", "t", 1)])
+        codec.decode_fetched(list(codec.encode_fetched([group])), [asked])
 
 
 def test_tokens_without_their_log_probabilities_are_refused() -> None:

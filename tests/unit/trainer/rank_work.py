@@ -62,7 +62,7 @@ def batch(rows: list[Trajectory]) -> Batch:
         )
         for row in rows
     )  # fmt: skip
-    return Batch(batch_id="b", run="r", step=0, rows=manifest)
+    return Batch.of_rows(manifest, batch_id="b", run="r", step=0)
 
 
 def make(

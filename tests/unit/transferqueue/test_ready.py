@@ -7,36 +7,47 @@ from hypothesis import strategies as st
 
 from meshrl.contract.nouns import Version
 from meshrl.transferqueue import sampling
+from meshrl.transferqueue.group import Group, bits, lowest
 from meshrl.transferqueue.ready import ReadyRows
-from meshrl.transferqueue.rows import Group, Row
 from meshrl.transferqueue.sampling import CompleteGroup
 
 
-def make_rows(groups: int = 6, size: int = 3) -> list[Row]:
-    rows: list[Row] = []
-    for number in range(groups):
-        group = Group("r", 0, number, f"t{number}", size, number % 2, 0, [0] * size)
-        rows += [group.fresh_row(index, 1, 0.0) for index in range(size)]
-    return rows
+def make_groups(groups: int = 6, size: int = 3) -> list[Group]:
+    return [
+        Group.fresh(
+            *("r", 0, number, f"t{number}"),
+            priority=number % 2,
+            task_bytes=0,
+            attempts=[0] * size,
+            stages=1,
+        )
+        for number in range(groups)
+    ]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "pop"]), st.integers(0, 17))))
-def test_rows_pop_in_the_order_of_a_sort(steps: list[tuple[str, int]]) -> None:
-    rows, ready = make_rows(), ReadyRows()
-    model: set[int] = set()
-    for verb, number in steps:
-        if verb == "add":
-            ready.add(rows[number])
-            model.add(number)
-        elif verb == "discard":
-            ready.discard(rows[number])
-            model.discard(number)
+@given(st.lists(st.tuples(st.sampled_from(["set", "pop"]), st.integers(0, 5), st.integers(0, 7))))
+def test_rows_pop_in_the_order_of_a_sort(steps: list[tuple[str, int, int]]) -> None:
+    groups, ready = make_groups(), ReadyRows()
+    model: set[tuple[int, int]] = set()
+    for verb, number, mask in steps:
+        if verb == "set":
+            rows = {(number, index) for index in bits(mask)}
+            had = {row for row in model if row[0] == number}
+            assert ready.set(groups[number], mask) == bool(rows - had)
+            model = (model - had) | rows
         else:
-            limit = number % 5
-            expected = sorted(model, key=lambda at: (-rows[at].group.priority, at))[:limit]
-            assert ready.pop(limit) == [rows[at] for at in expected]
+            expected = sorted(model, key=lambda row: (-groups[row[0]].priority, row))[:mask]
+            popped = [(group.number, index) for group, m in ready.pop(mask) for index in bits(m)]
+            assert popped == expected
             model -= set(expected)
         assert len(ready) == len(model)
+
+
+@given(st.integers(0, 2**70), st.integers(0, 80))
+def test_masks_are_sets_of_indices(mask: int, count: int) -> None:
+    indices = [at for at in range(mask.bit_length()) if mask >> at & 1]
+    assert list(bits(mask)) == indices
+    assert list(bits(lowest(mask, count))) == indices[:count]
 
 
 def complete(number: int, step: int) -> CompleteGroup:

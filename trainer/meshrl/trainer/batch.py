@@ -245,4 +245,4 @@ def batch_from_json(data: Mapping[str, Any]) -> Batch:
         )
         for row in data["rows"]
     )
-    return Batch(batch_id=data["batch_id"], run=data["run"], step=data["step"], rows=rows)
+    return Batch.of_rows(rows, batch_id=data["batch_id"], run=data["run"], step=data["step"])

@@ -19,8 +19,8 @@ import numpy as np
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.nouns import Task
-from meshrl.transferqueue.frames import pack_task
-from meshrl.transferqueue.rows import Group
+from meshrl.transferqueue.group import Group
+from meshrl.transferqueue.sealed import pack_task
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
@@ -111,9 +111,12 @@ def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, bytes], cursor: 
 def _add(run: Run, task: Task, frame: bytes) -> Group:
     number = run.next_group
     run.next_group += 1
-    group = Group(
-        *(run.name, run.number, number, task.task_id, task.group_size, task.priority, len(frame)),
-        [0] * task.group_size,
+    group = run.new_group(
+        number,
+        task.task_id,
+        priority=task.priority,
+        task_bytes=len(frame),
+        attempts=[0] * task.group_size,
     )
     run.journal.put(Table.PAYLOAD, group.task_key, frame)
     run.seen.add(task.task_id)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
-from meshrl.contract.nouns import Batch, BatchRow, Json, Outcome, Uid, Version
-from meshrl.transferqueue import admission, groups
-from meshrl.transferqueue.frames import seal_json, unseal_json
+from meshrl.contract.nouns import Batch, BatchGroup, Json, Outcome, Uid, Version
+from meshrl.transferqueue import admission, policies
+from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.ledger import Exit
-from meshrl.transferqueue.rows import Group, Row
+from meshrl.transferqueue.sealed import seal_json, unseal_json
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
@@ -77,22 +77,22 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
     run.batches[batch_id] = batch
     for group in found:
         _put_in(run, batch, group)
-    rows = tuple(_manifest_row(row) for group in found for row in group.ordered())
-    run.journal.put(Table.PAYLOAD, batch.manifest_key, _stored_manifest(rows))
+    manifest = tuple(map(_manifest, found))
+    run.journal.put(Table.PAYLOAD, batch.manifest_key, seal_json(list(map(_stored, manifest))))
     run.journal.touch(batch)
     run.save(found)
-    return Batch(batch_id=batch_id, run=run.name, step=step, rows=rows)
+    return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
 
 
 def _fresh_enough(run: Run, step: int, count: int) -> list[Group]:
     """The next `count` groups in order (fewer if there are fewer); groups that grew too old leave on the way."""
     while True:
         found = _next_groups(run, count)
-        stale = [group for group in found if groups.too_old(run, group, step)]
+        stale = [group for group in found if policies.too_old(run, group, step)]
         if not stale:
             return found
         for group in stale:
-            groups.retire(run, group)
+            policies.retire(run, group)
 
 
 def _next_groups(run: Run, count: int) -> list[Group]:
@@ -105,61 +105,59 @@ def _next_groups(run: Run, count: int) -> list[Group]:
 
 def _put_in(run: Run, batch: TakenBatch, group: Group) -> None:
     run.withdraw(group)
-    for row in group.ordered():
-        if not run.finished(row):
-            run.remove_row(row, Exit.FILTERED, groups.SPARE)
+    if group.unfinished:
+        run.remove_rows(group, group.unfinished, Exit.FILTERED, policies.SPARE)
     group.batch = batch
     batch.groups[group.number] = group
     run.in_batches += 1
     if group.position < 0:
         group.position = run.next_position
         run.next_position += 1
-    for row in group.rows.values():
-        run.refresh(row)
+    run.refresh(group)
 
 
-def _manifest_row(row: Row) -> BatchRow:
-    facts = row.facts
-    assert facts is not None, "a finished row has facts"
-    return BatchRow(
-        uid=row.uid,
-        group=row.group.task_id,
-        group_size=row.group.size,
-        num_tokens=facts.num_tokens,
-        oldest=facts.oldest,
-        newest=facts.newest,
-        outcome=facts.outcome,
+def _manifest(group: Group) -> BatchGroup:
+    named = group.siblings(group.present)
+    facts = group.facts_of(group.present)
+    return BatchGroup(
+        task=named.task,
+        indices=named.indices,
+        attempts=named.attempts,
+        size=group.size,
+        num_tokens=tuple([fact.num_tokens for fact in facts]),
+        oldest=tuple([fact.oldest for fact in facts]),
+        newest=tuple([fact.newest for fact in facts]),
+        outcomes=tuple([fact.outcome for fact in facts]),
     )
 
 
-def _stored_manifest(rows: Sequence[BatchRow]) -> bytes:
-    stored: Json = [
-        [
-            *(row.group, row.uid.index, row.uid.attempt, row.group_size, row.num_tokens),
-            *(str(row.oldest), str(row.newest), row.outcome.value),
-        ]
-        for row in rows
-    ]
-    return seal_json(stored)
+def _stored(group: BatchGroup) -> Json:
+    return (
+        *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
+        [(version.epoch, version.step) for version in group.oldest],
+        [(version.epoch, version.step) for version in group.newest],
+        group.outcomes,
+    )
 
 
 def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
     """The batch as `take` answered it. Raises CorruptError."""
-    rows = tuple(
-        BatchRow(
-            uid=Uid(run, group, index, attempt),
-            group=group,
-            group_size=size,
-            num_tokens=num_tokens,
-            oldest=Version.parse(oldest),
-            newest=Version.parse(newest),
-            outcome=Outcome(outcome),
+    groups = tuple(
+        BatchGroup(
+            task=task,
+            indices=tuple(indices),
+            attempts=tuple(attempts),
+            size=size,
+            num_tokens=tuple(num_tokens),
+            oldest=tuple(Version(*version) for version in oldest),
+            newest=tuple(Version(*version) for version in newest),
+            outcomes=tuple(map(Outcome, outcomes)),
         )
-        for group, index, attempt, size, num_tokens, oldest, newest, outcome in unseal_json(
+        for task, indices, attempts, size, num_tokens, oldest, newest, outcomes in unseal_json(
             value, f"manifest of batch {batch.batch_id}"
         )
     )
-    return Batch(batch_id=batch.batch_id, run=run, step=batch.step, rows=rows)
+    return Batch(batch_id=batch.batch_id, run=run, step=batch.step, groups=groups)
 
 
 def filter_rows(run: Run, uids: Sequence[Uid], reason: str) -> None:
@@ -169,23 +167,23 @@ def filter_rows(run: Run, uids: Sequence[Uid], reason: str) -> None:
         NotFoundError: a task that was never admitted, with `uid`.
         ConflictError: a row that is here and not taken, with `uid`.
     """
-    rows: list[Row] = []
+    rows: dict[int, tuple[Group, int]] = {}
     for uid in uids:
-        row = run.find(uid)
-        if row is None and uid.task not in run.seen:
+        group = run.find(uid)
+        if group is None and uid.task not in run.seen:
             raise NotFoundError(f"no row {uid} in run {run.name}", uid=uid)
-        if row is not None and (row.group.batch is None or row.group.batch.settled):
-            raise ConflictError(f"row {uid} is {row.state}, only taken rows are filtered", uid=uid)
-        if row is not None:
-            rows.append(row)
-    touched: dict[int, Group] = {}
-    for row in rows:
-        touched[row.group.number] = row.group
-        run.remove_row(row, Exit.FILTERED, reason)
-    for group in touched.values():
-        if not group.rows:
+        if group is None:
+            continue
+        if group.batch is None or group.batch.settled:
+            state = run.state_of(group, uid.index)
+            raise ConflictError(f"row {uid} is {state}, only taken rows are filtered", uid=uid)
+        _, mask = rows.get(group.number, (group, 0))
+        rows[group.number] = (group, mask | 1 << uid.index)
+    for group, mask in rows.values():
+        run.remove_rows(group, mask, Exit.FILTERED, reason)
+        if not group.present:
             run.remove_group(group, Exit.FILTERED, reason)
-    run.save(touched.values())
+    run.save([group for group, _ in rows.values()])
 
 
 def settle(run: Run, *, step: int, batch_id: str) -> None:
@@ -205,8 +203,7 @@ def settle(run: Run, *, step: int, batch_id: str) -> None:
         return
     batch.settled = True
     for group in batch.groups.values():
-        for row in group.rows.values():
-            run.refresh(row)
+        run.refresh(group)
     run.journal.touch(batch)
     run.save()
     admission.recount(run)
@@ -237,7 +234,7 @@ def rewind(run: Run, step: int) -> int:
             committed_step=run.committed_step,
         )
     back = [batch for batch in run.batches.values() if batch.settled and batch.step >= step]
-    rows = sum(len(group.rows) for batch in back for group in batch.groups.values())
+    rows = sum(g.present.bit_count() for batch in back for g in batch.groups.values())
     _give_back(run, back)
     run.published = Version(run.epoch, step)
     run.save()
@@ -260,8 +257,7 @@ def _give_back(run: Run, batches: Sequence[TakenBatch]) -> None:
                 run.consumed -= 1
                 run.open_bytes += group.nbytes
             group.batch = None
-            for row in group.rows.values():
-                run.refresh(row)
+            run.refresh(group)
             run.offer(group)
         run.save(batch.groups.values())
         batch.groups.clear()

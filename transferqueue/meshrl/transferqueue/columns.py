@@ -1,17 +1,20 @@
-"""What may be written into a row: the columns of the stage, in the types of contract/rows.py."""
+"""What may be written into rows: the columns of the stage, in the types of contract/rows.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import RowFacts, RowWrite
-from meshrl.transferqueue.frames import storable
+from meshrl.contract.frames import Flat, Frame
+from meshrl.contract.nouns import PackedGroup, Uid
+from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.stages import Stage
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.run import Run
 
 _I4, _I8, _U1, _F4 = map(np.dtype, ("<i4", "<i8", "u1", "<f4"))
 TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
@@ -29,57 +32,91 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
 PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs"})
 
 
-def check(write: RowWrite, stage: Stage, num_tokens: int) -> None:
-    """Refuse a write that does not fit `stage`; `num_tokens` is the row's T, 0 when it has no tokens yet.
+class _Refused(Exception):
+    """Why, and at which position of the frame."""
+
+    def __init__(self, problem: str, position: int = 0) -> None:
+        super().__init__(problem)
+        self.position = position
+
+
+def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group | None) -> None:
+    """Refuse a write that does not fit `stage`, for all rows of the frame at once.
 
     Raises:
         UserError: with `uid`; names the column, what it is and what would be right.
     """
-    unknown = [name for name in write.columns if name not in stage.writes]
-    missing = [name for name in stage.writes if name not in write.columns]
+    try:
+        _check_names(frame, stage)
+        if stage.first:
+            lengths = _lengths_by_facts(write, stage)
+        elif write.facts:
+            raise _Refused(f"facts come with the first stage, not with {stage.name}")
+        else:
+            lengths = _lengths_in(group, write)
+        for name, column in frame.columns.items():
+            _check_column(name, column, lengths)
+    except _Refused as refused:
+        at = refused.position
+        uid = Uid(run.name, write.task, write.indices[at], write.attempts[at])
+        raise UserError(f"row {uid}: {refused}", uid=uid) from None
+
+
+def _check_names(frame: Frame, stage: Stage) -> None:
+    unknown = [name for name in frame.columns if name not in stage.writes]
+    missing = [name for name in stage.writes if name not in frame.columns]
     if unknown or missing:
         problem = f"column {unknown[0]} is not" if unknown else f"column {missing[0]} is missing"
-        raise _refusal(write, f"{problem} in what stage {stage.name} writes: {stage.writes}")
-    if stage.first:
-        num_tokens = _checked_facts(write, stage).num_tokens
-    elif write.facts is not None:
-        raise _refusal(write, f"facts come with the first stage, not with {stage.name}")
-    for name, array in write.columns.items():
-        _check_array(write, name, array, num_tokens)
+        raise _Refused(f"{problem} in what stage {stage.name} writes: {stage.writes}")
 
 
-def _checked_facts(write: RowWrite, stage: Stage) -> RowFacts:
-    facts = write.facts
-    if facts is None:
-        raise _refusal(write, f"stage {stage.name} must give the row's facts")
-    if not facts.outcome.trainable:
-        raise _refusal(write, f"outcome {facts.outcome} can never be trained on: use fail")
-    if facts.newest < facts.oldest or facts.num_tokens < 0:
-        raise _refusal(write, f"facts make no sense: {facts}")
-    return facts
+def _lengths_by_facts(write: PackedGroup, stage: Stage) -> list[int]:
+    if len(write.facts) != len(write.indices):
+        raise _Refused(f"stage {stage.name} must give the row's facts")
+    for position, facts in enumerate(write.facts):
+        if not facts.outcome.trainable:
+            raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
+        if facts.newest < facts.oldest or facts.num_tokens < 0:
+            raise _Refused(f"facts make no sense: {facts}", position)
+    return [facts.num_tokens for facts in write.facts]
 
 
-def _check_array(write: RowWrite, name: str, array: npt.NDArray[Any], num_tokens: int) -> None:
-    if not isinstance(array, np.ndarray) or not storable(array):
-        raise _refusal(write, f"column {name} is {_shape(array)}, which cannot be stored")
-    dtype, rank = TYPES.get(name, (array.dtype, array.ndim))
-    if array.dtype != dtype or array.ndim != rank:
-        raise _refusal(write, f"column {name} is {_shape(array)}, want {dtype} of rank {rank}")
-    if name in PER_TOKEN and len(array) != num_tokens:
-        raise _refusal(
-            write, f"column {name} has {len(array)} entries, the row {num_tokens} tokens"
-        )
-    if name == "spans" and array.shape[1] != 4:
-        raise _refusal(write, f"column spans is {_shape(array)}, want int64[n, 4]")
-    if name == "reward" and (len(array) != 1 or not np.isfinite(array[0])):
-        raise _refusal(write, f"column reward is {array}, want one finite number")
+def _lengths_in(group: Group | None, write: PackedGroup) -> list[int]:
+    """T of each row; 0 where no stage has given its facts."""
+    known = [group.facts[index] if group else None for index in write.indices]
+    return [facts.num_tokens if facts else 0 for facts in known]
 
 
-def _shape(array: object) -> str:
-    if isinstance(array, np.ndarray):
-        return f"{array.dtype.name}{list(array.shape)}"
-    return type(array).__name__
+def _check_column(name: str, column: Flat, num_tokens: list[int]) -> None:
+    dtype, rank = TYPES.get(name, (column.values.dtype, column.rank))
+    if column.values.dtype != dtype or column.rank != rank:
+        raise _Refused(f"column {name} is {_shape(column)}, want {dtype} of rank {rank}")
+    if column.lengths is None:
+        return
+    if name in PER_TOKEN:
+        for position, (length, wanted) in enumerate(
+            zip(column.lengths.tolist(), num_tokens, strict=True)
+        ):
+            if length != wanted:
+                raise _Refused(
+                    f"column {name} has {length} entries, the row {wanted} tokens", position
+                )
+    elif name == "spans" and column.values.shape[1] != 4:
+        raise _Refused(f"column spans is {_shape(column)}, want int64[n, 4]")
+    elif name == "reward":
+        _check_reward(column)
 
 
-def _refusal(write: RowWrite, problem: str) -> UserError:
-    return UserError(f"row {write.uid}: {problem}", uid=write.uid)
+def _check_reward(column: Flat) -> None:
+    assert column.lengths is not None
+    at = 0
+    for position, length in enumerate(column.lengths.tolist()):
+        if length != 1 or not np.isfinite(column.values[at]):
+            array = column.values[at : at + length]
+            raise _Refused(f"column reward is {array}, want one finite number", position)
+        at += length
+
+
+def _shape(column: Flat) -> str:
+    first = [] if column.lengths is None else [int(column.lengths[0])]
+    return f"{column.values.dtype.name}{[*first, *column.values.shape[1:]]}"

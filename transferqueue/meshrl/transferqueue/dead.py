@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.contract.nouns import DeadLetter, Json, Outcome, Uid
-from meshrl.transferqueue import groups
-from meshrl.transferqueue.frames import seal_json
+from meshrl.transferqueue import policies
+from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.ledger import Exit
-from meshrl.transferqueue.rows import Group, Row
+from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.stages import Stage
 from meshrl.transferqueue.store import Table
 
@@ -25,7 +25,6 @@ class DeadRow:
     number: int
     letter: DeadLetter
     group: int
-    size: int
     priority: int
     task_bytes: int
     attempts: list[int]
@@ -42,7 +41,7 @@ class DeadRow:
         return seal_json(
             [
                 *(self.number, str(letter.uid), letter.stage, letter.outcome, letter.reason),
-                *(letter.attempts, self.group, self.size, self.priority, self.task_bytes),
+                *(letter.attempts, self.group, self.priority, self.task_bytes),
                 self.attempts,
             ]
         )
@@ -61,21 +60,19 @@ class DeadRow:
         return cls(run_number, number, letter, *rest)
 
 
-def bury(run: Run, row: Row, stage: Stage, outcome: Outcome, reason: str) -> None:
+def bury(run: Run, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str) -> None:
     """The row leaves as a dead letter, and its group does what the policy says."""
-    group = row.group
     dead = DeadRow(
         run_number=run.number,
         number=run.next_dead,
         letter=DeadLetter(
-            uid=row.uid,
+            uid=group.uid(index),
             stage=stage.name,
             outcome=outcome,
             reason=reason,
-            attempts=row.deliveries[stage.number],
+            attempts=group.deliveries[stage.number][index],
         ),
         group=group.number,
-        size=group.size,
         priority=group.priority,
         task_bytes=group.task_bytes,
         attempts=list(group.attempts),
@@ -83,8 +80,8 @@ def bury(run: Run, row: Row, stage: Stage, outcome: Outcome, reason: str) -> Non
     run.next_dead += 1
     keep(run, dead)
     run.journal.touch(dead)
-    run.remove_row(row, Exit.DEAD, reason)
-    groups.lost_row(run, row)
+    run.remove_rows(group, 1 << index, Exit.DEAD, reason)
+    policies.lost_row(run, group, index)
     run.save([group])
 
 
@@ -111,15 +108,18 @@ def replay(run: Run, uids: list[Uid]) -> int:
         _forget(run, dead)
         answered += 1
         if group is None:
-            group = Group(
-                *(run.name, run.number, dead.group, uid.task, dead.size, dead.priority),
-                *(dead.task_bytes, [attempt + 1 for attempt in dead.attempts]),
+            group = run.new_group(
+                dead.group,
+                uid.task,
+                priority=dead.priority,
+                task_bytes=dead.task_bytes,
+                attempts=[attempt + 1 for attempt in dead.attempts],
             )
             run.add_group(group)
-        elif uid.index in group.dead:
-            group.dead.discard(uid.index)
+        elif group.dead >> uid.index & 1:
+            group.dead &= ~(1 << uid.index)
             group.attempts[uid.index] += 1
-            run.add_row(group, uid.index)
+            run.add_rows(group, [uid.index])
         run.save([group])
     return answered
 

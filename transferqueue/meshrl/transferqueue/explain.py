@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.nouns import Uid, Waiting
 from meshrl.transferqueue import admission
-from meshrl.transferqueue.rows import Group, Held, Row
+from meshrl.transferqueue.group import Grant, Group, bits
 from meshrl.transferqueue.waiting import Wait
 
 if TYPE_CHECKING:
@@ -31,23 +31,23 @@ def why_waiting(run: Run, waits: Iterable[Wait]) -> list[Waiting]:
     return sorted(found, key=lambda waiting: -waiting.since_s)
 
 
-def _unfinished(run: Run) -> Iterator[Row]:
-    groups = (group for group in run.groups.values() if _open(group))
-    return (row for group in groups for row in group.rows.values() if not run.finished(row))
+def _unfinished(run: Run) -> Iterator[Group]:
+    return (g for g in run.groups.values() if g.batch is None and not g.complete and g.unfinished)
 
 
-def _open(group: Group) -> bool:
-    return group.batch is None and not group.complete
+def _uids(rows: Iterable[tuple[Group, int]]) -> tuple[Uid, ...]:
+    """The first rows' names."""
+    return tuple(islice((g.uid(index) for g, mask in rows for index in bits(mask)), UIDS))
 
 
-def _call(run: Run, wait: Wait, now: float, unfinished: list[Row]) -> Waiting:
+def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
     """One call; a take is blamed on whoever holds what the oldest groups miss."""
     what = f"{wait.kind} waits for {wait.reason()}"
     owners: set[str] = set()
     uids: tuple[Uid, ...] = ()
     if wait.kind == "take":
-        uids = tuple(row.uid for row in unfinished[:UIDS])
-        owners = {held.worker for row in unfinished for held in row.held.values()}
+        uids = _uids((group, group.unfinished) for group in unfinished)
+        owners = {held.worker for group in unfinished for held in group.grants}
         if not unfinished:
             owners = {"feeder"}
     elif wait.kind == "admit":
@@ -57,40 +57,40 @@ def _call(run: Run, wait: Wait, now: float, unfinished: list[Row]) -> Waiting:
     )
 
 
-def _held(run: Run, unfinished: list[Row], now: float) -> Iterator[Waiting]:
+def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
     """Rows in somebody's hands, one line per stage and worker."""
     names = {stage.number: stage.name for stage in run.stages}
-    by_holder: defaultdict[tuple[int, str], list[Held]] = defaultdict(list)
-    for row in unfinished:
-        for held in row.held.values():
+    by_holder: defaultdict[tuple[int, str], list[Grant]] = defaultdict(list)
+    for group in unfinished:
+        for held in group.grants:
             by_holder[held.stage, held.worker].append(held)
     for (stage, worker), leases in by_holder.items():
         oldest = min(held.since for held in leases)
         ends = min(held.deadline for held in leases) - now
         yield Waiting(
-            who=f"{len(leases)} rows",
+            who=f"{sum(held.mask.bit_count() for held in leases)} rows",
             what=f"stage {names[stage]} by {worker}, the first lease ends in {ends:.1f} s",
             since_s=now - oldest,
             owners=(worker,),
-            uids=tuple(held.row.uid for held in leases[:UIDS]),
+            uids=_uids((held.group, held.mask) for held in leases),
         )
 
 
-def _unheld(run: Run, unfinished: list[Row], now: float) -> Iterator[Waiting]:
+def _unheld(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
     """Rows that a stage could work on and that nobody holds, one line per stage and reason."""
     for stage in run.stages:
-        by_reason: defaultdict[str, list[Row]] = defaultdict(list)
-        for row in unfinished:
-            done = row.done & (stage.needs | stage.bit)
-            if done == stage.needs and stage.number not in row.held:
-                lost = f", its lease by {row.lost_by} expired" if row.lost_by else ""
-                by_reason[lost].append(row)
+        by_reason: defaultdict[str, list[tuple[Group, int]]] = defaultdict(list)
+        for group in unfinished:
+            for index in bits(group.leasable(stage.number, stage.after)):
+                worker = group.lost_by.get(index)
+                lost = f", its lease by {worker} expired" if worker else ""
+                by_reason[lost].append((group, 1 << index))
         for lost, rows in by_reason.items():
             yield Waiting(
-                who=f"{len(rows)} rows",
+                who=f"{sum(mask.bit_count() for _, mask in rows)} rows",
                 what=f"a worker of stage {stage.name}{lost}",
-                since_s=now - min(row.since for row in rows),
-                uids=tuple(row.uid for row in rows[:UIDS]),
+                since_s=now - min(group.since for group, _ in rows),
+                uids=_uids(rows),
             )
 
 

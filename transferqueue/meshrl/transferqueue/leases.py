@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshrl.contract.errors import EndOfDataError, FencedError, UserError
-from meshrl.contract.nouns import Outcome, RowWrite, Uid, Version
-from meshrl.transferqueue import admission, columns, dead, groups
-from meshrl.transferqueue.frames import pack
-from meshrl.transferqueue.ledger import State
-from meshrl.transferqueue.rows import Group, Held, Row
+from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
+from meshrl.contract.frames import Frame
+from meshrl.contract.nouns import Outcome, PackedGroup, RowFacts, Uid, Version
+from meshrl.transferqueue import admission, columns, dead, policies
+from meshrl.transferqueue.group import Grant, Group, StoredFrame, bits
+from meshrl.transferqueue.payload import Extract, extract
 from meshrl.transferqueue.stages import Stage
 from meshrl.transferqueue.store import Table
 
@@ -23,21 +23,23 @@ EXPIRED = "lease expired"
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A row as it was granted; its payload is read once the grant is durable."""
+    """Rows of one group as they were granted; their payload is read once the grant is durable."""
 
-    uid: Uid
+    extract: Extract
     token: int
-    delivery: int
-    task_key: bytes
-    frame_keys: tuple[bytes, ...]
+    deliveries: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWrite:
-    """A checked write with its frame."""
+class CheckedWrite:
+    """Columns that may be added, for rows that are held under one token."""
 
-    row: Row
-    write: RowWrite
+    group: Group
+    token: int
+    rows: tuple[int, ...]
+    """Indices, in the order in which they lie in the frame."""
+    mask: int
+    facts: tuple[RowFacts, ...]
     frame: bytes
 
 
@@ -82,145 +84,224 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
     available = len(run.ready[stage.number])
     if available == 0 or available >= at_least or not run.spec.gated:
         return available > 0
-    resident = run.books.resident
-    upstream = 0 if stage.first else resident[State.QUEUED] + resident[State.LEASED]
+    queued, leased, *_ = run.books.resident
+    upstream = 0 if stage.first else queued + leased
     return not upstream and not admission.can_grow(run)
 
 
 def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
     """Hand at most `limit` rows to `worker`."""
-    rows = run.ready[stage.number].pop(limit)
+    number = stage.number
     run.last_token += 1
     now = run.clock()
     granted: list[Granted] = []
-    for row in rows:
-        held = Held(row, stage.number, run.last_token, worker, now, now + run.spec.lease_ttl_s)
-        row.held[stage.number] = held
-        row.deliveries[stage.number] += 1
-        row.since = now
-        run.expiry.watch(held)
-        run.refresh(row)
+    rows = run.ready[number].pop(limit)
+    for group, mask in rows:
+        deadline = now + run.spec.lease_ttl_s
+        given = Grant(group, number, run.last_token, worker, mask, now, deadline)
+        group.grants.append(given)
+        group.held[number] |= mask
+        group.since = now
+        deliveries = group.deliveries[number]
+        for index in bits(mask):
+            deliveries[index] += 1
+        run.expiry.watch(given)
+        run.refresh(group)
+        named = group.siblings(mask)
         granted.append(
             Granted(
-                row.uid,
-                held.token,
-                row.deliveries[stage.number],
-                row.group.task_key,
-                tuple(row.frame_key(n) for n in run.stages.of_columns(stage.reads)),
+                extract(group, named, run.stages.after(stage), stage.reads),
+                run.last_token,
+                tuple([deliveries[index] for index in named.indices]),
             )
         )
-    run.save(_groups(rows))
+    run.save([group for group, _ in rows])
     return granted
 
 
 def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]:
     """Extend; returns what `worker` holds no longer. Deadlines are not stored, so nothing is."""
-    deadline = run.clock() + run.spec.lease_ttl_s
     lost: list[Uid] = []
+    named: dict[int, int] = {}
     for uid in uids:
-        row = run.find(uid)
-        held = row.held.get(stage.number) if row else None
-        if held is None or held.worker != worker:
+        group = run.find(uid)
+        if group is None or not _held_by(group, stage, worker) >> uid.index & 1:
             lost.append(uid)
         else:
-            held.deadline = deadline
-            held.spared = False
+            named[group.number] = named.get(group.number, 0) | 1 << uid.index
+    deadline = run.clock() + run.spec.lease_ttl_s
+    for number, mask in named.items():
+        group = run.groups[number]
+        for held in list(group.grants):
+            if held.stage == stage.number and held.worker == worker and held.mask & mask:
+                _extend(run, held, mask, deadline)
     return lost
 
 
-def checked(
-    run: Run, stage: Stage, token_of: Mapping[Uid, int], writes: Sequence[RowWrite]
-) -> list[PackedWrite]:
-    """The writes that are still to be done; those done before under the same token are passed over.
+def _held_by(group: Group, stage: Stage, worker: str) -> int:
+    mask = 0
+    for held in group.grants:
+        if held.stage == stage.number and held.worker == worker:
+            mask |= held.mask
+    return mask
+
+
+def _extend(run: Run, held: Grant, mask: int, deadline: float) -> None:
+    """Move the deadline of the named rows; rows of the grant that were not named keep theirs."""
+    rest = held.mask & ~mask
+    if rest:
+        held.mask &= mask
+        left = Grant(
+            held.group, held.stage, held.token, held.worker, rest, held.since, held.deadline
+        )
+        held.group.grants.append(left)
+        run.expiry.watch(left)
+    held.deadline = deadline
+    held.spared = False
+
+
+def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[CheckedWrite]:
+    """The writes that are still to be done; rows written before under the same token are passed over.
 
     Raises:
         FencedError: with `uid`; somebody else has the row, or the lease ended.
-        UserError: with `uid`; a column is wrong.
+        UserError: with `uid`; a column is wrong, or a row is named twice.
     """
-    packed: list[PackedWrite] = []
-    for write in {write.uid: write for write in writes}.values():
-        if write.uid not in token_of:
-            raise UserError(f"row {write.uid}: no lease token was given", uid=write.uid)
-        row = run.find(write.uid)
-        token = token_of[write.uid]
-        if row is not None and row.done & stage.bit and row.writers[stage.number] == token:
+    found: list[CheckedWrite] = []
+    named: dict[int, int] = {}
+    for write in writes:
+        group, mask = _rows_to_write(run, stage, write)
+        frame = _read(run, write)
+        columns.check(run, write, frame, stage, group)
+        if group is None or not mask:
             continue
-        row = _held_row(run, stage, write.uid, token).row
-        columns.check(write, stage, row.facts.num_tokens if row.facts else 0)
-        packed.append(PackedWrite(row, write, pack(write.columns)))
-    return packed
+        if named.get(group.number, 0) & mask:
+            uid = group.uid(next(bits(named[group.number] & mask)))
+            raise UserError(f"row {uid} is written twice in one call", uid=uid)
+        named[group.number] = named.get(group.number, 0) | mask
+        kept = [at for at, index in enumerate(write.indices) if mask >> index & 1]
+        found.append(
+            CheckedWrite(
+                group,
+                write.token,
+                tuple([write.indices[at] for at in kept]),
+                mask,
+                tuple([write.facts[at] for at in kept]) if write.facts else (),
+                frame.select(frame.columns, kept),
+            )
+        )
+    return found
 
 
-def write(run: Run, stage: Stage, writes: Sequence[PackedWrite]) -> None:
+def _rows_to_write(run: Run, stage: Stage, write: PackedGroup) -> tuple[Group | None, int]:
+    """The group, and the mask of the rows that are held under the write's token and not written yet."""
+    group = run.by_task.get(write.task)
+    held = group.held_under(stage.number, write.token) if group else 0
+    mask = 0
+    for index, attempt in zip(write.indices, write.attempts, strict=True):
+        if group is not None and group.has(index, attempt):
+            if held >> index & 1:
+                mask |= 1 << index
+                continue
+            written = group.done[stage.number] >> index & 1
+            if written and group.writers[stage.number][index] == write.token:
+                continue
+        raise _fenced(run, stage, Uid(run.name, write.task, index, attempt), write.token)
+    return group, mask
+
+
+def _read(run: Run, write: PackedGroup) -> Frame:
+    if not write.indices:
+        raise UserError(f"a write to task {write.task!r} names no row", task=write.task)
+    uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
+    try:
+        frame = Frame(write.frame, f"row {uid}")
+    except CorruptError as error:
+        raise UserError(error.message, uid=uid) from error
+    if frame.rows != len(write.indices) or len(set(write.indices)) != frame.rows:
+        raise UserError(
+            f"row {uid}: {len(write.indices)} rows are named, the frame has {frame.rows}", uid=uid
+        )
+    return frame
+
+
+def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
     """Add the columns."""
+    number = stage.number
+    now = run.clock()
     for item in writes:
-        row, group = item.row, item.row.group
-        run.journal.put(Table.PAYLOAD, row.frame_key(stage.number), item.frame)
-        held = row.held.pop(stage.number)
-        row.writers[stage.number] = held.token
-        row.done |= stage.bit
-        row.nbytes += len(item.frame)
-        run.open_bytes += len(item.frame)
-        row.facts = item.write.facts or row.facts
-        row.since = run.clock()
-        if run.finished(row):
-            group.ready += 1
-        run.refresh(row)
-        if run.finished(row):
-            groups.finished_row(run, group)
-    run.save(_groups(item.row for item in writes))
+        group = item.group
+        stored = StoredFrame(number, group.next_frame, item.rows, len(item.frame), item.mask)
+        group.next_frame += 1
+        group.frames.append(stored)
+        run.journal.put(Table.PAYLOAD, group.frame_key(stored.number), item.frame)
+        run.open_bytes += stored.nbytes
+        group.let_go(number, item.mask)
+        group.done[number] |= item.mask
+        writers = group.writers[number]
+        for index in item.rows:
+            writers[index] = item.token
+        for index, facts in zip(item.rows, item.facts, strict=False):
+            group.facts[index] = facts
+        group.since = now
+        run.refresh(group)
+        policies.rows_finished(run, group)
+    run.save([item.group for item in writes])
 
 
 def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason: str) -> None:
     """A worker gives a row up. Raises FencedError, with `uid`."""
-    _redeliver(run, stage, _held_row(run, stage, uid, token), outcome, reason)
+    group = run.find(uid)
+    if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
+        raise _fenced(run, stage, uid, token)
+    _redeliver(run, stage, group, 1 << uid.index, outcome, reason)
 
 
 def release(run: Run, stage: Stage, token_of: Mapping[Uid, int]) -> None:
     """Rows come back untouched; those that the caller holds no longer are passed over."""
-    rows: list[Row] = []
+    groups: dict[int, Group] = {}
     for uid, token in token_of.items():
-        row = run.find(uid)
-        held = row.held.get(stage.number) if row else None
-        if row is None or held is None or held.token != token:
+        group = run.find(uid)
+        if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
             continue
-        del row.held[stage.number]
-        row.deliveries[stage.number] -= 1
-        row.since = run.clock()
-        run.refresh(row)
-        rows.append(row)
-    if rows:
-        run.save(_groups(rows))
+        group.let_go(stage.number, 1 << uid.index)
+        group.deliveries[stage.number][uid.index] -= 1
+        group.since = run.clock()
+        groups[group.number] = group
+    for group in groups.values():
+        run.refresh(group)
+    if groups:
+        run.save(groups.values())
 
 
-def expired(run: Run, held: Held) -> None:
-    """The holder was silent for `lease_ttl_s`: the row goes to somebody else."""
+def expired(run: Run, held: Grant) -> None:
+    """The holder was silent for `lease_ttl_s`: its rows go to somebody else."""
     stage = next(stage for stage in run.stages if stage.number == held.stage)
-    held.row.lost_by = held.worker
-    _redeliver(run, stage, held, Outcome.INFRA_FAULT, EXPIRED)
+    held.group.lost_by.update(dict.fromkeys(bits(held.mask), held.worker))
+    _redeliver(run, stage, held.group, held.mask, Outcome.INFRA_FAULT, EXPIRED)
 
 
-def _redeliver(run: Run, stage: Stage, held: Held, outcome: Outcome, reason: str) -> None:
-    row = held.row
-    if row.deliveries[stage.number] >= run.spec.max_attempts:
-        dead.bury(run, row, stage, outcome, reason)
-        return
-    del row.held[stage.number]
-    row.since = run.clock()
-    run.refresh(row)
-    run.save([row.group])
+def _redeliver(
+    run: Run, stage: Stage, group: Group, mask: int, outcome: Outcome, reason: str
+) -> None:
+    """Rows come back, or are given up if that was their last delivery."""
+    group.let_go(stage.number, mask)
+    group.since = run.clock()
+    run.refresh(group)
+    run.save([group])
+    deliveries = group.deliveries[stage.number]
+    for index in bits(mask):
+        # Burying one row may take its siblings with it.
+        if deliveries[index] >= run.spec.max_attempts and group.present >> index & 1:
+            dead.bury(run, group, index, stage, outcome, reason)
 
 
-def _held_row(run: Run, stage: Stage, uid: Uid, token: int) -> Held:
-    row = run.find(uid)
-    held = row.held.get(stage.number) if row else None
-    if held is None or held.token != token:
-        holder = f"{held.worker} holds it under token {held.token}" if held else "the lease ended"
-        raise FencedError(
-            f"row {uid}, stage {stage.name}: token {token} is fenced, {holder}", uid=uid
-        )
-    return held
-
-
-def _groups(rows: Iterable[Row]) -> Iterable[Group]:
-    return {row.group.number: row.group for row in rows}.values()
+def _fenced(run: Run, stage: Stage, uid: Uid, token: int) -> FencedError:
+    group = run.find(uid)
+    holders = [
+        f"{held.worker} holds it under token {held.token}"
+        for held in (group.grants if group else ())
+        if held.stage == stage.number and held.mask >> uid.index & 1
+    ]
+    holder = holders[0] if holders else "the lease ended"
+    return FencedError(f"row {uid}, stage {stage.name}: token {token} is fenced, {holder}", uid=uid)

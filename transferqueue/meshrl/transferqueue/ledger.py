@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import StrEnum
 
 from meshrl.contract.nouns import Json, Ledger
@@ -50,24 +50,19 @@ class Books:
     def __init__(self) -> None:
         self.admitted = 0
         self.exits: dict[Exit, Counter[str]] = {exit_: Counter() for exit_ in Exit}
-        self.resident: Counter[State] = Counter({state: 0 for state in State})
+        self.resident = [0] * len(State)
+        """In the order of State."""
 
-    def admit(self, rows: int) -> None:
-        """`rows` came in, as queued."""
-        self.admitted += rows
-        self.resident[State.QUEUED] += rows
+    def move(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """A group's rows by state, as they were counted and as they are."""
+        for state, (was, is_) in enumerate(zip(old, new, strict=True)):
+            self.resident[state] += is_ - was
 
-    def move(self, old: State, new: State) -> None:
-        """One row changed its state."""
-        self.resident[old] -= 1
-        self.resident[new] += 1
-
-    def leave(self, state: State, exit_: Exit, reason: str) -> None:
-        """One row left from `state`."""
-        self.resident[state] -= 1
+    def leave(self, rows: int, exit_: Exit, reason: str) -> None:
+        """`rows` left; where they were resident is told by `move`."""
         reasons = self.exits[exit_]
         key = reason[:REASON_CHARS]
-        reasons[key if key in reasons or len(reasons) < REASONS else OTHER] += 1
+        reasons[key if key in reasons or len(reasons) < REASONS else OTHER] += rows
 
     def snapshot(self, run: str) -> Ledger:
         """The ledger as it is now."""
@@ -78,7 +73,7 @@ class Books:
             filtered=dict(self.exits[Exit.FILTERED]),
             stale=dict(self.exits[Exit.STALE]),
             dead_lettered=dict(self.exits[Exit.DEAD]),
-            resident={state.value: count for state, count in self.resident.items()},
+            resident=dict(zip((state.value for state in State), self.resident, strict=True)),
         )
 
     def totals(self) -> Json:
@@ -87,11 +82,10 @@ class Books:
         return {"admitted": self.admitted, **exits}
 
     @classmethod
-    def restored(cls, totals: Json, resident: Iterable[State]) -> Books:
-        """Books from stored totals and the states of the rows that are there."""
+    def restored(cls, totals: Json) -> Books:
+        """Books from stored totals; the rows that are there are counted as they are filed."""
         books = cls()
         books.admitted = totals["admitted"]
         for exit_ in Exit:
             books.exits[exit_].update(totals[exit_.value])
-        books.resident.update(resident)
         return books

@@ -1,22 +1,77 @@
-"""Payload read back from the store: the rows of a lease with their tasks, the columns of a fetch."""
+"""Payload read back from the store: the frames of rows, as they were written, and the tasks of leased ones."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
-
-import numpy.typing as npt
+from dataclasses import dataclass
 
 from meshrl.contract.errors import NotFoundError
-from meshrl.contract.nouns import Columns, LeasedRow, Task, Uid
-from meshrl.transferqueue.frames import unpack, unpack_task
-from meshrl.transferqueue.leases import Granted
+from meshrl.contract.frames import Frame
+from meshrl.contract.nouns import LeasedGroup, Part, PayloadGroup, Siblings, Task
+from meshrl.transferqueue.group import Group
+from meshrl.transferqueue.sealed import unpack_task
 from meshrl.transferqueue.stages import Stage
 from meshrl.transferqueue.store import Store
 
 TASKS_CACHED = 4096
 """Decoded tasks kept in RAM: siblings and later stages read the same one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One stored frame, and which of its rows are wanted."""
+
+    key: bytes
+    stage: int
+    rows: tuple[int, ...]
+    """For each wanted row, its place among the rows that were asked for."""
+    positions: tuple[int, ...] | None
+    """For each wanted row, its place in the frame; None: every row of the frame, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extract:
+    """What to read for some rows of one group; it stays right whatever becomes of the group meanwhile."""
+
+    rows: Siblings
+    task_key: bytes
+    frames: tuple[Wanted, ...]
+
+
+def extract(group: Group, rows: Siblings, stages: Sequence[Stage], names: Sequence[str]) -> Extract:
+    """Where the columns `names`, which `stages` write, lie for `rows`, all of which are here.
+
+    Raises:
+        NotFoundError: with `uid`; a stage has not written a row yet.
+    """
+    for stage in stages:
+        for index in rows.indices:
+            if not group.done[stage.number] >> index & 1:
+                uid, missing = group.uid(index), next(n for n in names if n in stage.writes)
+                raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
+    wanted = frozenset(stage.number for stage in stages)
+    place = {index: at for at, index in enumerate(rows.indices)}
+    found: list[Wanted] = []
+    for frame in group.frames:
+        if frame.stage not in wanted:
+            continue
+        pairs = [
+            (place[index], position)
+            for position, index in enumerate(frame.rows)
+            if index in place and frame.live >> index & 1
+        ]
+        if pairs:
+            whole = len(pairs) == len(frame.rows)
+            found.append(
+                Wanted(
+                    group.frame_key(frame.number),
+                    frame.stage,
+                    tuple([at for at, _ in pairs]),
+                    None if whole else tuple([position for _, position in pairs]),
+                )
+            )
+    return Extract(rows, group.task_key, tuple(found))
 
 
 class PayloadReader:
@@ -30,58 +85,84 @@ class PayloadReader:
         """The store was read back: what is cached may never have been."""
         self._tasks.clear()
 
-    async def leased_rows(self, granted: Sequence[Granted], stage: Stage) -> tuple[LeasedRow, ...]:
-        """The rows with task and columns; one that left in the meantime is left out."""
-        missing = {row.task_key for row in granted if row.task_key not in self._tasks}
-        keys = [*missing, *(key for row in granted for key in row.frame_keys)]
-        stored = dict(zip(keys, await self._store.read(keys), strict=True))
-        rows: list[LeasedRow] = []
-        for row in granted:
-            task = self._task(row, stored.get(row.task_key))
-            columns = _merged([stored[key] for key in row.frame_keys], row.uid, stage.reads)
-            if task is not None and len(columns) == len(stage.reads):
-                rows.append(
-                    LeasedRow(
-                        uid=row.uid,
-                        token=row.token,
-                        task=task,
-                        columns=columns,
-                        delivery=row.delivery,
-                    )
-                )
-        return tuple(rows)
-
-    async def columns(
-        self, uids: Sequence[Uid], keys: Sequence[Sequence[bytes]], names: Sequence[str]
-    ) -> list[Columns]:
-        """The columns `names` of each row, whose frames are under `keys`.
+    async def read(
+        self, extracts: Sequence[Extract], names: Sequence[str], writes: Sequence[Sequence[str]]
+    ) -> list[PayloadGroup]:
+        """The columns `names` of each extract; `writes` has the columns of every stage.
 
         Raises:
-            NotFoundError: with `uid`; a column is not there.
+            NotFoundError: rows left while they were read.
         """
-        values = iter(await self._store.read([key for row in keys for key in row]))
-        rows: list[Columns] = []
-        for uid, row_keys in zip(uids, keys, strict=True):
-            columns = _merged([next(values) for _ in row_keys], uid, names)
-            missing = [name for name in names if name not in columns]
-            if missing:
-                raise NotFoundError(f"row {uid} has no column {missing[0]} yet", uid=uid)
-            rows.append(columns)
-        return rows
+        values = iter(await self._store.read([f.key for e in extracts for f in e.frames]))
+        wanted = frozenset(names)
+        found: list[PayloadGroup] = []
+        for each in extracts:
+            parts: list[Part] = []
+            for frame in each.frames:
+                value = next(values)
+                if value is None:
+                    task = each.rows.task
+                    raise NotFoundError(f"rows of task {task} left while they were read", task=task)
+                parts.append(_part(frame, value, wanted, writes[frame.stage]))
+            found.append(
+                PayloadGroup(
+                    task=each.rows.task,
+                    indices=each.rows.indices,
+                    attempts=each.rows.attempts,
+                    parts=tuple(parts),
+                )
+            )
+        return found
 
-    def _task(self, row: Granted, value: bytes | None) -> Task | None:
-        task = self._tasks.get(row.task_key)
+    async def leased(
+        self,
+        extracts: Sequence[Extract],
+        names: Sequence[str],
+        writes: Sequence[Sequence[str]],
+        held: Sequence[tuple[int, tuple[int, ...]]],
+    ) -> list[LeasedGroup]:
+        """The same with the tasks, tokens and deliveries; groups that left in the meantime are left out."""
+        missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
+        keys = [*missing, *(frame.key for each in extracts for frame in each.frames)]
+        stored = dict(zip(keys, await self._store.read(keys), strict=True)) if keys else {}
+        wanted = frozenset(names)
+        found: list[LeasedGroup] = []
+        for each, (token, deliveries) in zip(extracts, held, strict=True):
+            task = self._task(each, stored.get(each.task_key))
+            values = [stored[frame.key] for frame in each.frames]
+            if task is None or None in values:
+                continue
+            found.append(
+                LeasedGroup(
+                    task=each.rows.task,
+                    indices=each.rows.indices,
+                    attempts=each.rows.attempts,
+                    parts=tuple(
+                        _part(frame, value, wanted, writes[frame.stage])
+                        for frame, value in zip(each.frames, values, strict=True)
+                        if value is not None
+                    ),
+                    token=token,
+                    deliveries=deliveries,
+                    prompt=task,
+                )
+            )
+        return found
+
+    def _task(self, each: Extract, value: bytes | None) -> Task | None:
+        task = self._tasks.get(each.task_key)
         if task is None and value is not None:
-            task = unpack_task(value, f"task of row {row.uid}")
-            self._tasks[row.task_key] = task
+            task = unpack_task(value, f"task {each.rows.task}")
+            self._tasks[each.task_key] = task
             if len(self._tasks) > TASKS_CACHED:
                 self._tasks.popitem(last=False)
         return task
 
 
-def _merged(frames: Sequence[bytes | None], uid: Uid, names: Sequence[str]) -> Columns:
-    columns: dict[str, npt.NDArray[Any]] = {}
-    for frame in frames:
-        if frame is not None:
-            columns |= unpack(frame, f"columns of row {uid}", names)
-    return columns
+def _part(frame: Wanted, value: bytes, names: frozenset[str], written: Sequence[str]) -> Part:
+    """The frame as it lies in the store, where nothing is to be left out of it."""
+    if frame.positions is None and names.issuperset(written):
+        return Part(rows=frame.rows, frame=value)
+    read = Frame(value, f"frame {frame.key.hex()}")
+    kept = [name for name in read.columns if name in names]
+    return Part(rows=frame.rows, frame=read.select(kept, frame.positions))

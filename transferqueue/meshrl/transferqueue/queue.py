@@ -24,32 +24,34 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.nouns import (
     Batch,
-    Columns,
     DeadLetter,
     Lease,
     Ledger,
     Outcome,
-    RowWrite,
+    PackedGroup,
+    PayloadGroup,
     RunSpec,
     RunState,
+    Siblings,
     Task,
     Uid,
     Version,
     Waiting,
 )
-from meshrl.transferqueue import admission, batches, dead, explain, leases, specs
-from meshrl.transferqueue.frames import seal_json
+from meshrl.contract.rowwise import RowVerbs
+from meshrl.transferqueue import admission, batches, dead, explain, leases, payload, specs
+from meshrl.transferqueue.group import Grant
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.payload import PayloadReader
 from meshrl.transferqueue.restore import restore
-from meshrl.transferqueue.rows import Held
 from meshrl.transferqueue.run import Run
+from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.stages import Stage
 from meshrl.transferqueue.store import Store, Table
 from meshrl.transferqueue.waiting import Bell, Expiry, Wait, Waits, any_bell
 
 
-class TransferQueue:
+class TransferQueue(RowVerbs):
     """One queue on one store. `open` it, `close` it; it belongs to the event loop that opened it."""
 
     def __init__(self, store: Store) -> None:
@@ -222,16 +224,14 @@ class TransferQueue:
         state = self._run(run)
         return leases.renew(state, state.stages[stage], worker, uids)
 
-    async def write(
-        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
-    ) -> None:
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See the port. Raises CapacityError for a full disk: nothing was written, the lease goes on."""
         state = self._run(run)
         spec = state.stages[stage]
-        packed = leases.checked(state, spec, token_of, rows)
-        if packed:
-            self._store.check_room(sum(len(item.frame) for item in packed))
-        leases.write(state, spec, packed)
+        writes = leases.checked(state, spec, groups)
+        if writes:
+            self._store.check_room(sum(len(item.frame) for item in writes))
+            leases.write(state, spec, writes)
         await self._journal.flush()
 
     async def fail(
@@ -275,20 +275,15 @@ class TransferQueue:
                     return batch
                 await any_bell([state.complete_bell], deadline, reason)
 
-    async def fetch(
-        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
-    ) -> Sequence[Columns]:
+    async def fetch_packed(
+        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
         """See the port. Arrays are read-only. Raises UserError for a column of no stage."""
         state = self._run(run)
-        numbers = state.stages.of_columns(columns)
-        keys: list[list[bytes]] = []
-        for uid in uids:
-            row = state.find(uid)
-            if row is None:
-                raise NotFoundError(f"no row {uid} in run {run}", uid=uid)
-            keys.append([row.frame_key(number) for number in numbers])
+        stages = state.stages.of_columns(columns)
+        wanted = [payload.extract(state.resident(rows), rows, stages, columns) for rows in groups]
         await self._journal.flush()
-        return await self._payload.columns(uids, keys, columns)
+        return await self._payload.read(wanted, columns, state.stages.writes)
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See the port."""
@@ -373,12 +368,24 @@ class TransferQueue:
         granted = leases.grant(run, stage, worker, limit)
         try:
             await self._journal.flush()
-            rows = await self._payload.leased_rows(granted, stage)
+            groups = await self._payload.leased(
+                [given.extract for given in granted],
+                stage.reads,
+                run.stages.writes,
+                [(given.token, given.deliveries) for given in granted],
+            )
         except asyncio.CancelledError:
             if self._runs.get(run.name) is run and not self._closing:
-                leases.release(run, stage, {row.uid: row.token for row in granted})
+                tokens = {
+                    uid: given.token
+                    for given in granted
+                    for uid in given.extract.rows.uids(run.name)
+                }
+                leases.release(run, stage, tokens)
             raise
-        return Lease(stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, rows=rows)
+        return Lease(
+            stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, groups=tuple(groups)
+        )
 
     async def _taken_before(self, run: str, taken: batches.TakenBatch, step: int) -> Batch:
         if taken.step != step:
@@ -392,8 +399,8 @@ class TransferQueue:
             raise FencedError(f"batch {taken.batch_id} was given back while it was read")
         return batches.read_manifest(run, taken, value)
 
-    def _expired(self, held: Held) -> None:
-        leases.expired(self._runs[held.row.group.run], held)
+    def _expired(self, held: Grant) -> None:
+        leases.expired(self._runs[held.group.run], held)
 
     async def _recover(self) -> None:
         """RAM becomes what the store holds: at the start, and after a commit that failed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from meshrl.transferqueue.rows import Group, Row
+from meshrl.transferqueue.group import Group, lowest
 
 
 class ReadyRows:
@@ -12,48 +12,42 @@ class ReadyRows:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
-        """(-priority, group number); one entry per group of `_rows`, and dead ones that are dropped when met."""
+        """(-priority, group number); one entry per group of `_queued`, and dead ones that are dropped when met."""
         self._queued: set[int] = set()
-        self._rows: dict[int, dict[int, Row]] = {}
+        self._rows: dict[int, tuple[Group, int]] = {}
+        """By group number: the group and the mask of its rows that are here."""
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, row: Row) -> None:
-        """The row can be leased. O(log groups)."""
-        group = row.group
-        siblings = self._rows.setdefault(group.number, {})
-        self._count += row.index not in siblings
-        siblings[row.index] = row
-        if group.number not in self._queued:
-            self._queued.add(group.number)
-            heapq.heappush(self._heap, (-group.priority, group.number))
+    def set(self, group: Group, mask: int) -> bool:
+        """Exactly the rows of `mask` are here of this group; True when some came that were not. O(log groups)."""
+        number = group.number
+        _, old = self._rows.get(number, (group, 0))
+        self._count += mask.bit_count() - old.bit_count()
+        if not mask:
+            self._rows.pop(number, None)
+            return False
+        self._rows[number] = (group, mask)
+        if number not in self._queued:
+            self._queued.add(number)
+            heapq.heappush(self._heap, (-group.priority, number))
+        return bool(mask & ~old)
 
-    def discard(self, row: Row) -> None:
-        """The row can be leased no more. O(1)."""
-        siblings = self._rows.get(row.group.number)
-        if siblings is not None and siblings.get(row.index) is row:
-            del siblings[row.index]
-            self._count -= 1
-            if not siblings:
-                del self._rows[row.group.number]
-
-    def pop(self, limit: int) -> list[Row]:
-        """At most `limit` rows in order; they are here no more. O(limit + groups met x log groups)."""
-        found: list[Row] = []
-        while self._heap and len(found) < limit:
+    def pop(self, limit: int) -> list[tuple[Group, int]]:
+        """At most `limit` rows in order; they are here no more. O(groups met x log groups)."""
+        found: list[tuple[Group, int]] = []
+        while self._heap and limit > 0:
             number = self._heap[0][1]
-            siblings = self._rows.get(number)
-            if not siblings:
+            entry = self._rows.get(number)
+            if entry is None:
                 heapq.heappop(self._heap)
                 self._queued.discard(number)
                 continue
-            for index in sorted(siblings)[: limit - len(found)]:
-                found.append(siblings[index])
-                self.discard(siblings[index])
+            group, mask = entry
+            taken = lowest(mask, limit)
+            limit -= taken.bit_count()
+            found.append((group, taken))
+            self.set(group, mask & ~taken)
         return found
-
-    def groups(self) -> list[Group]:
-        """Groups with a row here, in no order; for people who ask why something waits."""
-        return [next(iter(siblings.values())).group for siblings in self._rows.values()]

@@ -1,7 +1,7 @@
 """From the records of a store back to runs in RAM: what happens when a queue opens.
 
 Keys of META, all with the run's number:  r spec · s state and books · g group with its rows · b batch · d dead letter
-· n task id that was admitted.  Keys of PAYLOAD:  t task · c columns of one stage of one row · m manifest of a batch.
+· n task id that was admitted.  Keys of PAYLOAD:  t task · c frame of columns of one stage · m manifest of a batch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.nouns import Json, RunSpec
-from meshrl.transferqueue import admission, groups, specs
+from meshrl.transferqueue import admission, policies, specs
 from meshrl.transferqueue.batches import TakenBatch
 from meshrl.transferqueue.dead import DeadRow, keep
-from meshrl.transferqueue.frames import unseal_json
-from meshrl.transferqueue.ledger import Books
-from meshrl.transferqueue.rows import Group, Row
+from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.run import Run
+from meshrl.transferqueue.sealed import unseal_json
 
 MakeRun: TypeAlias = Callable[[RunSpec, int], Run]
 Sorted: TypeAlias = dict[bytes, list[tuple[bytes, bytes]]]
@@ -48,8 +47,7 @@ def restore(items: Sequence[tuple[bytes, bytes]], make_run: MakeRun) -> dict[str
 
 def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
     run = make_run(specs.decode(_single(records[b"r"])), number)
-    state = _single(records[b"s"])
-    run.decode(state)
+    run.decode(_single(records[b"s"]))
     run.seen = {key[5:].decode() for key, _ in records[b"n"]}
     batches = {
         batch.number: batch
@@ -61,8 +59,6 @@ def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
     for stored in _values(records[b"g"]):
         group, batch_number = Group.restored(run.name, number, stored, run.clock())
         _file(run, group, batches[batch_number] if batch_number >= 0 else None)
-    rows = (row for group in run.groups.values() for row in group.rows.values())
-    run.books = Books.restored(state["books"], (row.state for row in rows))
     admission.recount(run)
     return run
 
@@ -76,18 +72,12 @@ def _file(run: Run, group: Group, batch: TakenBatch | None) -> None:
     if batch is not None:
         batch.groups[group.number] = group
         run.in_batches += 1
-    for row in group.rows.values():
-        _arm(run, row)
-        group.ready += run.finished(row)
-        run.refresh(row)
-    if batch is None and (group.position >= 0 or groups.is_complete(run, group)):
-        run.offer(group)
-
-
-def _arm(run: Run, row: Row) -> None:
-    for held in row.held.values():
+    for held in group.grants:
         held.deadline = run.clock() + run.spec.lease_ttl_s
         run.expiry.watch(held)
+    run.refresh(group)
+    if batch is None and (group.position >= 0 or policies.is_complete(run, group)):
+        run.offer(group)
 
 
 def _batch(run_number: int, stored: Json) -> TakenBatch:

@@ -1,4 +1,4 @@
-"""One run in RAM: its groups, the sets they are ready in, its books; and the primitive moves of a row.
+"""One run in RAM: its groups, the sets they are ready in, its books; and the primitive moves of rows.
 
 Everything here is synchronous: a transition happens between two awaits, stages its records in the journal and rings
 the bells of whoever may go on. The verbs (lease, write, take, settle …) are in leases.py and batches.py.
@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from meshrl.contract.errors import FencedError
-from meshrl.contract.nouns import (
-    Json,
-    RunSpec,
-    RunState,
-    Uid,
-    Version,
-)
+from meshrl.contract.errors import FencedError, NotFoundError
+from meshrl.contract.nouns import Json, RunSpec, RunState, Siblings, Uid, Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.batches import TakenBatch
 from meshrl.transferqueue.dead import DeadRow
-from meshrl.transferqueue.frames import seal_json
+from meshrl.transferqueue.group import Counts, Group, StoredFrame
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.ledger import Books, Exit, State
 from meshrl.transferqueue.ordered import OrderedNumbers
 from meshrl.transferqueue.ready import ReadyRows
-from meshrl.transferqueue.rows import Group, Row, facts_of
+from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.stages import Stages
 from meshrl.transferqueue.store import Table
 from meshrl.transferqueue.waiting import Bell, Expiry
@@ -122,9 +116,9 @@ class Run:
         )
 
     def decode(self, stored: Json) -> None:
-        """The inverse of `encode`, but for the books, which need the rows."""
+        """The inverse of `encode`."""
         fields = dict(stored)
-        del fields["books"]
+        self.books = Books.restored(fields.pop("books"))
         self.published = Version.parse(fields.pop("published"))
         for name, value in fields.items():
             setattr(self, name, value)
@@ -170,76 +164,104 @@ class Run:
         self.complete_bell.ring()
         self.room_bell.ring()
 
-    # --- moves of one row
+    # --- rows come, change hands and go
 
-    def find(self, uid: Uid) -> Row | None:
-        """The resident row of exactly this attempt."""
+    def find(self, uid: Uid) -> Group | None:
+        """The group of a resident row, of exactly this attempt."""
         group = self.by_task.get(uid.task)
-        row = group.rows.get(uid.index) if group else None
-        return row if row is not None and row.attempt == uid.attempt else None
+        return group if group is not None and group.has(uid.index, uid.attempt) else None
+
+    def resident(self, rows: Siblings) -> Group:
+        """The group of rows that are all here. Raises NotFoundError, with `uid`."""
+        group = self.by_task.get(rows.task)
+        for index, attempt in zip(rows.indices, rows.attempts, strict=True):
+            if group is None or not group.has(index, attempt):
+                uid = Uid(self.name, rows.task, index, attempt)
+                raise NotFoundError(f"no row {uid} in run {self.name}", uid=uid)
+        if group is None:
+            raise NotFoundError(f"no rows of task {rows.task} in run {self.name}", task=rows.task)
+        return group
+
+    def new_group(
+        self, number: int, task_id: str, *, priority: int, task_bytes: int, attempts: list[int]
+    ) -> Group:
+        """A group without rows, of this run."""
+        return Group.fresh(
+            *(self.name, self.number, number, task_id),
+            priority=priority,
+            task_bytes=task_bytes,
+            attempts=attempts,
+            stages=len(self.stages),
+        )
 
     def add_group(self, group: Group) -> None:
         """A group with a fresh row at every index comes in (or comes in again)."""
         self.groups[group.number] = group
         self.by_task[group.task_id] = group
         self.open_bytes += group.task_bytes
-        for index in range(group.size):
-            self.add_row(group, index)
+        self.add_rows(group, range(group.size))
 
-    def add_row(self, group: Group, index: int) -> Row:
-        """The attempt of `group.attempts[index]` comes in."""
-        row = group.fresh_row(index, len(self.stages), self.clock())
-        self.books.admit(1)
-        self.refresh(row)
-        return row
+    def add_rows(self, group: Group, indices: Iterable[int]) -> None:
+        """The attempts of `group.attempts` at `indices` come in."""
+        now = self.clock()
+        for index in indices:
+            group.add_row(index, now)
+            self.books.admitted += 1
+        self.refresh(group)
 
-    def state_of(self, row: Row) -> State:
-        """Derived from what is stored; `row.state` caches it for the books."""
-        batch = row.group.batch
-        if batch is not None:
-            return State.SETTLED if batch.settled else State.TAKEN
-        if row.done == self.stages.all_done:
+    def counts(self, group: Group) -> Counts:
+        """The group's rows by state: queued, leased, pending, ready, taken, settled."""
+        here = group.present.bit_count()
+        if group.batch is not None:
+            return (0, 0, 0, 0, 0, here) if group.batch.settled else (0, 0, 0, 0, here, 0)
+        some = held = 0
+        for done, granted in zip(group.done, group.held, strict=True):
+            some |= done
+            held |= granted
+        ready = group.finished.bit_count()
+        pending = (some & group.present).bit_count() - ready
+        leased = (held & ~some).bit_count()
+        return (here - ready - pending - leased, leased, pending, ready, 0, 0)
+
+    def state_of(self, group: Group, index: int) -> State:
+        """Where one row is; for people. `counts` says the same of all rows at once."""
+        if group.batch is not None:
+            return State.SETTLED if group.batch.settled else State.TAKEN
+        if group.finished >> index & 1:
             return State.READY
-        if row.done:
+        if any(done >> index & 1 for done in group.done):
             return State.PENDING
-        return State.LEASED if row.held else State.QUEUED
+        return State.LEASED if any(held >> index & 1 for held in group.held) else State.QUEUED
 
-    def refresh(self, row: Row) -> None:
-        """Bring the books and the ready sets in line with the row."""
-        state = self.state_of(row)
-        if state is not row.state:
-            self.books.move(row.state, state)
-            row.state = state
+    def refresh(self, group: Group) -> None:
+        """Bring the books and the ready sets in line with the group."""
+        counts = self.counts(group)
+        if counts != group.counts:
+            self.books.move(group.counts, counts)
+            group.counts = counts
+        free = group.batch is None
         for stage in self.stages:
-            ready = self.ready[stage.number]
-            if (
-                row.group.batch is None
-                and row.done & (stage.needs | stage.bit) == stage.needs
-                and stage.number not in row.held
-            ):
-                ready.add(row)
+            mask = group.leasable(stage.number, stage.after) if free else 0
+            if self.ready[stage.number].set(group, mask):
                 self.rows_bell[stage.number].ring()
-            else:
-                ready.discard(row)
 
-    def remove_row(self, row: Row, exit_: Exit, reason: str) -> None:
-        """The row leaves; its payload goes, whoever holds it is fenced."""
-        group = row.group
-        self.books.leave(row.state, exit_, reason)
-        row.held.clear()
-        for stage in self.stages:
-            self.ready[stage.number].discard(row)
-            if row.done & stage.bit:
-                self.journal.delete(Table.PAYLOAD, row.frame_key(stage.number))
-        group.ready -= row.done == self.stages.all_done
-        if not (group.batch and group.batch.consumed):
-            self.open_bytes -= row.nbytes
-        del group.rows[row.index]
+    def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
+        """Rows of the group leave; their payload goes, whoever holds one is fenced."""
+        self.books.leave(mask.bit_count(), exit_, reason)
+        self.drop_frames(group, group.drop_rows(mask))
+        self.refresh(group)
+
+    def drop_frames(self, group: Group, frames: Iterable[StoredFrame]) -> None:
+        """Frames that the group has no use for any more are not stored any more."""
+        for frame in frames:
+            self.journal.delete(Table.PAYLOAD, group.frame_key(frame.number))
+            if not (group.batch and group.batch.consumed):
+                self.open_bytes -= frame.nbytes
 
     def remove_group(self, group: Group, exit_: Exit, reason: str) -> None:
         """Every row that is left leaves, and the group with them."""
-        for row in list(group.rows.values()):
-            self.remove_row(row, exit_, reason)
+        if group.present:
+            self.remove_rows(group, group.present, exit_, reason)
         self.withdraw(group)
         batch = group.batch
         if batch is not None:
@@ -269,13 +291,13 @@ class Run:
         if group.position >= 0:
             self.replay.add(group.number, (group.position,))
         else:
-            facts = list(facts_of(row for row in group.ordered() if self.finished(row)))
+            facts = group.facts_of(group.finished)
             self.sampler.add(
                 sampling.CompleteGroup(
                     number=group.number,
                     task_id=group.task_id,
                     priority=group.priority,
-                    num_tokens=tuple(fact.num_tokens for fact in facts),
+                    num_tokens=tuple([fact.num_tokens for fact in facts]),
                     oldest=min(fact.oldest for fact in facts),
                     newest=max(fact.newest for fact in facts),
                 )
@@ -289,7 +311,3 @@ class Run:
             self.complete -= 1
             self.sampler.discard(group.number)
             self.replay.discard(group.number)
-
-    def finished(self, row: Row) -> bool:
-        """True when the row has every column."""
-        return row.done == self.stages.all_done

@@ -1,4 +1,4 @@
-"""The stages of a run as bit masks: which columns each adds, and which stages must be done before it."""
+"""The stages of a run: which columns each adds, and which stages must be done before it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from meshrl.contract.nouns import StageSpec
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage. Bit `1 << number` of a row's `done` mask says that it has written its columns."""
+    """One stage; `number` is its place in every list that has an entry per stage."""
 
     number: int
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    needs: int
-    """Mask of the stages that write what this one reads."""
-
-    @property
-    def bit(self) -> int:
-        """This stage in a mask."""
-        return 1 << self.number
+    after: tuple[int, ...]
+    """Numbers of the stages that write what this one reads."""
 
     @property
     def first(self) -> bool:
@@ -49,11 +44,11 @@ class Stages:
         self._by_name: dict[str, Stage] = {}
         for number, spec in enumerate(specs):
             self._check(spec, number)
-            needs = 0
-            for column in spec.reads:
-                needs |= 1 << self._of_column[column]
-            self._by_name[spec.name] = Stage(number, spec.name, spec.reads, spec.writes, needs)
-        self.all_done = (1 << len(specs)) - 1
+            after = tuple(sorted({self._of_column[column] for column in spec.reads}))
+            self._by_name[spec.name] = Stage(number, spec.name, spec.reads, spec.writes, after)
+        self._ordered = tuple(self._by_name.values())
+        self.writes = tuple(stage.writes for stage in self._ordered)
+        """By stage number: its columns."""
         if not any(stage.first for stage in self):
             raise UserError("a run needs a stage that reads nothing: the one that samples")
 
@@ -89,8 +84,12 @@ class Stages:
             raise UserError(f"no stage named {name!r} (the run has {', '.join(self._by_name)})")
         return stage
 
-    def of_columns(self, columns: Sequence[str]) -> list[int]:
-        """Numbers of the stages that write `columns`, each once.
+    def after(self, stage: Stage) -> list[Stage]:
+        """The stages that write what `stage` reads."""
+        return [self._ordered[number] for number in stage.after]
+
+    def of_columns(self, columns: Sequence[str]) -> list[Stage]:
+        """The stages that write `columns`, each once.
 
         Raises:
             UserError: no stage of the run writes such a column.
@@ -101,4 +100,4 @@ class Stages:
                     f"no stage of the run writes column {column!r}"
                     f" (columns: {', '.join(self._of_column)})"
                 )
-        return sorted({self._of_column[column] for column in columns})
+        return [self._ordered[n] for n in sorted({self._of_column[name] for name in columns})]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.transferqueue.rows import Held
+from meshrl.transferqueue.group import Grant
 
 STALL_S = 0.1
 """A timer that fires so much too late says that this process stood still (stopped, swapped, starved)."""
@@ -104,15 +104,15 @@ class Expiry:
     long again as the standstill lasted.
     """
 
-    def __init__(self, expired: Callable[[Held], None]) -> None:
+    def __init__(self, expired: Callable[[Grant], None]) -> None:
         self._expired = expired
-        self._heap: list[tuple[float, int, Held]] = []
+        self._heap: list[tuple[float, int, Grant]] = []
         self._numbers = itertools.count()
         self._timer: asyncio.Handle | None = None
         self._due = math.inf
         """When the timer fires. Kept here: uvloop's handle of a moment that has passed cannot tell."""
 
-    def watch(self, held: Held) -> None:
+    def watch(self, held: Grant) -> None:
         """Call `expired(held)` when its deadline passes, unless it was given back by then."""
         heapq.heappush(self._heap, (held.deadline, next(self._numbers), held))
         self._arm()
@@ -139,7 +139,7 @@ class Expiry:
         self._timer = None
         while self._heap and self._heap[0][0] <= now:
             _, number, held = heapq.heappop(self._heap)
-            if held.row.held.get(held.stage) is not held:
+            if not held.mask:
                 continue
             if late > STALL_S and not held.spared:
                 held.spared = True

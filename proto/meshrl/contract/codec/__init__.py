@@ -5,9 +5,10 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
 
     checks     what turns a mistake into a UserError; enums, JSON, presence
     arrays     small arrays in one piece
-    payload    columns of many rows, streamed in messages of at most CHUNK_BYTES
+    pages      many small messages in a few larger ones
     nouns      versions, uids, tasks, and what else every service shares
     runs       what the queue's control methods say
+    siblings   rows of one group side by side
     streams    what the queue streams: admitted tasks, leases, writes, fetched rows
     work       what the engine, the judges, the reference and the trainer say
 """
@@ -16,21 +17,19 @@ from meshrl.contract.codec.arrays import decode_array, encode_array
 from meshrl.contract.codec.checks import printable
 from meshrl.contract.codec.nouns import (
     decode_outcome,
-    decode_row_facts,
     decode_sampling,
     decode_task,
     decode_uid,
     decode_uids,
     decode_version,
     encode_outcome,
-    encode_row_facts,
     encode_sampling,
     encode_task,
     encode_uid,
     encode_uids,
     encode_version,
 )
-from meshrl.contract.codec.payload import CHUNK_BYTES, chunks
+from meshrl.contract.codec.pages import PAGE_BYTES, pages
 from meshrl.contract.codec.runs import (
     decode_batch,
     decode_dead_letter,
@@ -47,6 +46,7 @@ from meshrl.contract.codec.runs import (
     encode_run_state,
     encode_waiting,
 )
+from meshrl.contract.codec.siblings import decode_siblings, encode_siblings
 from meshrl.contract.codec.streams import (
     AdmitCall,
     WriteCall,
@@ -75,10 +75,9 @@ from meshrl.contract.codec.work import (
 )
 
 __all__ = [
-    "CHUNK_BYTES",
+    "PAGE_BYTES",
     "AdmitCall",
     "WriteCall",
-    "chunks",
     "decode_admit",
     "decode_array",
     "decode_batch",
@@ -91,12 +90,12 @@ __all__ = [
     "decode_lease",
     "decode_ledger",
     "decode_outcome",
-    "decode_row_facts",
     "decode_run_spec",
     "decode_run_state",
     "decode_sample",
     "decode_sampling",
     "decode_score",
+    "decode_siblings",
     "decode_task",
     "decode_trainer_status",
     "decode_uid",
@@ -116,12 +115,12 @@ __all__ = [
     "encode_lease",
     "encode_ledger",
     "encode_outcome",
-    "encode_row_facts",
     "encode_run_spec",
     "encode_run_state",
     "encode_sample",
     "encode_sampling",
     "encode_score",
+    "encode_siblings",
     "encode_task",
     "encode_trainer_status",
     "encode_uid",
@@ -129,5 +128,6 @@ __all__ = [
     "encode_version",
     "encode_waiting",
     "encode_write",
+    "pages",
     "printable",
 ]

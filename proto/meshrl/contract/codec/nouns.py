@@ -15,7 +15,7 @@ from meshrl.contract.codec.checks import (
     malformed,
     require,
 )
-from meshrl.contract.nouns import Message, Outcome, RowFacts, SamplingParams, Task, Uid, Version
+from meshrl.contract.nouns import Message, Outcome, SamplingParams, Task, Uid, Version
 from meshrl.v1 import trajectory_pb2 as pb
 
 OUTCOMES = EnumCodec(Outcome, pb.Outcome, "OUTCOME")
@@ -70,31 +70,6 @@ def encode_outcome(outcome: Outcome) -> pb.Outcome.ValueType:
 def decode_outcome(number: int) -> Outcome:
     """Raises UserError for an unknown number, UNSPECIFIED included."""
     return OUTCOMES.decode(number)
-
-
-@encoder
-def encode_row_facts(facts: RowFacts) -> pb.RowFacts:
-    """Any facts."""
-    return pb.RowFacts(
-        outcome=OUTCOMES.encode(facts.outcome),
-        num_tokens=facts.num_tokens,
-        oldest=encode_version(facts.oldest),
-        newest=encode_version(facts.newest),
-        finish_reason=facts.finish_reason,
-    )
-
-
-@decoder
-def decode_row_facts(message: pb.RowFacts) -> RowFacts:
-    """Raises UserError."""
-    require(message, "oldest", "newest")
-    return RowFacts(
-        outcome=OUTCOMES.decode(message.outcome),
-        num_tokens=message.num_tokens,
-        oldest=decode_version(message.oldest),
-        newest=decode_version(message.newest),
-        finish_reason=message.finish_reason,
-    )
 
 
 @encoder

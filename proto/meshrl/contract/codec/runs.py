@@ -14,9 +14,9 @@ from meshrl.contract.codec.nouns import (
     encode_uids,
     encode_version,
 )
+from meshrl.contract.codec.siblings import decode_batch_group, encode_batch_group
 from meshrl.contract.nouns import (
     Batch,
-    BatchRow,
     DeadLetter,
     GroupPolicy,
     Ledger,
@@ -129,31 +129,7 @@ def encode_batch(batch: Batch) -> pb.Batch:
         batch_id=batch.batch_id,
         run=batch.run,
         step=batch.step,
-        rows=[
-            pb.BatchRow(
-                uid=encode_uid(row.uid),
-                group=row.group,
-                group_size=row.group_size,
-                num_tokens=row.num_tokens,
-                oldest=encode_version(row.oldest),
-                newest=encode_version(row.newest),
-                outcome=OUTCOMES.encode(row.outcome),
-            )
-            for row in batch.rows
-        ],
-    )
-
-
-def _batch_row(message: pb.BatchRow) -> BatchRow:
-    require(message, "oldest", "newest")
-    return BatchRow(
-        uid=decode_uid(message.uid),
-        group=message.group,
-        group_size=message.group_size,
-        num_tokens=message.num_tokens,
-        oldest=decode_version(message.oldest),
-        newest=decode_version(message.newest),
-        outcome=OUTCOMES.decode(message.outcome),
+        groups=map(encode_batch_group, batch.groups),
     )
 
 
@@ -164,7 +140,7 @@ def decode_batch(message: pb.Batch) -> Batch:
         batch_id=message.batch_id,
         run=message.run,
         step=message.step,
-        rows=tuple(_batch_row(row) for row in message.rows),
+        groups=tuple(map(decode_batch_group, message.groups)),
     )
 
 

@@ -76,7 +76,7 @@ class QueueDoor(rpc.QueueServicer):
         self, request_iterator: AsyncIterator[pb.WriteRequest], context: Context
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
-        await self._queue.write(call.run, call.stage, call.token_of, call.rows)
+        await self._queue.write_packed(call.run, call.stage, call.groups)
         return Ack()
 
     async def Fail(self, request: pb.FailRequest, context: Context) -> Ack:
@@ -104,9 +104,9 @@ class QueueDoor(rpc.QueueServicer):
     async def Fetch(
         self, request: pb.FetchRowsRequest, context: Context
     ) -> AsyncIterator[pb.FetchRowsResponse]:
-        uids = codec.decode_uids(request.uids)
-        rows = await self._queue.fetch(request.run, uids, list(request.columns))
-        for message in codec.encode_fetched(uids, rows):
+        asked = [codec.decode_siblings(rows) for rows in request.groups]
+        groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
+        for message in codec.encode_fetched(groups):
             yield message
 
     async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:

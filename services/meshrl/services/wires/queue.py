@@ -7,25 +7,27 @@ from collections.abc import Mapping, Sequence
 from meshrl.contract import codec
 from meshrl.contract.nouns import (
     Batch,
-    Columns,
     DeadLetter,
     Lease,
     Ledger,
     Outcome,
-    RowWrite,
+    PackedGroup,
+    PayloadGroup,
     RunSpec,
     RunState,
+    Siblings,
     Task,
     Uid,
     Version,
     Waiting,
 )
+from meshrl.contract.rowwise import RowVerbs
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 
 
-class QueueWire(Wire):
+class QueueWire(Wire, RowVerbs):
     """A Queue elsewhere. Outlives a restart of the queue that takes no longer than `patience_s`.
 
     Everything but `replay` is asked again when the queue goes away before it answers. A lease whose answer was lost
@@ -105,11 +107,9 @@ class QueueWire(Wire):
             self._stub.Renew, request, lambda answer: codec.decode_uids(answer.lost)
         )
 
-    async def write(
-        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
-    ) -> None:
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
-        call = codec.WriteCall(run=run, stage=stage, token_of=token_of, rows=tuple(rows))
+        call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
         await self._peer.tell_stream(self._stub.Write, codec.encode_write(call), nothing)
 
     async def fail(
@@ -146,13 +146,15 @@ class QueueWire(Wire):
 
         return await self._peer.poll(wait_s, ask)
 
-    async def fetch(
-        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
-    ) -> Sequence[Columns]:
+    async def fetch_packed(
+        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
         """See Queue."""
-        request = pb.FetchRowsRequest(run=run, uids=codec.encode_uids(uids), columns=columns)
+        request = pb.FetchRowsRequest(
+            run=run, groups=map(codec.encode_siblings, groups), columns=columns
+        )
         return await self._peer.ask_for_stream(
-            self._stub.Fetch, request, lambda answer: codec.decode_fetched(answer, uids)
+            self._stub.Fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:

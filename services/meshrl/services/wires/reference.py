@@ -40,6 +40,6 @@ class LogProbsWire(Wire):
 
 
 def _requests(rows: Sequence[Int32], temperature: float) -> Iterator[pb.LogProbsRequest]:
-    for headers, _ in codec.chunks((codec.encode_array(row), ()) for row in rows):
+    for headers in codec.pages(codec.encode_array(row) for row in rows):
         if headers:
             yield pb.LogProbsRequest(rows=headers, temperature=temperature)

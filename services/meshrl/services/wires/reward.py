@@ -58,6 +58,6 @@ class JudgeWire(Wire):
 
 
 def _requests(samples: Sequence[Sample]) -> Iterator[pb.ScoreRequest]:
-    for headers, _ in codec.chunks((codec.encode_sample(sample), ()) for sample in samples):
+    for headers in codec.pages(codec.encode_sample(sample) for sample in samples):
         if headers:
             yield pb.ScoreRequest(samples=headers)

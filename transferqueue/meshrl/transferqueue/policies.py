@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshrl.contract.nouns import GroupPolicy, StalePolicy
+from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.ledger import Exit
-from meshrl.transferqueue.rows import Group, Row, facts_of
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.run import Run
@@ -23,32 +23,35 @@ def is_complete(run: Run, group: Group) -> bool:
 
     `all` and `replace_sibling` want every row. `k_of_n` wants k; its unfinished rows go on until the group is taken.
     """
+    wanted = group.size
     if run.spec.group_policy is GroupPolicy.K_OF_N:
-        return group.ready >= run.spec.group_k
-    return group.ready == group.size
+        wanted = run.spec.group_k
+    return group.finished.bit_count() >= wanted
 
 
-def finished_row(run: Run, group: Group) -> None:
-    """A row got its last column."""
-    if not group.complete and is_complete(run, group):
+def rows_finished(run: Run, group: Group) -> None:
+    """Rows got a column, maybe their last."""
+    if not group.complete and group.batch is None and is_complete(run, group):
         run.offer(group)
 
 
-def lost_row(run: Run, row: Row) -> None:
-    """A row of an open group was dead-lettered."""
-    group, policy = row.group, run.spec.group_policy
-    if policy is GroupPolicy.REPLACE_SIBLING and row.replacements < run.spec.max_attempts:
-        group.attempts[row.index] += 1
-        run.add_row(group, row.index).replacements = row.replacements + 1
+def lost_row(run: Run, group: Group, index: int) -> None:
+    """The row at `index` of an open group was dead-lettered."""
+    policy = run.spec.group_policy
+    replacements = group.replacements[index]
+    if policy is GroupPolicy.REPLACE_SIBLING and replacements < run.spec.max_attempts:
+        group.attempts[index] += 1
+        run.add_rows(group, [index])
+        group.replacements[index] = replacements + 1
         return
-    group.dead.add(row.index)
-    if policy is not GroupPolicy.K_OF_N or len(group.rows) < run.spec.group_k:
+    group.dead |= 1 << index
+    if policy is not GroupPolicy.K_OF_N or group.present.bit_count() < run.spec.group_k:
         run.remove_group(group, Exit.FILTERED, INCOMPLETE)
 
 
 def too_old(run: Run, group: Group, step: int) -> bool:
     """True when a row of the group was sampled more than `max_staleness` steps before `step`."""
-    oldest = min((facts.oldest.step for facts in facts_of(group.rows.values())), default=step)
+    oldest = min((facts.oldest.step for facts in group.facts_of(group.present)), default=step)
     return step - oldest > run.spec.max_staleness
 
 
@@ -59,11 +62,9 @@ def retire(run: Run, group: Group) -> None:
         run.save()
         return
     run.withdraw(group)
-    for row in list(group.rows.values()):
-        run.remove_row(row, Exit.STALE, REISSUED)
-    group.dead.clear()
+    run.remove_rows(group, group.present, Exit.STALE, REISSUED)
+    group.dead = 0
     group.position = -1
     group.attempts = [attempt + 1 for attempt in group.attempts]
-    for index in range(group.size):
-        run.add_row(group, index)
+    run.add_rows(group, range(group.size))
     run.save([group])

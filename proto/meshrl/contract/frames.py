@@ -1,0 +1,227 @@
+"""Columns of several rows of one group as one run of bytes: how payload is written, stored, sent and read.
+
+    sealed frame = xxh3_64 of the body (8 bytes, little-endian) + body
+    body         = rows u32, columns u32,
+                   per column: name length u8, name, dtype u8, rank u8, sizes of the axes after the first u32 …
+                   zeros to 8,
+                   per column of rank 1 or more: its length in each row, u32 x rows; zeros to 8
+                   per column: the rows' little-endian bytes on end; zeros to 8
+
+A writer packs once; the queue checks the layout, keeps the bytes and hands out the same ones, so the checksum holds
+from end to end. A reader copies nothing: arrays are read-only views of the frame. Never pickle.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from meshrl.contract.errors import CorruptError, UserError
+
+Array: TypeAlias = npt.NDArray[Any]
+Columns: TypeAlias = Mapping[str, Array]
+
+DTYPES: Final = ("<i4", "|u1", "<f4", "<i8", "<f8", "<f2", "|i1", "<i2", "<u2", "<u4", "<u8", "|b1")
+"""Code is the position; append only."""
+MAX_RANK: Final = 4
+FRAME_BYTES: Final = 16 << 20
+"""Rows beyond it start another frame, so that no frame but a single row's is larger than a message may be."""
+_CODES: Final = {name: code for code, name in enumerate(DTYPES)}
+_DTYPES: Final = tuple(np.dtype(name) for name in DTYPES)
+_SUM: Final = struct.Struct("<Q")
+_HEAD: Final = struct.Struct("<II")
+_PADDING: Final = tuple(bytes(-size % 8) for size in range(8))
+_MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeError)
+
+
+def seal(*parts: bytes | memoryview) -> bytes:
+    """The concatenation of C-contiguous `parts`, with its checksum in front."""
+    checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part)
+    return b"".join([_SUM.pack(checksum.intdigest()), *parts])
+
+
+def unseal(value: bytes | memoryview, what: str) -> memoryview:
+    """The body of a sealed value.
+
+    Raises:
+        CorruptError: the checksum does not fit; names `what`.
+    """
+    body = memoryview(value)[_SUM.size :]
+    if len(value) < _SUM.size or _SUM.unpack_from(value)[0] != xxhash.xxh3_64_intdigest(body):
+        raise CorruptError(f"{what}: {len(value)} bytes do not match their checksum")
+    return body
+
+
+def storable(array: object) -> bool:
+    """True for an array of a dtype and rank that a frame can hold."""
+    return (
+        isinstance(array, np.ndarray)
+        and _little(array.dtype).str in _CODES
+        and array.ndim <= MAX_RANK
+    )
+
+
+def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.str in _CODES else dtype.newbyteorder("<")
+
+
+def _padded(size: int) -> bytes:
+    return _PADDING[size % 8]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One column of n rows: the rows' arrays on end along their first axis."""
+
+    values: Array
+    """[sum(lengths), *axes after the first]; of rank-0 columns [n]."""
+    lengths: npt.NDArray[np.uint32] | None
+    """uint32[n]: entries of each row; None for a column of rank 0."""
+
+    @property
+    def rank(self) -> int:
+        """Axes of one row's array."""
+        return 0 if self.lengths is None else self.values.ndim
+
+
+def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
+    """Columns that lie on end already as one sealed frame: the quick way for a writer of many rows."""
+    head = bytearray(_HEAD.pack(rows, len(columns)))
+    lengths: list[bytes] = []
+    bodies: list[bytes | memoryview] = []
+    for name, column in columns.items():
+        encoded = name.encode()
+        values = np.ascontiguousarray(column.values, _little(column.values.dtype))
+        tail = values.shape[1:]
+        head += bytes([len(encoded)]) + encoded + bytes([_CODES[values.dtype.str], column.rank])
+        head += struct.pack(f"<{len(tail)}I", *tail)
+        if column.lengths is not None:
+            lengths.append(np.ascontiguousarray(column.lengths, "<u4").tobytes())
+        bodies += (values.reshape(-1).view(np.uint8).data, _padded(values.nbytes))
+    head += _padded(len(head))
+    sizes = b"".join(lengths)
+    return seal(bytes(head), sizes, _padded(len(sizes)), *bodies)
+
+
+def pack(rows: Sequence[Columns]) -> bytes:
+    """Rows whose arrays have the same `signature` as one sealed frame."""
+    flat: dict[str, Flat] = {}
+    for name in rows[0]:
+        arrays = [row[name] for row in rows]
+        if arrays[0].ndim:
+            lengths = np.fromiter(map(len, arrays), np.uint32, len(arrays))
+            values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            flat[name] = Flat(values, lengths)
+        else:
+            flat[name] = Flat(np.stack(arrays), None)
+    return pack_flat(len(rows), flat)
+
+
+def signature(columns: Columns) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:
+    """What rows of one frame have in common: names, dtypes, ranks, and axes after the first.
+
+    Raises:
+        UserError: an array that no frame can hold; names the column.
+    """
+    for name, array in columns.items():
+        if not storable(array) or len(name.encode()) > 255:
+            raise UserError(f"column {name} is {described(array)}, which cannot be stored")
+    return tuple((n, _little(a.dtype).str, a.ndim, a.shape[1:]) for n, a in columns.items())
+
+
+def described(array: object) -> str:
+    """Dtype and shape, for people."""
+    if isinstance(array, np.ndarray):
+        return f"{array.dtype.name}{list(array.shape)}"
+    return type(array).__name__
+
+
+class Frame:
+    """A sealed frame, read. `rows` is n; `columns` has a Flat for each column, viewing the frame's bytes."""
+
+    __slots__ = ("columns", "rows", "value")
+
+    def __init__(self, value: bytes | memoryview, what: str = "frame") -> None:
+        """Raises CorruptError, naming `what`, for bytes that are not a sealed frame."""
+        body = unseal(value, what)
+        try:
+            self.rows, self.columns = _read(body)
+        except _MALFORMED as error:
+            raise CorruptError(f"{what}: {len(value)} bytes are no frame: {error}") from error
+        self.value = value
+
+    def row(self, position: int, names: Iterable[str] | None = None) -> dict[str, Array]:
+        """The columns of one row (all, or those of `names` that it has). For many rows take `split`."""
+        found: dict[str, Array] = {}
+        for name in self.columns if names is None else names:
+            column = self.columns.get(name)
+            if column is None:
+                continue
+            if column.lengths is None:
+                found[name] = column.values[position]
+                continue
+            start = int(column.lengths[:position].sum())
+            found[name] = column.values[start : start + int(column.lengths[position])]
+        return found
+
+    def split(self, name: str) -> list[Array]:
+        """One column, an array per row."""
+        column = self.columns[name]
+        if column.lengths is None:
+            return [column.values[row : row + 1].reshape(()) for row in range(self.rows)]
+        found: list[Array] = []
+        at = 0
+        for length in column.lengths.tolist():
+            found.append(column.values[at : at + length])
+            at += length
+        return found
+
+    def select(self, names: Iterable[str], positions: Sequence[int] | None = None) -> bytes:
+        """A sealed frame of some columns, and of some rows; this one where that is all it has."""
+        kept = [name for name in names if name in self.columns]
+        whole = positions is None or list(positions) == list(range(self.rows))
+        if whole and len(kept) == len(self.columns):
+            return bytes(self.value)
+        if whole or positions is None:
+            return pack_flat(self.rows, {name: self.columns[name] for name in kept})
+        split = {name: self.split(name) for name in kept}
+        return pack([{name: arrays[row] for name, arrays in split.items()} for row in positions])
+
+
+def _read(body: memoryview) -> tuple[int, dict[str, Flat]]:
+    rows, count = _HEAD.unpack_from(body)
+    at = _HEAD.size
+    entries: list[tuple[str, np.dtype[Any], int, tuple[int, ...]]] = []
+    for _ in range(count):
+        end = at + 1 + body[at]
+        name = str(body[at + 1 : end], "utf-8")
+        dtype, rank = _DTYPES[body[end]], body[end + 1]
+        tail = struct.unpack_from(f"<{max(0, rank - 1)}I", body, end + 2)
+        at = end + 2 + 4 * len(tail)
+        entries.append((name, dtype, rank, tail))
+    at += -at % 8
+    ragged = sum(rank > 0 for _, _, rank, _ in entries)
+    lengths = np.frombuffer(body, "<u4", ragged * rows, at).reshape(ragged, rows)
+    at += lengths.nbytes + -lengths.nbytes % 8
+    columns: dict[str, Flat] = {}
+    which = 0
+    for name, dtype, rank, tail in entries:
+        own = lengths[which] if rank else None
+        which += rank > 0
+        first = rows if own is None else int(own.sum(dtype=np.int64))
+        size = first * math.prod(tail)
+        values = np.frombuffer(body, dtype, size, at).reshape(first, *tail)
+        columns[name] = Flat(values, own)
+        at += values.nbytes + -values.nbytes % 8
+    if at != len(body) or len(columns) != count:
+        raise ValueError(f"{len(body)} bytes of body, {at} described, {len(columns)} columns")
+    return rows, columns

@@ -1,0 +1,58 @@
+"""What an engine is asked, what it streams back, how it takes new weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshrl.contract.nouns.names import Float32, Int32, Version
+from meshrl.contract.nouns.tasks import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One response to be sampled by an engine."""
+
+    request_id: str
+    prompt_ids: Int32
+    """int32[P]"""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateDelta:
+    """Tokens sampled since the last delta, all by one `version`."""
+
+    tokens: Int32
+    """int32[k]"""
+    logprobs: Float32
+    """float32[k]: under the actual sampling distribution (after temperature, top-k and top-p)."""
+    version: Version
+    finish_reason: str = ""
+    """Empty while running; then `stop`, `length` or `abort`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What a scheduler must know of an engine."""
+
+    version: Version
+    running: int
+    capacity: int
+    """Requests that may run at once."""
+    tokens_generated: int
+    tokens_per_s: float
+    updates: int
+    update_pause_s: float
+    """How long the last weight update held generation up."""
+
+
+class OnUpdate(StrEnum):
+    """What a running generation does when new weights arrive."""
+
+    DRAIN = "drain"
+    """Finish running requests under the old weights, start none, then update."""
+    INTERRUPT = "interrupt"
+    """Stop between two decode steps, update, recompute the KV cache under the new weights, go on."""
+    IN_FLIGHT = "in_flight"
+    """Stop between two decode steps, update, go on with the KV cache as it is."""

@@ -1,0 +1,300 @@
+"""Rows by the group: what bulk writers and readers of the queue hold, a few objects for eight rows.
+
+    PackedGroup    columns for some rows of one group, packed once by whoever wrote them
+    PayloadGroup   columns of some rows of one group, as the queue handed them out: frames as they were written
+    LeasedGroup    the same with the task and the fencing token
+
+The row-level verbs of the port (`write`, `fetch`, `Lease.rows`) are these, taken apart: see rowwise.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.frames import FRAME_BYTES, Array, Flat, Frame, pack, signature
+from meshrl.contract.nouns.names import Outcome, Uid, Version
+from meshrl.contract.nouns.rows import LeasedRow, RowFacts, RowWrite
+from meshrl.contract.nouns.tasks import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Siblings:
+    """Names some rows of one group."""
+
+    task: str
+    """Task id."""
+    indices: tuple[int, ...]
+    attempts: tuple[int, ...]
+
+    def uids(self, run: str) -> list[Uid]:
+        """The rows' names, in order."""
+        pairs = zip(self.indices, self.attempts, strict=True)
+        return [Uid(run, self.task, index, attempt) for index, attempt in pairs]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def siblings(run: str, uids: Iterable[Uid]) -> list[Siblings]:
+    """Rows by their groups; rows that stand next to each other stay together, in order.
+
+    Raises:
+        UserError: a row of another run, with `uid`.
+    """
+    found: list[tuple[str, list[int], list[int]]] = []
+    for uid in uids:
+        if uid.run != run:
+            raise UserError(f"row {uid} is not of run {run}", uid=uid)
+        if not found or found[-1][0] != uid.task:
+            found.append((uid.task, [], []))
+        found[-1][1].append(uid.index)
+        found[-1][2].append(uid.attempt)
+    return [
+        Siblings(task=task, indices=tuple(indices), attempts=tuple(attempts))
+        for task, indices, attempts in found
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedGroup(Siblings):
+    """Columns of one stage for rows of one group that are held under one token."""
+
+    token: int
+    """The fencing token of the lease."""
+    frame: bytes
+    """A sealed frame (contract/frames.py) with the rows in the order of `indices`."""
+    facts: tuple[RowFacts, ...] = ()
+    """One per row from the stage that samples; none from others."""
+
+
+def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list[PackedGroup]:
+    """Row-level writes by group, token and signature; of two writes to one row the last counts.
+
+    Raises:
+        UserError: with `uid`; no token for a row, or an array that no frame can hold.
+    """
+    bins: dict[Any, list[RowWrite]] = {}
+    sizes: dict[Any, int] = {}
+    for row in {row.uid: row for row in rows}.values():
+        uid = row.uid
+        if uid not in token_of:
+            raise UserError(f"row {uid}: no lease token was given", uid=uid)
+        try:
+            kind = signature(row.columns)
+        except UserError as error:
+            raise UserError(f"row {uid}: {error.message}", uid=uid) from error
+        key = (uid.task, token_of[uid], row.facts is None, kind)
+        size = sum(array.nbytes for array in row.columns.values())
+        if sizes.get(key, 0) + size > FRAME_BYTES and key in bins:
+            bins[key, len(bins)] = bins.pop(key)
+            sizes[key] = 0
+        sizes[key] = sizes.get(key, 0) + size
+        bins.setdefault(key, []).append(row)
+    return [_packed(group, token_of[group[0].uid]) for group in bins.values()]
+
+
+def _packed(rows: Sequence[RowWrite], token: int) -> PackedGroup:
+    return PackedGroup(
+        task=rows[0].uid.task,
+        indices=tuple(row.uid.index for row in rows),
+        attempts=tuple(row.uid.attempt for row in rows),
+        token=token,
+        frame=pack([row.columns for row in rows]),
+        facts=tuple(row.facts for row in rows if row.facts is not None),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A frame and whose columns it has: its row i belongs to row `rows[i]` of the group."""
+
+    rows: tuple[int, ...]
+    frame: bytes
+
+    @cached_property
+    def read(self) -> Frame:
+        """The frame, checked once. Raises CorruptError."""
+        return Frame(self.frame)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PayloadGroup(Siblings):
+    """Columns of rows of one group, in the frames in which they were written."""
+
+    parts: tuple[Part, ...] = ()
+
+    def columns(self) -> list[dict[str, Array]]:
+        """Of each row, read-only, in order. Raises CorruptError."""
+        found: list[dict[str, Array]] = [{} for _ in self.indices]
+        for part in self.parts:
+            for name in part.read.columns:
+                for row, array in zip(part.rows, part.read.split(name), strict=True):
+                    found[row][name] = array
+        return found
+
+    def column(self, name: str) -> list[Array]:
+        """One column of each row, in order, without copying. Raises CorruptError where a row lacks it."""
+        found: list[Array | None] = [None] * len(self.indices)
+        for part in self.parts:
+            if name in part.read.columns:
+                for row, array in zip(part.rows, part.read.split(name), strict=True):
+                    found[row] = array
+        whole = [array for array in found if array is not None]
+        if len(whole) != len(found):
+            raise CorruptError(f"task {self.task}: not every row has column {name}")
+        return whole
+
+
+def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
+    """One column of all rows on end: a single copy, into one new array.
+
+    Raises:
+        CorruptError: a row lacks it.
+    """
+    values: list[Array] = []
+    lengths: list[Array] = []
+    for group in groups:
+        part = group.parts[0] if group.parts else None
+        first = next((p for p in group.parts if name in p.read.columns), part)
+        if (
+            first is not None
+            and name in first.read.columns
+            and first.rows == tuple(range(len(group)))
+        ):
+            flat = first.read.columns[name]
+            values.append(flat.values)
+            lengths.append(np.ones(len(group), "<u4") if flat.lengths is None else flat.lengths)
+        else:
+            rows = group.column(name)
+            values += [np.atleast_1d(row) for row in rows]
+            lengths.append(np.fromiter(map(np.size, rows), np.uint32, len(rows)))
+    return Flat(np.concatenate(values), np.concatenate(lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeasedGroup(PayloadGroup):
+    """Rows of one group that were handed to a stage, with the columns that it reads."""
+
+    token: int
+    """Fencing token: grows with every grant; a write under an older one is refused."""
+    deliveries: tuple[int, ...]
+    """Per row: 1 on the first delivery to this stage, one more on each redelivery."""
+    prompt: Task
+
+    def rows(self) -> list[LeasedRow]:
+        """Taken apart. Raises CorruptError."""
+        every = zip(self.uids(self.prompt.run), self.columns(), self.deliveries, strict=True)
+        return [
+            LeasedRow(
+                uid=uid, token=self.token, task=self.prompt, columns=columns, delivery=delivery
+            )
+            for uid, columns, delivery in every
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchGroup(Siblings):
+    """One group of a batch's manifest; tuples have an entry per row."""
+
+    size: int
+    """The true size of the group: what the estimator divides by, also when fewer rows were kept."""
+    num_tokens: tuple[int, ...]
+    oldest: tuple[Version, ...]
+    newest: tuple[Version, ...]
+    outcomes: tuple[Outcome, ...]
+
+    def taken_apart(self, run: str) -> list[BatchRow]:
+        """Its rows, each by itself."""
+        every = zip(
+            *(self.uids(run), self.num_tokens, self.oldest, self.newest, self.outcomes),
+            strict=True,
+        )
+        return [
+            BatchRow(
+                uid=uid,
+                group=self.task,
+                group_size=self.size,
+                num_tokens=num_tokens,
+                oldest=oldest,
+                newest=newest,
+                outcome=outcome,
+            )
+            for uid, num_tokens, oldest, newest, outcome in every
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRow:
+    """One row of a batch's manifest."""
+
+    uid: Uid
+    group: str
+    """Task id: rows of one group share it and stand next to each other."""
+    group_size: int
+    """As in BatchGroup."""
+    num_tokens: int
+    oldest: Version
+    newest: Version
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Complete groups taken for optimizer step `step`. Payload is fetched apart, by each rank its own rows."""
+
+    batch_id: str
+    run: str
+    step: int
+    groups: tuple[BatchGroup, ...]
+
+    @cached_property
+    def rows(self) -> tuple[BatchRow, ...]:
+        """The rows of all groups, in order."""
+        return tuple(row for group in self.groups for row in group.taken_apart(self.run))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[BatchRow], *, batch_id: str, run: str, step: int) -> Batch:
+        """From rows; those of one group stand next to each other."""
+        return cls(
+            batch_id=batch_id,
+            run=run,
+            step=step,
+            groups=tuple(
+                _batch_group(list(members)) for _, members in groupby(rows, lambda row: row.group)
+            ),
+        )
+
+
+def _batch_group(rows: Sequence[BatchRow]) -> BatchGroup:
+    return BatchGroup(
+        task=rows[0].group,
+        indices=tuple(row.uid.index for row in rows),
+        attempts=tuple(row.uid.attempt for row in rows),
+        size=rows[0].group_size,
+        num_tokens=tuple(row.num_tokens for row in rows),
+        oldest=tuple(row.oldest for row in rows),
+        newest=tuple(row.newest for row in rows),
+        outcomes=tuple(row.outcome for row in rows),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Rows granted to one worker for one stage until `ttl_s` after the grant or the last renewal."""
+
+    stage: str
+    worker: str
+    ttl_s: float
+    groups: tuple[LeasedGroup, ...]
+
+    @cached_property
+    def rows(self) -> tuple[LeasedRow, ...]:
+        """The rows of all groups, in order. Raises CorruptError."""
+        return tuple(row for group in self.groups for row in group.rows())

@@ -1,0 +1,87 @@
+"""One sampled answer: what a stage is given of it, what it writes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshrl.contract.nouns.names import Columns, Float32, Int32, Outcome, Uid, Uint8, Version
+from meshrl.contract.nouns.tasks import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens `[start, end)` of a row were sampled by `version`."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFacts:
+    """What the queue must know of a finished rollout to order, count and refuse it."""
+
+    outcome: Outcome
+    num_tokens: int
+    """T: prompt and response tokens."""
+    oldest: Version
+    """The oldest version that sampled a token of the row: what staleness is measured from."""
+    newest: Version
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """A row: one sampled answer with everything the mesh has added to it so far."""
+
+    uid: Uid
+    tokens: Int32
+    """int32[T]: prompt, then response (and tool observations)."""
+    loss_mask: Uint8
+    """uint8[T]: 1 where the policy sampled the token."""
+    rollout_logprobs: Float32
+    """float32[T]: log-probability under the *actual* sampling distribution; 0 where `loss_mask` is 0."""
+    spans: tuple[VersionSpan, ...]
+    response_text: str = ""
+    """The response decoded without special tokens: what a reward function reads."""
+    reward: float | None = None
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    reward_hash: str = ""
+    ref_logprobs: Float32 | None = None
+    """float32[T]: log-probabilities under the frozen reference; 0 on the first token."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first sampled one."""
+        sampled = np.flatnonzero(self.loss_mask)
+        return int(sampled[0]) if len(sampled) else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWrite:
+    """Columns a lease holder adds to a row. `facts` is given by the rollout stage only."""
+
+    uid: Uid
+    columns: Columns
+    facts: RowFacts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedRow:
+    """One row handed to a stage: its task and the columns that the stage reads."""
+
+    uid: Uid
+    token: int
+    """Fencing token: grows with every grant; a write under an older one is refused."""
+    task: Task
+    columns: Columns
+    delivery: int
+    """1 on the first delivery of the row to this stage, one more on each redelivery."""
+
+
+def oldest_version(spans: Sequence[VersionSpan], default: Version) -> Version:
+    """The oldest version of `spans`, or `default` when nothing was sampled."""
+    return min((span.version for span in spans), default=default)

@@ -1,0 +1,146 @@
+"""What a run asks of the queue, and what the queue tells of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshrl.contract.nouns.names import Outcome, Uid, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """A stage leases rows that have every column in `reads` and none in `writes`."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+ROLLOUT_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text")
+REWARD_COLUMNS = ("reward", "reward_components", "reward_hash")
+REFERENCE_COLUMNS = ("ref_logprobs",)
+ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
+REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
+REFERENCE_STAGE = StageSpec(name="reference", reads=("tokens",), writes=REFERENCE_COLUMNS)
+
+
+class GroupPolicy(StrEnum):
+    """When a group of a task counts as complete."""
+
+    ALL = "all"
+    K_OF_N = "k_of_n"
+    REPLACE_SIBLING = "replace_sibling"
+
+
+class StalePolicy(StrEnum):
+    """What happens to a task whose rows became older than `max_staleness`."""
+
+    REISSUE = "reissue"
+    DROP = "drop"
+
+
+UNBOUNDED = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """What a run asks of the queue. Opening the same run twice with equal specs is opening it once."""
+
+    run: str
+    group_size: int
+    batch_groups: int
+    """Groups of one optimizer step's batch."""
+    max_staleness: float
+    """Optimizer steps between sampling and training; `math.inf` is fully asynchronous."""
+    stages: tuple[StageSpec, ...] = (ROLLOUT_STAGE, REWARD_STAGE)
+    """In order. The union of what they write is what a row must have before it can be taken."""
+    group_policy: GroupPolicy = GroupPolicy.ALL
+    group_k: int = 0
+    """For `k_of_n`: how many finished rows make the group complete."""
+    stale_policy: StalePolicy = StalePolicy.REISSUE
+    max_attempts: int = 3
+    """Deliveries of a row to a stage before it is dead-lettered."""
+    lease_ttl_s: float = 30.0
+    resident_batches: int = 4
+    """Admission bound, in batches, where `max_staleness` is infinite."""
+    resident_bytes: int = 4 << 30
+    sampler: str = "fifo"
+    gated: bool = True
+    """True: admission and leases follow the published version. False (evaluation): they do not."""
+    priority: int = 0
+    """A worker that serves several runs is given rows of the highest priority first."""
+
+    @property
+    def admission_groups(self) -> float:
+        """Groups that may be admitted and not yet consumed: `(max_staleness + 1) x batch`."""
+        batches = (
+            self.resident_batches if math.isinf(self.max_staleness) else self.max_staleness + 1
+        )
+        return batches * self.batch_groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands in the queue."""
+
+    spec: RunSpec
+    epoch: int
+    """0 until a trainer has acquired the run."""
+    published: Version
+    """The newest version that the fleet has committed."""
+    cursor: str
+    """The feeder's position, stored with the last admitted task; empty at the start."""
+    feed_closed: bool
+    committed_step: int
+    """Rows settled at earlier steps have left the queue for good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Where every admitted row of a run is. `admitted = trained + filtered + stale + dead_lettered + resident`."""
+
+    run: str
+    admitted: int
+    trained: int
+    filtered: Mapping[str, int]
+    """Rows by reason."""
+    stale: Mapping[str, int]
+    dead_lettered: Mapping[str, int]
+    resident: Mapping[str, int]
+    """Rows by state: queued, leased, pending (between stages), ready, taken, settled."""
+
+    @property
+    def left(self) -> int:
+        """Rows that are resident no more."""
+        parts = (self.filtered, self.stale, self.dead_lettered)
+        return self.trained + sum(sum(part.values()) for part in parts)
+
+    @property
+    def balanced(self) -> bool:
+        """The invariant that no kill may break."""
+        return self.admitted == self.left + sum(self.resident.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """One thing that blocks: who waits, for what, since when, and whom to ask."""
+
+    who: str
+    what: str
+    since_s: float
+    owners: tuple[str, ...] = ()
+    uids: tuple[Uid, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A row that was given up, with what was tried."""
+
+    uid: Uid
+    stage: str
+    outcome: Outcome
+    reason: str
+    attempts: int

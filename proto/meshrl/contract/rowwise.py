@@ -1,0 +1,44 @@
+"""The row-level verbs of the queue, in terms of the ones that move whole groups: every queue and wire has both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from meshrl.contract.nouns import (
+    Columns,
+    PackedGroup,
+    PayloadGroup,
+    RowWrite,
+    Siblings,
+    Uid,
+    packed_groups,
+    siblings,
+)
+
+
+class RowVerbs(ABC):
+    """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`."""
+
+    @abstractmethod
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        """See Queue."""
+
+    @abstractmethod
+    async def fetch_packed(
+        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        """See Queue."""
+
+    async def write(
+        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
+    ) -> None:
+        """See Queue."""
+        await self.write_packed(run, stage, packed_groups(token_of, rows))
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        """See Queue."""
+        groups = await self.fetch_packed(run, siblings(run, uids), columns)
+        return [row for group in groups for row in group.columns()]

@@ -1,0 +1,192 @@
+"""Frames come back as they were packed, or as a CorruptError; nothing is copied on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.frames import (
+    DTYPES,
+    FRAME_BYTES,
+    Flat,
+    Frame,
+    pack,
+    pack_flat,
+    seal,
+    signature,
+    storable,
+    unseal,
+)
+from meshrl.contract.nouns import (
+    Part,
+    PayloadGroup,
+    RowWrite,
+    Uid,
+    gathered,
+    packed_groups,
+    siblings,
+)
+
+
+@st.composite
+def rows_of_one_signature(draw: st.DrawFn) -> list[dict[str, np.ndarray]]:
+    names = draw(st.lists(st.text(min_size=1, max_size=20), max_size=4, unique=True))
+    shapes = {
+        name: (
+            draw(st.sampled_from(DTYPES)),
+            draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0)),
+        )
+        for name in names
+    }
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        row: dict[str, np.ndarray] = {}
+        for name, (dtype, shape) in shapes.items():
+            first = (draw(st.integers(0, 5)),) if shape else ()
+            row[name] = draw(hnp.arrays(np.dtype(dtype), (*first, *shape[1:])))
+        rows.append(row)
+    return rows
+
+
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(
+        (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+        for a, b in ((left[name], right[name]) for name in left)
+    )
+
+
+@given(rows_of_one_signature(), st.randoms())
+@settings(deadline=None)
+def test_rows_come_back_bit_by_bit_whole_and_in_part(rows: list[Any], random: Any) -> None:
+    frame = Frame(pack(rows))
+    assert frame.rows == len(rows)
+    for at, row in enumerate(rows):
+        assert same(row, frame.row(at)), (row, frame.row(at))
+    some = random.sample(range(len(rows)), random.randint(1, len(rows)))
+    names = random.sample(list(rows[0]), random.randint(0, len(rows[0])))
+    part = Frame(frame.select(names, some))
+    if names:
+        wanted = [{name: rows[at][name] for name in names} for at in some]
+        assert all(same(row, part.row(at)) for at, row in enumerate(wanted))
+    y = np.ones((2, 4), np.float32)
+    rows = [{"x": np.arange(3), "y": y}, {"x": np.arange(5), "y": y[:0]}]
+
+
+def test_columns_that_lie_on_end_already_make_the_same_frame() -> None:
+    rows = [
+        {"x": np.arange(3), "y": np.ones((2, 4), np.float32)},
+        {"x": np.arange(5), "y": np.ones((0, 4), np.float32)},
+    ]
+    flat = {
+        "x": Flat(np.concatenate([row["x"] for row in rows]), np.array([3, 5], np.uint32)),
+        "y": Flat(np.ones((2, 4), np.float32), np.array([2, 0], np.uint32)),
+    }
+    assert pack_flat(2, flat) == pack(rows)
+
+
+def test_reading_copies_nothing_and_arrays_are_aligned_and_read_only() -> None:
+    frame = Frame(pack([{"a": np.arange(3, dtype=np.uint8), "b": np.arange(4)}]))
+    array = frame.row(0)["b"]
+    assert array.flags.aligned and not array.flags.owndata and not array.flags.writeable
+
+
+def test_big_endian_and_strided_arrays_are_stored_little_endian() -> None:
+    found = Frame(pack([{"x": np.arange(10, dtype=">i4")[::2]}])).row(0)["x"]
+    assert (found.dtype.str, found.tolist()) == ("<i4", [0, 2, 4, 6, 8])
+
+
+def test_objects_cannot_be_stored() -> None:
+    assert not storable(np.array([object()]))
+    with pytest.raises(UserError, match=r"column x is list, which cannot be stored"):
+        signature({"x": [1]})  # type: ignore[dict-item]
+
+
+@given(st.binary(max_size=200), st.integers(0, 10_000))
+def test_any_flipped_bit_is_noticed(body: bytes, at: int) -> None:
+    value = bytearray(seal(body))
+    assert bytes(unseal(bytes(value), "x")) == body
+    value[(at // 8) % len(value)] ^= 1 << at % 8
+    with pytest.raises(CorruptError, match="row 7"):
+        unseal(bytes(value), "row 7")
+
+
+@given(st.binary(max_size=7))
+def test_a_value_cut_short_is_noticed(value: bytes) -> None:
+    with pytest.raises(CorruptError):
+        unseal(value, "x")
+
+
+@given(st.binary(max_size=120) | st.binary(max_size=60).map(lambda b: b"\x02\0\0\0\x01\0\0\0" + b))
+@settings(max_examples=300)
+def test_sealed_nonsense_is_a_corrupt_error_and_nothing_else(body: bytes) -> None:
+    try:
+        Frame(seal(body), "row 7")
+    except CorruptError as error:
+        assert "row 7" in str(error)
+
+
+def write(task: str, index: int, **columns: np.ndarray) -> RowWrite:
+    return RowWrite(uid=Uid("r", task, index), columns=columns)
+
+
+def test_rows_are_packed_by_group_token_and_signature() -> None:
+    rows = [
+        write("a", 0, x=np.arange(2)),
+        write("b", 0, x=np.arange(3)),
+        write("a", 1, x=np.arange(4)),
+    ]
+    rows += [write("a", 2, x=np.arange(4.0)), write("a", 3, x=np.arange(1))]
+    token_of = {row.uid: 7 for row in rows} | {rows[-1].uid: 8}
+    found = packed_groups(token_of, rows)
+    assert [(g.task, g.indices, g.token) for g in found] == [
+        ("a", (0, 1), 7),
+        ("b", (0,), 7),
+        ("a", (2,), 7),
+        ("a", (3,), 8),
+    ]
+    with pytest.raises(UserError, match=r"r/a/0\.0: no lease token"):
+        packed_groups({}, rows)
+
+
+def test_large_rows_start_another_frame() -> None:
+    third = np.zeros(FRAME_BYTES // 3, np.uint8)
+    rows = [write("a", index, x=third) for index in range(8)]
+    found = packed_groups({row.uid: 1 for row in rows}, rows)
+    assert sorted(index for group in found for index in group.indices) == list(range(8))
+    assert max(len(group.frame) for group in found) <= FRAME_BYTES + 1000
+
+
+def test_a_column_is_gathered_over_groups_and_frames_in_the_order_of_the_rows() -> None:
+    def part(rows: tuple[int, ...], *arrays: np.ndarray) -> Part:
+        return Part(rows=rows, frame=pack([{"x": array} for array in arrays]))
+
+    whole = PayloadGroup(
+        task="a", indices=(0, 1), attempts=(0, 0), parts=(part((0, 1), np.arange(2), np.arange(3)),)
+    )
+    mixed = PayloadGroup(
+        task="b",
+        indices=(0, 1, 2),
+        attempts=(0, 0, 0),
+        parts=(part((2, 0), np.full(1, 9), np.full(2, 7)), part((1,), np.full(1, 8))),
+    )
+    flat = gathered([whole, mixed], "x")
+    assert flat.values.tolist() == [0, 1, 0, 1, 2, 7, 7, 8, 9]
+    assert flat.lengths is not None and flat.lengths.tolist() == [2, 3, 2, 1, 1]
+    assert [row["x"].tolist() for row in mixed.columns()] == [[7, 7], [8], [9]]
+    with pytest.raises(CorruptError, match="task b: not every row has column y"):
+        mixed.column("y")
+
+
+def test_rows_are_named_by_their_groups() -> None:
+    uids = [Uid("r", "a", 1), Uid("r", "a", 0, 2), Uid("r", "b", 0), Uid("r", "a", 3)]
+    found = siblings("r", uids)
+    assert [uid for group in found for uid in group.uids("r")] == uids
+    assert [group.task for group in found] == ["a", "b", "a"]
+    with pytest.raises(UserError, match="is not of run s"):
+        siblings("s", uids)

@@ -1,0 +1,336 @@
+"""Groups: what the queue keeps in RAM of the rows of one task, and the record in which they are stored.
+
+A set of rows is a bit mask: bit i is the row at index i. A transition of eight siblings is then a few operations on
+integers and one put of one record, and a group is never half stored. Payload is not here: `frames` says where it is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from meshrl.contract.nouns import Json, Outcome, RowFacts, Siblings, Uid, Version
+from meshrl.transferqueue.sealed import seal_json
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.batches import TakenBatch
+
+_GROUP = struct.Struct(">IQ")
+_FRAME = struct.Struct(">I")
+OUTCOMES = tuple(Outcome)
+
+Counts = tuple[int, int, int, int, int, int]
+"""Rows by state, in the order of ledger.State."""
+NONE: Counts = (0, 0, 0, 0, 0, 0)
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The indices in `mask`, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def lowest(mask: int, count: int) -> int:
+    """The `count` lowest bits of `mask`; all of them if it has fewer."""
+    if mask.bit_count() <= count:
+        return mask
+    found = 0
+    for _ in range(count):
+        low = mask & -mask
+        found |= low
+        mask ^= low
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """Rows of one group in the hands of one worker for one stage."""
+
+    group: Group
+    stage: int
+    token: int
+    worker: str
+    mask: int
+    """Rows held still; 0 when it has ended."""
+    since: float
+    """Monotonic seconds; like `deadline`, begins anew when the queue opens."""
+    deadline: float
+    spared: bool = False
+    """Its deadline passed while the queue itself stood still; see waiting.py."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredFrame:
+    """Columns that one stage wrote for some rows at once."""
+
+    stage: int
+    number: int
+    rows: tuple[int, ...]
+    """Indices, in the order in which they lie in the frame."""
+    nbytes: int
+    live: int
+    """Rows that are here still; the frame goes with the last of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The rows of one task that are in the queue now. Lists have an entry per stage, inner lists one per index."""
+
+    run: str
+    run_number: int
+    number: int
+    """Order of admission; a re-issued group keeps its own, so it stays the oldest."""
+    task_id: str
+    size: int
+    priority: int
+    task_bytes: int
+    attempts: list[int]
+    """The last attempt made at each index."""
+    done: list[int]
+    """Masks: what each stage has written."""
+    held: list[int]
+    """Masks: what is granted for each stage."""
+    deliveries: list[list[int]]
+    """How often each row was handed to each stage."""
+    writers: list[list[int]]
+    """The fencing token under which each stage was written: a repeated write is known by it."""
+    facts: list[RowFacts | None]
+    replacements: list[int]
+    """Per index: dead rows that the present one replaces (`replace_sibling`)."""
+    present: int = 0
+    """Mask of the rows that are here."""
+    dead: int = 0
+    """Mask of the indices whose row was dead-lettered."""
+    grants: list[Grant] = field(default_factory=list)
+    frames: list[StoredFrame] = field(default_factory=list)
+    next_frame: int = 0
+    counts: Counts = NONE
+    """What the books count of this group now."""
+    complete: bool = False
+    """Offered to the sampler (or to the replay)."""
+    batch: TakenBatch | None = None
+    position: int = -1
+    """Place in the order of all takes: what a replay follows. -1: never taken."""
+    since: float = 0.0
+    """When a row last changed hands; monotonic seconds."""
+    lost_by: dict[int, str] = field(default_factory=dict)
+    """Per index: the worker whose lease on the row expired last."""
+
+    @classmethod
+    def fresh(
+        cls,
+        run: str,
+        run_number: int,
+        number: int,
+        task_id: str,
+        *,
+        priority: int,
+        task_bytes: int,
+        attempts: list[int],
+        stages: int,
+    ) -> Group:
+        """A group without rows; `add_row` puts them in."""
+        size = len(attempts)
+        return cls(
+            *(run, run_number, number, task_id, size, priority, task_bytes, attempts),
+            done=[0] * stages,
+            held=[0] * stages,
+            deliveries=[[0] * size for _ in range(stages)],
+            writers=[[0] * size for _ in range(stages)],
+            facts=[None] * size,
+            replacements=[0] * size,
+        )
+
+    # --- names
+
+    @property
+    def suffix(self) -> bytes:
+        """Names the group in every key."""
+        return _GROUP.pack(self.run_number, self.number)
+
+    @property
+    def key(self) -> bytes:
+        """Of the group's record."""
+        return b"g" + self.suffix
+
+    @property
+    def task_key(self) -> bytes:
+        """Of the task's frame."""
+        return b"t" + self.suffix
+
+    def frame_key(self, number: int) -> bytes:
+        """Of a frame of columns."""
+        return b"c" + self.suffix + _FRAME.pack(number)
+
+    def uid(self, index: int) -> Uid:
+        """The name of the row at `index`."""
+        return Uid(self.run, self.task_id, index, self.attempts[index])
+
+    def siblings(self, mask: int) -> Siblings:
+        """The names of the rows in `mask`."""
+        indices = tuple(bits(mask))
+        attempts = tuple([self.attempts[index] for index in indices])
+        return Siblings(task=self.task_id, indices=indices, attempts=attempts)
+
+    # --- sets of rows
+
+    def has(self, index: int, attempt: int) -> bool:
+        """True when exactly this attempt is here."""
+        return (
+            0 <= index < self.size
+            and bool(self.present >> index & 1)
+            and self.attempts[index] == attempt
+        )
+
+    @property
+    def finished(self) -> int:
+        """Mask of the rows that have every column."""
+        mask = self.present
+        for done in self.done:
+            mask &= done
+        return mask
+
+    @property
+    def unfinished(self) -> int:
+        """Mask of the rows that lack a column."""
+        return self.present & ~self.finished
+
+    def leasable(self, stage: int, needs: Sequence[int]) -> int:
+        """Mask of the rows that have what `needs` (stages) write, and whose `stage` nobody has done or does."""
+        mask = self.present & ~self.done[stage] & ~self.held[stage]
+        for need in needs:
+            mask &= self.done[need]
+        return mask
+
+    def held_under(self, stage: int, token: int) -> int:
+        """Mask of the rows that are granted for `stage` under `token`."""
+        mask = 0
+        for grant in self.grants:
+            if grant.stage == stage and grant.token == token:
+                mask |= grant.mask
+        return mask
+
+    @property
+    def nbytes(self) -> int:
+        """Payload of the group."""
+        return self.task_bytes + sum(frame.nbytes for frame in self.frames)
+
+    def facts_of(self, mask: int) -> list[RowFacts]:
+        """The facts of those rows in `mask` that have some."""
+        return [facts for index in bits(mask) if (facts := self.facts[index]) is not None]
+
+    # --- changes
+
+    def add_row(self, index: int, now: float) -> None:
+        """The attempt of `attempts[index]` is here, fresh."""
+        bit = 1 << index
+        self.present |= bit
+        for stage in range(len(self.done)):
+            self.done[stage] &= ~bit
+            self.deliveries[stage][index] = self.writers[stage][index] = 0
+        self.facts[index] = None
+        self.replacements[index] = 0
+        self.lost_by.pop(index, None)
+        self.since = now
+
+    def let_go(self, stage: int, mask: int) -> None:
+        """Rows in `mask` are granted for `stage` no more."""
+        self.held[stage] &= ~mask
+        ended = False
+        for grant in self.grants:
+            if grant.stage == stage:
+                grant.mask &= ~mask
+                ended = ended or not grant.mask
+        if ended:
+            self.grants = [grant for grant in self.grants if grant.mask]
+
+    def drop_rows(self, mask: int) -> list[StoredFrame]:
+        """Rows in `mask` are here no more; returns the frames that went with the last of their rows."""
+        self.present &= ~mask
+        for stage in range(len(self.done)):
+            self.let_go(stage, mask)
+        for frame in self.frames:
+            frame.live &= ~mask
+        gone = [frame for frame in self.frames if not frame.live]
+        if gone:
+            self.frames = [frame for frame in self.frames if frame.live]
+        return gone
+
+    # --- the record
+
+    def encode(self) -> bytes:
+        """The record of the group and its rows. Masks are text, because JSON's integers end at 64 bits."""
+        return seal_json(
+            [
+                self.number,
+                self.task_id,
+                self.priority,
+                self.task_bytes,
+                self.attempts,
+                f"{self.present:x}",
+                f"{self.dead:x}",
+                self.position,
+                -1 if self.batch is None else self.batch.number,
+                [f"{mask:x}" for mask in self.done],
+                self.deliveries,
+                self.writers,
+                self.replacements,
+                [facts and _stored_facts(facts) for facts in self.facts],
+                [[f.stage, f.number, f.rows, f.nbytes, f"{f.live:x}"] for f in self.frames],
+                self.next_frame,
+                [[g.stage, g.token, g.worker, f"{g.mask:x}"] for g in self.grants],
+            ]
+        )
+
+    @classmethod
+    def restored(cls, run: str, run_number: int, stored: Json, now: float) -> tuple[Group, int]:
+        """The inverse of `encode`, with the number of its batch (-1: none). Leases get no deadline yet."""
+        number, task_id, priority, task_bytes, attempts, present, dead, position, batch, *rest = (
+            stored
+        )
+        done, deliveries, writers, replacements, facts, frames, next_frame, grants = rest
+        group = cls(
+            *(run, run_number, number, task_id, len(attempts), priority, task_bytes, attempts),
+            done=[int(mask, 16) for mask in done],
+            held=[0] * len(done),
+            deliveries=deliveries,
+            writers=writers,
+            facts=[fact and _restored_facts(fact) for fact in facts],
+            replacements=replacements,
+            present=int(present, 16),
+            dead=int(dead, 16),
+            frames=[
+                StoredFrame(stage, own, tuple(rows), nbytes, int(live, 16))
+                for stage, own, rows, nbytes, live in frames
+            ],
+            next_frame=next_frame,
+            position=position,
+            since=now,
+        )
+        for stage, token, worker, mask in grants:
+            grant = Grant(group, stage, token, worker, int(mask, 16), now, now)
+            group.grants.append(grant)
+            group.held[stage] |= grant.mask
+        return group, batch
+
+
+def _stored_facts(facts: RowFacts) -> Json:
+    return (
+        *(OUTCOMES.index(facts.outcome), facts.num_tokens, facts.oldest.epoch, facts.oldest.step),
+        *(facts.newest.epoch, facts.newest.step, facts.finish_reason),
+    )
+
+
+def _restored_facts(stored: Json) -> RowFacts:
+    outcome, num_tokens, oldest_epoch, oldest_step, newest_epoch, newest_step, reason = stored
+    return RowFacts(
+        outcome=OUTCOMES[outcome],
+        num_tokens=num_tokens,
+        oldest=Version(oldest_epoch, oldest_step),
+        newest=Version(newest_epoch, newest_step),
+        finish_reason=reason,
+    )
