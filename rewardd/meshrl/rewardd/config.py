@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
+from meshrl.rewardd.registry.config import RegistryConfig
 
 
 class RewardFunctionConfig(Config):
@@ -61,6 +62,11 @@ class RewardConfig(Config):
     """Address space of each scoring process (RLIMIT_AS); None: no limit."""
     cpu_limit_s: PositiveInt | None = None
     """CPU seconds that one sample may use (RLIMIT_CPU), whole seconds; None: only the wall clock counts."""
+    registry: RegistryConfig = RegistryConfig()
+    """Functions submitted while the run goes on."""
+    mixed_versions: Literal["rescore", "allow"] = "rescore"
+    """What becomes of a batch whose rows were scored by several reward versions: its older rows are scored again
+    with the version of the moment, or it is trained as it is."""
     slots: PositiveInt = 256
     """Rows that the service holds at once."""
     rows_per_call: PositiveInt = 16

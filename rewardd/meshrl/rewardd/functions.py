@@ -20,6 +20,7 @@ import pydantic
 
 from meshrl.contract.errors import ConfigError, MeshError
 from meshrl.contract.nouns import Json
+from meshrl.rewardd.kinds import ARGUMENTS, as_compute_score
 from meshrl.rewardd.rule import SIGNATURE, FunctionSpec
 
 MAX_FLOAT32 = 3.4028234663852886e38
@@ -76,7 +77,8 @@ def load(spec: FunctionSpec) -> Scorer:
             arguments = {"config": config(**spec.kwargs)}
         except pydantic.ValidationError as error:
             raise ConfigError(_refusal(spec, config, error)) from error
-    _check_signature(where, spec.name, call, arguments)
+    _check_signature(where, spec, call, arguments)
+    call = as_compute_score(spec.kind, call)
     prepare = getattr(module, "prepare", None) if spec.module else None
     if prepare is not None:
         prepare()
@@ -84,6 +86,8 @@ def load(spec: FunctionSpec) -> Scorer:
 
 
 def _import(spec: FunctionSpec) -> types.ModuleType:
+    if spec.path and spec.path not in sys.path:
+        sys.path.insert(0, spec.path)  # a wheel of pure Python: a zip that can be imported as it is
     try:
         return importlib.import_module(spec.module)
     except Exception as error:
@@ -123,16 +127,15 @@ def _refusal(
 
 
 def _check_signature(
-    where: str, name: str, call: Callable[..., Any], arguments: Mapping[str, Any]
+    where: str, spec: FunctionSpec, call: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> None:
+    name = spec.name
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):
         return  # written in C: it cannot be asked
     try:
-        signature.bind(
-            data_source="", solution_str="", ground_truth=None, extra_info={}, **arguments
-        )
+        signature.bind(**dict.fromkeys(ARGUMENTS[spec.kind]), **arguments)
     except TypeError as error:
         raise ConfigError(
             f"{where}: {name}{signature} cannot be called: {error} (wanted: {name}{SIGNATURE}"

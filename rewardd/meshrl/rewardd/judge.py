@@ -13,8 +13,9 @@ from meshrl.rewardd.rule import Rule, read_rule
 class PoolJudge:
     """Implements the Judge port for one rule."""
 
-    def __init__(self, rule: Rule, config: RewardConfig) -> None:
-        self._hash = rule.reward_hash
+    def __init__(self, rule: Rule, config: RewardConfig, *, reward_hash: str = "") -> None:
+        """Keep the parts; `reward_hash` names a submitted version, else the rule's own hash counts."""
+        self._hash = reward_hash or rule.reward_hash
         self._pool = ScoringPool(rule, config)
 
     @property
