@@ -83,6 +83,15 @@ proto-drift: proto
 docs: venv
 	$(BIN)/python docs/generate.py
 
+# Kill -9 random processes of a running queue and check every row's history: `make chaos SEED=3 KILLS=200`.
+SEED ?= 1
+KILLS ?= 200
+PAUSES ?= 0
+STORE ?= disk
+.PHONY: chaos
+chaos: venv
+	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE)
+
 bench: venv
 	@ls benchmarks/*.py
 
