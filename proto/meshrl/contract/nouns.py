@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -99,6 +99,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     """Mixed with the uid of the row, so that a row's draws depend on nothing that runs beside it."""
+    greedy_siblings: int = 0
+    """So many of the last rows of a group are sampled greedily instead: baselines (ReMax)."""
+
+    def of_row(self, index: int, group_size: int) -> SamplingParams:
+        """How row `index` of a group of `group_size` is sampled."""
+        if index < group_size - self.greedy_siblings:
+            return self
+        return replace(self, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
