@@ -83,8 +83,34 @@ proto-drift: proto
 docs: venv
 	$(BIN)/python docs/generate.py
 
+# Kill -9 random processes of a running queue and check every row's history: `make chaos SEED=3 KILLS=200`.
+SEED ?= 1
+KILLS ?= 200
+PAUSES ?= 0
+STORE ?= disk
+.PHONY: chaos
+chaos: venv
+	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE)
+
 bench: venv
 	@ls benchmarks/*.py
 
+# An environment of its own for the queue benchmark's peer, which wants Ray and tensordict. torch comes first: its CPU build.
+PEER_QUEUE_VENV := .venv-peer-queue
+PEER_QUEUE_READY := $(PEER_QUEUE_VENV)/.ready-0.1.11
+$(PEER_QUEUE_READY):
+	rm -rf $(PEER_QUEUE_VENV)
+	$(PYTHON) -m venv $(PEER_QUEUE_VENV)
+	$(PEER_QUEUE_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PEER_QUEUE_VENV)/bin/pip install --quiet --disable-pip-version-check TransferQueue==0.1.11 numpy psutil
+	touch $@
+
+.PHONY: venv-peer-queue bench-queue
+venv-peer-queue: $(PEER_QUEUE_READY)
+
+# The transfer queue against its peer, in turn; the last line is JSON.
+bench-queue: venv venv-peer-queue
+	$(BIN)/python benchmarks/queue.py
+
 clean:
-	rm -rf $(VENV) .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-peer-queue build dist .mypy_cache .ruff_cache .pytest_cache

@@ -202,4 +202,4 @@ class FeedPromises:
 
 
 class QueueSuite(RunPromises, FeedPromises, LeasePromises, WritePromises):
-    """Subclasses give a `queue` fixture."""
+    """Subclasses give a `queue` fixture. `in_order = False`: groups are in order on each shard, not over all."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import uuid4
 
 import pytest
 
@@ -12,13 +14,28 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
+from ..redis_server import RedisServer, needs_redis, running
 from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with TemporaryDirectory() as folder, running(Path(folder)) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "disk", pytest.param("redis", marks=needs_redis)])
 async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store=request.param, reserve_bytes=0)
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        config = QueueConfig(
+            store="redis",
+            durability="everysec",
+            redis_url=server.url,
+            redis_prefix=uuid4().hex,
+        )
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
     yield opened
     await opened.close()

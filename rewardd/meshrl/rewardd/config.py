@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
+from meshrl.rewardd.registry.config import RegistryConfig
+from meshrl.rewardd.sandbox.cell import Isolation
+from meshrl.rewardd.sandbox.limits import Limits
 
 
 class RewardFunctionConfig(Config):
@@ -61,6 +64,21 @@ class RewardConfig(Config):
     """Address space of each scoring process (RLIMIT_AS); None: no limit."""
     cpu_limit_s: PositiveInt | None = None
     """CPU seconds that one sample may use (RLIMIT_CPU), whole seconds; None: only the wall clock counts."""
+    registry: RegistryConfig = RegistryConfig()
+    """Functions submitted while the run goes on."""
+    mixed_versions: Literal["rescore", "allow"] = "rescore"
+    """What becomes of a batch whose rows were scored by several reward versions: its older rows are scored again
+    with the version of the moment, or it is trained as it is."""
+    sandbox: Isolation = Isolation.STRICT
+    """The isolation of submitted functions: `strict` (bubblewrap; they are refused where there is none), `weak` (what
+    a process can give up by itself) or `off`. See docs/reference/reward-sandbox.md."""
+    recipe_sandbox: Isolation = Isolation.OFF
+    """The isolation of the functions that this recipe names: shut in, they see neither the network nor files but
+    their own folder. The reward `code` needs it."""
+    limits: Limits = Limits()
+    """What a submitted function may use at most; it may ask for less."""
+    wheelhouse: Path | None = None
+    """A folder of wheels: dependencies of submitted functions are installed from it, and from nowhere else."""
     slots: PositiveInt = 256
     """Rows that the service holds at once."""
     rows_per_call: PositiveInt = 16
@@ -86,3 +104,17 @@ class RewardConfig(Config):
                 ),
             )
         return scorers or (RewardFunctionConfig(name="verl"),)
+
+    @property
+    def recipe_limits(self) -> Limits:
+        """Of the functions that this recipe names; what it does not limit is unlimited, unless they are shut in."""
+        open_ = self.recipe_sandbox is Isolation.OFF
+        bounds = Limits(processes=None, open_files=None, tmp_bytes=None, output_bytes=None)
+        return (bounds if open_ else self.limits).model_copy(
+            update={
+                "deadline_s": self.deadline_s,
+                "start_deadline_s": self.start_deadline_s,
+                "memory_bytes": self.memory_limit_bytes,
+                "cpu_s": self.cpu_limit_s,
+            }
+        )

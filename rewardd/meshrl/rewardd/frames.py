@@ -56,7 +56,7 @@ class Decoder:
                 break
             try:
                 frames.append(json.loads(self._buffer[start + HEADER.size : end]))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CorruptError(f"a scoring process sent no JSON: {error}") from error
             start = end
         del self._buffer[:start]

@@ -11,7 +11,7 @@ import numbers
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from typing import Any
 import pydantic
 
 from meshrl.contract.errors import ConfigError, MeshError
-from meshrl.contract.nouns import Json
+from meshrl.contract.nouns import Json, Outcome
+from meshrl.rewardd.kinds import ARGUMENTS, Kind, as_compute_score
 from meshrl.rewardd.rule import SIGNATURE, FunctionSpec
 
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_REASON = 2000
 MAX_COMPONENTS = 64
+RESERVED = ("score", "token_rewards", "outcome")
+"""Keys of a dict that are no components."""
 
 
 class BadScoreError(MeshError):
@@ -40,10 +43,36 @@ class Scorer:
     arguments: Mapping[str, Any]
     """Beside the sample: the user's kwargs, or a built-in's validated `config`."""
 
+    together: Callable[..., Any] | None = None
+    """A batch function as it was written, for many samples in one call."""
+
     @property
     def concurrent(self) -> bool:
         """True for `async def`."""
         return inspect.iscoroutinefunction(self.call)
+
+    def start_batch(self, samples: Sequence[Json]) -> list[Any]:
+        """Call a batch function once with every sample.
+
+        Raises:
+            BadScoreError: it returned no list of one score per sample.
+        """
+        assert self.together is not None
+        columns = {
+            plural: [sample[single] for sample in samples]
+            for single, plural in zip(
+                ARGUMENTS[Kind.COMPUTE_SCORE], ARGUMENTS[Kind.BATCH], strict=True
+            )
+        }
+        results = self.together(**columns, **self.arguments)
+        results = results.tolist() if hasattr(results, "tolist") else results
+        if not isinstance(results, list | tuple) or len(results) != len(samples):
+            size = f" of {len(results)}" if isinstance(results, Sized) else ""
+            raise BadScoreError(
+                f"{self.spec.name} returned {type(results).__name__}{size} for {len(samples)} samples; "
+                "want a list, one score per sample"
+            )
+        return list(results)
 
     def start(self, sample: Json) -> Any:
         """Call the function; the result may be awaitable."""
@@ -76,14 +105,18 @@ def load(spec: FunctionSpec) -> Scorer:
             arguments = {"config": config(**spec.kwargs)}
         except pydantic.ValidationError as error:
             raise ConfigError(_refusal(spec, config, error)) from error
-    _check_signature(where, spec.name, call, arguments)
+    _check_signature(where, spec, call, arguments)
+    together = call if spec.kind is Kind.BATCH and not inspect.iscoroutinefunction(call) else None
+    call = as_compute_score(spec.kind, call)
     prepare = getattr(module, "prepare", None) if spec.module else None
     if prepare is not None:
         prepare()
-    return Scorer(spec=spec, call=call, arguments=arguments)
+    return Scorer(spec=spec, call=call, arguments=arguments, together=together)
 
 
 def _import(spec: FunctionSpec) -> types.ModuleType:
+    if spec.path and spec.path not in sys.path:
+        sys.path.insert(0, spec.path)  # a wheel of pure Python: a zip that can be imported as it is
     try:
         return importlib.import_module(spec.module)
     except Exception as error:
@@ -123,16 +156,15 @@ def _refusal(
 
 
 def _check_signature(
-    where: str, name: str, call: Callable[..., Any], arguments: Mapping[str, Any]
+    where: str, spec: FunctionSpec, call: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> None:
+    name = spec.name
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):
         return  # written in C: it cannot be asked
     try:
-        signature.bind(
-            data_source="", solution_str="", ground_truth=None, extra_info={}, **arguments
-        )
+        signature.bind(**dict.fromkeys(ARGUMENTS[spec.kind]), **arguments)
     except TypeError as error:
         raise ConfigError(
             f"{where}: {name}{signature} cannot be called: {error} (wanted: {name}{SIGNATURE}"
@@ -179,13 +211,44 @@ def numbers_of(result: Any, function: str) -> tuple[float, dict[str, float]]:
     others = {
         str(key): _number(value, f"{function}: key {key!r}")
         for key, value in result.items()
-        if key != "score" and _is_number(value)
+        if key not in RESERVED and _is_number(value)
     }
     if len(others) > MAX_COMPONENTS:
         raise BadScoreError(
             f"{function} returned {len(others)} components (at most {MAX_COMPONENTS})"
         )
     return score, others
+
+
+def token_rewards_of(result: Any, function: str, length: int | None) -> list[float] | None:
+    """The `token_rewards` of a dict: one number per response token; None when there are none.
+
+    Raises:
+        BadScoreError: no list of numbers, or another length than the response's.
+    """
+    rewards = result.get("token_rewards") if isinstance(result, Mapping) else None
+    if rewards is None:
+        return None
+    rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+    if not isinstance(rewards, list | tuple):
+        raise BadScoreError(
+            f"{function}: key 'token_rewards' is {type(rewards).__name__}, not a list of numbers"
+        )
+    if length is not None and len(rewards) != length:
+        raise BadScoreError(
+            f"{function}: {len(rewards)} token_rewards for a response of {length} tokens"
+        )
+    return [_number(value, f"{function}: token_rewards[{n}]") for n, value in enumerate(rewards)]
+
+
+def _outcome_of(result: Any, function: str) -> str | None:
+    """`policy_fault` where a dict says so: the answer is bad, and its score is legal."""
+    outcome = result.get("outcome") if isinstance(result, Mapping) else None
+    if outcome not in (None, Outcome.OK, Outcome.POLICY_FAULT):
+        raise BadScoreError(
+            f"{function}: key 'outcome' is {str(outcome)[:40]!r}; want 'ok' or 'policy_fault' (or raise)"
+        )
+    return str(outcome) if outcome else None
 
 
 def _is_number(value: Any) -> bool:
@@ -216,17 +279,32 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-def combine(scorers: tuple[Scorer, ...], results: list[Any]) -> tuple[float, dict[str, float]]:
-    """The weighted sum of `results`, and every function's own score and keys by name.
+def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None = None) -> Json:
+    """The answer for one sample: the weighted sum of `results`, and every function's own score and keys by name.
 
-    A function's keys stand under their own names when it is alone, else under `component.key`.
+    A function's keys stand under their own names when it is alone, else under `component.key`. `token_rewards`, of
+    `length` entries, add up with the same weights.
+
+    Raises:
+        BadScoreError: what a function returned is no score.
     """
     total, components = 0.0, {}
+    tokens: list[float] | None = None
+    answer: dict[str, Json] = {}
     for scorer, result in zip(scorers, results, strict=True):
-        name = scorer.spec.component
+        name, weight = scorer.spec.component, scorer.spec.weight
         score, others = numbers_of(result, name)
-        total += scorer.spec.weight * score
+        total += weight * score
         components[name] = score
         prefix = "" if len(scorers) == 1 else f"{name}."
         components |= {prefix + key: value for key, value in others.items()}
-    return _number(total, "the weighted sum"), components
+        if (rewards := token_rewards_of(result, name, length)) is not None:
+            if tokens is not None and len(tokens) != len(rewards):
+                raise BadScoreError(f"{name}: {len(rewards)} token_rewards, others {len(tokens)}")
+            weighted = [weight * reward for reward in rewards]
+            tokens = [a + b for a, b in zip(tokens, weighted, strict=True)] if tokens else weighted
+        if outcome := _outcome_of(result, name):
+            answer["outcome"] = outcome
+    if tokens is not None:
+        answer["token_rewards"] = tokens
+    return {**answer, "score": _number(total, "the weighted sum"), "components": components}

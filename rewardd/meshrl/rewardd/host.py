@@ -25,6 +25,7 @@ from meshrl.contract.nouns import Json, Outcome
 from meshrl.rewardd import frames
 from meshrl.rewardd.functions import Scorer, combine, describe, load, where
 from meshrl.rewardd.rule import Rule
+from meshrl.rewardd.sandbox import inside
 
 PR_SET_PDEATHSIG = 1
 WHERE_SIGNAL = signal.SIGUSR2
@@ -32,7 +33,9 @@ WHERE_SIGNAL = signal.SIGUSR2
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the service dies (Linux); elsewhere the end of stdin ends this process."""
+    """Be killed when the service dies (Linux); elsewhere the end of stdin ends this process. 0: a cell sees to it."""
+    if parent == 0:
+        return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
@@ -49,21 +52,19 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def limit(memory_bytes: int | None) -> None:
-    """No core files; at most `memory_bytes` of address space."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-
-
 class Host:
     """Scores samples with one rule until the requests end."""
 
     def __init__(self, scorers: tuple[Scorer, ...], options: Json, replies: BinaryIO) -> None:
         self._scorers = scorers
-        self._deadline_s: float = options["deadline_s"]
-        self._cpu_limit_s: int | None = options["cpu_limit_s"]
+        self._deadline_s: float = options["limits"]["deadline_s"]
+        self._cpu_limit_s: int | None = options["limits"]["cpu_s"]
         self._replies = replies
+
+    @property
+    def batched(self) -> bool:
+        """True when the rule is one batch function: then samples are scored together."""
+        return len(self._scorers) == 1 and self._scorers[0].together is not None
 
     def reply(self, message: Json) -> None:
         """Send one frame whole."""
@@ -72,7 +73,7 @@ class Host:
             view = view[self._replies.write(view) :]
 
     def allow_cpu(self) -> None:
-        """From now on `cpu_limit_s` more; the kernel ends the process with SIGXCPU beyond it."""
+        """From now on `cpu_s` more; the kernel ends the process with SIGXCPU beyond it."""
         if self._cpu_limit_s is None:
             return
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -91,7 +92,7 @@ class Host:
                 for scorer in self._scorers:
                     result = scorer.start(sample)
                     results.append(await result if inspect.isawaitable(result) else result)
-            score, components = combine(self._scorers, results)
+            return {"id": number, **combine(self._scorers, results, _length(sample))}
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # The user's code may raise anything at all; each becomes the result of this sample alone.
             if isinstance(error, TimeoutError) and limit_s.expired():
@@ -100,10 +101,37 @@ class Host:
                 reason = f"no score after {self._deadline_s:g} s{line}"
                 return {"id": number, "fault": Outcome.TIMEOUT, "reason": reason}
             return {"id": number, "fault": Outcome.INFRA_FAULT, "reason": describe(error)}
-        return {"id": number, "score": score, "components": components}
+
+    def score_together(self, samples: list[Json]) -> list[Json]:
+        """Run a batch function once on all; what fails with several is tried again with each alone."""
+        self.allow_cpu()
+        try:
+            (scorer,) = self._scorers
+            results = scorer.start_batch(samples)
+            return [
+                {"id": sample["id"], **self._combined(result, _length(sample))}
+                for sample, result in zip(samples, results, strict=True)
+            ]
+        except (Exception, SystemExit) as error:
+            if len(samples) > 1:
+                return [answer for sample in samples for answer in self.score_together([sample])]
+            fault = {"fault": Outcome.INFRA_FAULT, "reason": describe(error)}
+            return [{"id": samples[0]["id"], **fault}]
+
+    def _combined(self, result: Any, length: int | None) -> Json:
+        """One sample's answer; what is no score is the fault of that sample alone."""
+        try:
+            return combine(self._scorers, [result], length)
+        except MeshError as error:
+            return {"fault": Outcome.INFRA_FAULT, "reason": describe(error)}
 
     async def serve(self, requests: BinaryIO, concurrent: bool) -> None:
         """Until the requests end. Plain functions run one after the other, `async def` ones side by side."""
+        if self.batched:
+            while (message := frames.read(requests)) is not None:
+                for answer in self.score_together(message["score"]):
+                    self.reply(answer)
+            return
         if not concurrent:
             while (message := frames.read(requests)) is not None:  # nothing else runs in this loop
                 for sample in message["score"]:
@@ -118,6 +146,12 @@ class Host:
         self.reply(await self.score(sample))
 
 
+def _length(sample: Json) -> int | None:
+    """Response tokens, where the caller counted them."""
+    length = (sample["extra_info"] or {}).get("response_length")
+    return length if isinstance(length, int) else None
+
+
 def main() -> None:
     """Load the rule of the first request, then score."""
     die_with(int(sys.argv[1]))
@@ -127,21 +161,21 @@ def main() -> None:
     message = frames.read(requests)
     if message is None:
         return
-    limit(message["memory_limit_bytes"])
+    inside.confine(message["cell"], message["limits"])
     try:
         scorers = tuple(load(spec) for spec in Rule.from_json(message["load"]).functions)
     except MeshError as error:
         replies.write(frames.encode({"refused": error.message}))
         return
     except MemoryError:
-        bound = message["memory_limit_bytes"]
+        bound = message["limits"]["memory_bytes"]
         replies.write(
-            frames.encode({"refused": f"loading needs more than memory_limit_bytes = {bound}"})
+            frames.encode({"refused": f"loading needs more memory than the limit of {bound} bytes"})
         )
         return
     concurrent = any(scorer.concurrent for scorer in scorers)
     host = Host(scorers, message, replies)
-    host.reply({"ready": True, "concurrent": concurrent})
+    host.reply({"ready": True, "concurrent": concurrent, "batched": host.batched})
     # The service went away: nobody is left to tell.
     with contextlib.suppress(BrokenPipeError):
         asyncio.run(host.serve(requests, concurrent))

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshrl.contract.nouns import Sample, Score
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool import ScoringPool
 from meshrl.rewardd.rule import Rule, read_rule
+from meshrl.rewardd.sandbox.cell import Cell, open_cell
 
 
 class PoolJudge:
     """Implements the Judge port for one rule."""
 
-    def __init__(self, rule: Rule, config: RewardConfig) -> None:
-        self._hash = rule.reward_hash
-        self._pool = ScoringPool(rule, config)
+    def __init__(
+        self, rule: Rule, config: RewardConfig, *, reward_hash: str = "", cell: Cell | None = None
+    ) -> None:
+        """Keep the parts; `reward_hash` names a submitted version, else the rule's own hash counts.
+
+        Without a `cell` the functions are a recipe's own, and `reward.recipe_sandbox` says how they are shut in.
+
+        Raises:
+            ConfigError: this machine cannot give the isolation that is asked for.
+        """
+        self._hash = reward_hash or rule.reward_hash
+        self._pool = ScoringPool(rule, config, cell or _recipe_cell(rule, config))
 
     @property
     def reward_hash(self) -> str:
@@ -63,6 +74,12 @@ class PoolJudge:
     async def close(self) -> None:
         """End every scoring process; idempotent."""
         await self._pool.close()
+
+
+def _recipe_cell(rule: Rule, config: RewardConfig) -> Cell:
+    """Strict ones see the folders of their files, from which these may import."""
+    folders = {Path(function.path).parent for function in rule.functions if function.source}
+    return open_cell(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
 
 
 def build_judge(config: RewardConfig) -> PoolJudge:

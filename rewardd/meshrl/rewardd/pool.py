@@ -28,7 +28,8 @@ from meshrl.contract.errors import MeshError, UnavailableError
 from meshrl.contract.nouns import Json, Outcome
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.rule import Rule
-from meshrl.rewardd.worker import Worker
+from meshrl.rewardd.sandbox.cell import Cell
+from meshrl.rewardd.worker import MAX_REASON, Worker
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class Result:
     score: float = 0.0
     components: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
+    token_rewards: tuple[float, ...] | None = None
+    """One per response token, where the function gives them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,23 +68,27 @@ class _Item:
 class _Seat:
     """One worker's place in the pool: its process of the moment and what that one holds."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, cell: Cell) -> None:
         self.index = index
         self.wake = asyncio.Event()
-        self.worker = Worker(f"judge-{index}", self.wake)
+        self.worker = Worker(f"judge-{index}", self.wake, cell)
         self.in_flight: dict[int, _Item] = {}
         self.since: dict[int, float] = {}
         """When the clock of each sample in flight started."""
+        self.sent = 0
+        """How many samples were handed over last."""
         self.mean_s = TARGET_S
         """Of one sample, moving."""
 
 
 class ScoringPool:
-    """Scores with one rule in `config.workers` processes."""
+    """Scores with one rule in `config.workers` processes, each in a cell of its own."""
 
-    def __init__(self, rule: Rule, config: RewardConfig) -> None:
+    def __init__(self, rule: Rule, config: RewardConfig, cell: Cell) -> None:
         self._rule = rule
         self._config = config
+        self._cell = cell
+        self._deadline_s = cell.limits.deadline_s
         self._pending: deque[_Item] = deque()
         self._suspects: deque[_Item] = deque()
         self._seats: list[_Seat] = []
@@ -107,8 +114,8 @@ class ScoringPool:
                 raise UnavailableError("the judge is closed")
             if self._seats:
                 return
-            seats = [_Seat(index) for index in range(self._config.workers)]
-            starts = [asyncio.create_task(s.worker.start(self._rule, self._config)) for s in seats]
+            seats = [_Seat(index, self._cell) for index in range(self._config.workers)]
+            starts = [asyncio.create_task(s.worker.start(self._rule)) for s in seats]
             try:
                 await asyncio.gather(*starts)
             except BaseException:
@@ -198,9 +205,9 @@ class ScoringPool:
     async def _restart(self, seat: _Seat) -> None:
         failures = 0
         while True:
-            seat.worker = Worker(f"judge-{seat.index}", seat.wake)
+            seat.worker = Worker(f"judge-{seat.index}", seat.wake, self._cell)
             try:
-                await seat.worker.start(self._rule, self._config)
+                await seat.worker.start(self._rule)
             except (MeshError, OSError) as error:
                 await seat.worker.kill()
                 failures += 1
@@ -224,8 +231,15 @@ class ScoringPool:
                 if message is None:
                     await self._bury(seat)
                     return
-                if (answer := _answer(message)) is not None:
-                    self._take(seat, *answer)
+                if not self._take(seat, _answer(message)):
+                    seat.worker.accuse("wrote into the pipe of the scoring process")
+            if not seat.in_flight and seat.sent and (strays := seat.worker.strays) > 0:
+                seat.sent = 0
+                log.warning(
+                    "a function left %d processes behind: they are ended with its own", strays
+                )
+                await self._bury(seat)
+                return
             self._fill(seat)
             remaining = self._remaining(seat)
             if remaining <= 0:
@@ -270,21 +284,27 @@ class ScoringPool:
 
     def _send(self, seat: _Seat, batch: list[_Item]) -> None:
         now = time.monotonic()
+        seat.sent = len(batch)
         for item in batch:
             seat.in_flight[item.number] = item
             seat.since[item.number] = now
         seat.worker.score([item.encoded for item in batch])
 
-    def _take(self, seat: _Seat, number: int, result: Result) -> None:
-        item = seat.in_flight.pop(number, None)
-        if item is None:
-            return
+    def _take(self, seat: _Seat, answer: tuple[int, Result] | None) -> bool:
+        """Finish a sample; False for an answer that nobody asked for."""
+        item = seat.in_flight.pop(answer[0], None) if answer is not None else None
+        if answer is None or item is None:
+            return False
         now = time.monotonic()
-        began = seat.since.pop(number)
-        seat.mean_s += 0.1 * (now - began - seat.mean_s)
-        if not seat.worker.concurrent and seat.in_flight:
+        took_s = now - seat.since.pop(answer[0])
+        if seat.worker.batched:
+            took_s /= seat.sent
+        elif not seat.worker.concurrent and seat.in_flight:
             seat.since[next(iter(seat.in_flight))] = now  # the next one starts now
-        _finish(item, result)
+        seat.mean_s += 0.1 * (took_s - seat.mean_s)
+        seat.worker.answered()
+        _finish(item, answer[1])
+        return True
 
     def _remaining(self, seat: _Seat) -> float:
         """Seconds until a sample in flight is overdue; negative when one is."""
@@ -292,7 +312,7 @@ class ScoringPool:
             return math.inf
         began = seat.since[next(iter(seat.in_flight))]  # the oldest: insertion order
         grace = GRACE_S if seat.worker.concurrent else 0.0
-        return began + self._config.deadline_s + grace - time.monotonic()
+        return began + self._deadline_s + grace - time.monotonic()
 
     async def _overdue(self, seat: _Seat) -> None:
         """Kill the process; the sample it is stuck on times out, or each suspect gets a process of its own."""
@@ -300,7 +320,7 @@ class ScoringPool:
         await seat.worker.kill()
         suspects = self._suspects_of(seat)
         if len(suspects) == 1:
-            reason = f"no score after {self._config.deadline_s:g} s{where}"
+            reason = f"no score after {self._deadline_s:g} s{where}"
             _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
         self._again(seat, suspects)
 
@@ -314,7 +334,7 @@ class ScoringPool:
                 "a scoring process ended (%s) with %d samples", epitaph, len(seat.in_flight)
             )
         if code == -signal.SIGXCPU and len(suspects) == 1:
-            reason = f"more than cpu_limit_s = {self._config.cpu_limit_s} s of CPU time"
+            reason = f"more than {self._cell.limits.cpu_s} s of CPU time"
             _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
         elif len(suspects) == 1 and suspects[0].deaths:
             reason = f"the function ended its process: {epitaph}"
@@ -322,9 +342,9 @@ class ScoringPool:
         self._again(seat, suspects)
 
     def _suspects_of(self, seat: _Seat) -> list[_Item]:
-        """What may have run when the process ended: the oldest of plain functions, any of `async def` ones."""
+        """What may have run when the process ended: the oldest of plain functions, any of others."""
         held = list(seat.in_flight.values())
-        return held if seat.worker.concurrent else held[:1]
+        return held if seat.worker.concurrent or seat.worker.batched else held[:1]
 
     def _again(self, seat: _Seat, suspects: list[_Item]) -> None:
         for item in suspects:
@@ -347,15 +367,21 @@ def _answer(message: Json) -> tuple[int, Result] | None:
     try:
         number = int(message["id"])
         if "score" not in message:
-            fault, reason = Outcome(message["fault"]), str(message["reason"])
+            fault, reason = Outcome(message["fault"]), str(message["reason"])[:MAX_REASON]
             return None if fault.trainable else (number, Result(outcome=fault, reason=reason))
         score = float(message["score"])
+        outcome = Outcome(message.get("outcome", Outcome.OK))
         components = {str(key): float(value) for key, value in message["components"].items()}
+        tokens = message.get("token_rewards")
+        token_rewards = None if tokens is None else tuple(map(float, tokens))
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return None
-    if not all(map(math.isfinite, (score, *components.values()))):
+    numbers = (score, *components.values(), *(token_rewards or ()))
+    if not outcome.trainable or not all(map(math.isfinite, numbers)):
         return None
-    return number, Result(outcome=Outcome.OK, score=score, components=components)
+    return number, Result(
+        outcome=outcome, score=score, components=components, token_rewards=token_rewards
+    )
 
 
 def _finish(item: _Item, result: Result) -> None:

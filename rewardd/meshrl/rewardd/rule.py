@@ -20,6 +20,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.extend import known
 from meshrl.contract.nouns import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
+from meshrl.rewardd.kinds import Kind
 
 REWARDS = "meshrl.rewardd.rewards"
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)"
@@ -35,10 +36,12 @@ class FunctionSpec:
     name: str
     """The function."""
     module: str = ""
-    """Import it from here, or …"""
+    """Import it from here (from the wheel at `path`, if one is given), or …"""
     path: str = ""
     """… compile `source`, whose traceback lines name this file."""
     source: str = ""
+    kind: Kind = Kind.COMPUTE_SCORE
+    """How it is called."""
     digest: str
     """Of the source, with every helper and package version that a built-in declares."""
 
@@ -64,7 +67,8 @@ class Rule:
     @classmethod
     def from_json(cls, value: Json) -> Rule:
         """The inverse of `to_json`."""
-        return cls(functions=tuple(FunctionSpec(**function) for function in value))
+        specs = ({**function, "kind": Kind(function["kind"])} for function in value)
+        return cls(functions=tuple(FunctionSpec(**spec) for spec in specs))
 
 
 def read_rule(config: RewardConfig) -> Rule:

@@ -9,17 +9,16 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.nouns import Json
 from meshrl.rewardd import frames
-from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pipes import PipeReader, PipeWriter
 from meshrl.rewardd.rule import Rule
+from meshrl.rewardd.sandbox.cell import Cell, Isolation, Launch
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")
@@ -29,27 +28,22 @@ TAIL_BYTES = 16_384
 LINES_PER_S = 20
 """How much of it is passed on to the log; the rest is counted."""
 KILL_WAIT_S = 5.0
+MAX_REASON = 2000
 WHERE_WAIT_S = 2.0
 """On a busy machine even a signal takes its time; usually the answer is there in a millisecond."""
 WHERE_SIGNAL = signal.SIGUSR2
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 
-class _Pipe(asyncio.Protocol):
-    """One of our ends; `lost` when its transport is through with it."""
-
-    def __init__(self) -> None:
-        self.lost = False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-
-
 class _Output:
     """What a process prints: its end is remembered, a bounded part of it logged."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, limit: int | None, on_excess: Callable[[], None]) -> None:
         self.tail = bytearray()
+        self.printed = 0
+        """Bytes since the last answer."""
+        self._limit = limit
+        self._on_excess = on_excess
         self._name = name
         self._second = 0
         self._lines = 0
@@ -57,6 +51,10 @@ class _Output:
 
     def take(self, data: bytes) -> None:
         """Called with every chunk, and with nothing at the end."""
+        self.printed += len(data)
+        if self._limit is not None and self.printed > self._limit:
+            self._on_excess()
+            return
         if not data and self._hidden:
             output_log.info("%s: %d more lines were not logged", self._name, self._hidden)
         self.tail += data[-TAIL_BYTES:]
@@ -76,16 +74,22 @@ class _Output:
 class Worker:
     """One scoring process with a rule loaded. `wake` is set when it said something or ended."""
 
-    def __init__(self, name: str, wake: asyncio.Event) -> None:
+    def __init__(self, name: str, wake: asyncio.Event, cell: Cell) -> None:
         self.concurrent = False
-        self._name = name
+        self.batched = False
+        self.breach = ""
+        """What it did that no scoring process does; it is to be killed."""
+        self._cell = cell
         self._wake = wake
-        self._output = _Output(name)
+        self._output = _Output(name, cell.limits.output_bytes, self._printed_too_much)
         self._messages: deque[Json | None] = deque()
         self._decoder = frames.Decoder()
+        self._launch: Launch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: PipeWriter | None = None
         self._listening: list[PipeReader] = []
+        self._open_ends = 0
+        self._all_closed = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -93,7 +97,7 @@ class Worker:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, rule: Rule, config: RewardConfig) -> None:
+    async def start(self, rule: Rule) -> None:
         """Spawn a fresh interpreter and load the rule in it; on any failure nothing is left running.
 
         Raises:
@@ -101,31 +105,34 @@ class Worker:
             InfraError: the process ended by a signal that nobody of ours sent.
         """
         # A new session: Ctrl-C in the terminal is not for it, and what it spawns dies with it.
+        launch = self._launch = self._cell.launch()
         process = subprocess.Popen(  # noqa: ASYNC220 - returns after fork and exec, a millisecond
-            [sys.executable, "-P", "-m", "meshrl.rewardd.host", str(os.getpid())],
+            launch.argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env=launch.env,
+            cwd=launch.folder,
         )
         assert process.stdin and process.stdout and process.stderr
         self._process = process
         self._requests = PipeWriter(process.stdin)
+        self._open_ends = 2
         self._listening = [
             PipeReader(process.stdout, self._hear),
-            PipeReader(process.stderr, self._output.take),
+            PipeReader(process.stderr, self._overhear),
         ]
+        limits = self._cell.limits
         self._send(
             {
                 "load": rule.to_json(),
-                "deadline_s": config.deadline_s,
-                "cpu_limit_s": config.cpu_limit_s,
-                "memory_limit_bytes": config.memory_limit_bytes,
+                "cell": launch.how,
+                "limits": limits.model_dump(),
             }
         )
-        await self._await_ready(rule, config.start_deadline_s)
+        await self._await_ready(rule, limits.start_deadline_s)
 
     async def _await_ready(self, rule: Rule, deadline_s: float) -> None:
         files = ", ".join(f.path or f.module for f in rule.functions)
@@ -143,17 +150,56 @@ class Worker:
             text = f"{files} ended the scoring process while being loaded: {self.epitaph(code)}"
             # A kill from outside (out of memory, an operator) says nothing about the file: worth another try.
             raise (InfraError if code == -signal.SIGKILL else ConfigError)(text)
-        if "refused" in message:
-            raise ConfigError(message["refused"])
-        self.concurrent = bool(message["concurrent"])
+        if isinstance(message, dict) and "refused" in message:
+            raise ConfigError(str(message["refused"])[:MAX_REASON])
+        try:
+            self.concurrent, self.batched = bool(message["concurrent"]), bool(message["batched"])
+        except (KeyError, TypeError):
+            await self.kill()
+            raise ConfigError(
+                f"{files} wrote into the scoring process's pipe while being loaded"
+            ) from None
 
     def _hear(self, data: bytes) -> None:
+        if not data:
+            self._end_of_pipe()
+        if self.breach:
+            return
         try:
             self._messages.extend(self._decoder.feed(data) if data else [None])
         except CorruptError as error:
-            log.warning("%s", error)
-            self._messages.append(None)
+            self.accuse(f"wrote into the pipe of the scoring process: {error}")
         self._wake.set()
+
+    def _overhear(self, data: bytes) -> None:
+        if not data:
+            self._end_of_pipe()
+        self._output.take(data)
+
+    def _end_of_pipe(self) -> None:
+        self._open_ends -= 1
+        if self._open_ends == 0:
+            self._all_closed.set()
+
+    def _printed_too_much(self) -> None:
+        self.accuse(f"printed more than {self._cell.limits.output_bytes} bytes")
+
+    def accuse(self, breach: str) -> None:
+        """The function broke out of its part: end the process at once and listen to it no more."""
+        if not self.breach:
+            self.breach = breach
+            self._kill_group()
+            self._messages.append(None)
+            self._wake.set()
+
+    def answered(self) -> None:
+        """A sample is done: what it printed is forgiven."""
+        self._output.printed = 0
+
+    @property
+    def strays(self) -> int:
+        """Processes that a function started and that still run."""
+        return self._cell.strays(self.pid)
 
     def _send(self, message: Json) -> None:
         assert self._requests is not None
@@ -174,8 +220,12 @@ class Worker:
         """` at file:line in function`: what it executes now, or an empty string."""
         if self._process is None or self._process.poll() is not None:
             return ""
+        pid = self._cell.process(self._process.pid)
+        if pid is None:
+            return ""
         del self._output.tail[:]
-        self._process.send_signal(WHERE_SIGNAL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, WHERE_SIGNAL)
         deadline = time.monotonic() + WHERE_WAIT_S
         while (line := _user_line(self._output.tail)) == "" and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -183,6 +233,8 @@ class Worker:
 
     def epitaph(self, code: int | None) -> str:
         """How it ended, where, and the last line that it printed."""
+        if self.breach:
+            return self.breach
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
@@ -200,8 +252,12 @@ class Worker:
         if process is None:
             return None
         code = process.poll()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        self._kill_group()
+        # The ends of the pipes close when the last process of a cell is gone, also one that left its group.
+        if self._cell.level is Isolation.STRICT:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_WAIT_S):
+                    await self._all_closed.wait()
         deadline = time.monotonic() + KILL_WAIT_S
         while process.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110 - a child tells no loop
             await asyncio.sleep(0.002)
@@ -211,7 +267,17 @@ class Worker:
             self._requests.close()
         for pipe in self._listening:
             pipe.close()
-        return code if code is not None else process.returncode
+        if self._launch is not None:
+            self._launch.discard()
+        code = code if code is not None else process.returncode
+        if code is not None and code > 128 and self._cell.level is Isolation.STRICT:
+            return 128 - code  # bubblewrap reports a child's signal as a shell does
+        return code
+
+    def _kill_group(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _user_line(dump: bytes | bytearray) -> str:

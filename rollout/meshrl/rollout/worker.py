@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from meshrl.contract import extend
@@ -144,10 +145,12 @@ class RolloutWorker:
     async def _rollout(self, row: LeasedRow, engine: Generator) -> StageResult:
         """One row to its end, whatever that is."""
         deadline = asyncio.timeout(row.task.deadline_s)
+        sampling = row.task.sampling.of_row(row.uid.index, row.task.group_size)
         try:
             program: Program = extend.load("meshrl.rollout.programs", row.task.program, "run")
             async with deadline:
-                rollout = await program(row.task, row.uid, engine, self._tokenizer)
+                task = replace(row.task, sampling=sampling)
+                rollout = await program(task, row.uid, engine, self._tokenizer)
         except UnavailableError as error:
             await self._park(row, error)
         except Exception as error:

@@ -108,7 +108,7 @@ def test_a_saved_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
         (
             "zzz: 1",
             "my.yaml:2: no such key 'zzz'; known here: run, model, data, algorithm, actor, "
-            "reference, trainer, rollout, reward, queue, weights",
+            "critic, reference, trainer, rollout, reward, queue, weights",
         ),
         (
             "trainer: {nproc: two}",

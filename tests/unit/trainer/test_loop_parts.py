@@ -95,9 +95,16 @@ def test_chunked_sums_of_squares_and_argmax_equal_the_whole() -> None:
     assert torch.equal(linear_argmax(hidden, weight, chunk_elements=62), p.argmax(-1))
 
 
-def test_an_estimator_that_nobody_can_feed_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="adv_estimator gae needs values, which no service"):
-        PolicyGradient(AlgorithmConfig(adv_estimator="gae"), ActorConfig(), max_response_length=8)
+def test_an_estimator_that_nobody_can_feed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "astral.py").write_text('NEEDS = ("star_signs",)\ncompute = None\n')
+    with pytest.raises(ConfigError, match="mine.astral needs star_signs, which no service"):
+        PolicyGradient(
+            AlgorithmConfig(adv_estimator="mine.astral"), ActorConfig(), max_response_length=8
+        )
 
 
 def test_a_loss_that_reads_the_reference_asks_for_its_column() -> None:
@@ -105,8 +112,8 @@ def test_a_loss_that_reads_the_reference_asks_for_its_column() -> None:
     objective = PolicyGradient(
         AlgorithmConfig(adv_estimator="preference"), actor, max_response_length=8
     )
-    assert objective.columns == ("ref_logprobs",)
-    assert objective.whole_groups
+    assert objective.needs.columns == ("ref_logprobs",)
+    assert objective.needs.whole_groups
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,9 @@ import torch
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.nouns import Batch, BatchRow, Outcome, Trajectory, Uid, Version
 from meshrl.trainer.distributed import World
-from meshrl.trainer.packing import plan
+from meshrl.trainer.packing import cut, plan
 from meshrl.trainer.ragged import Ragged
+from meshrl.trainer.steps import Steps, anchors_of, steps_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,10 @@ class Schedule:
     rows: tuple[BatchRow, ...]
     """Sorted by group and index: the order in which rows arrived must not change a bit of the weights."""
     mini_batches: tuple[MiniBatch, ...]
+    baselines: tuple[BatchRow, ...] = ()
+    """Rows that are not trained: their reward is the baseline of their group (ReMax)."""
+    extra_rows: int = 0
+    """Such rows of each group."""
 
     def own(self, rank: int) -> tuple[int, ...]:
         """Indices of the rows that `rank` fetches, in the order of its micro-batches."""
@@ -63,12 +69,15 @@ def schedule(
     max_tokens: int,
     mini_batch_groups: int | None,
     whole_groups: bool = False,
+    extra_rows: int = 0,
 ) -> Schedule:
     """Sort rows, cut the groups into mini-batches, deal each to the ranks.
 
-    With `whole_groups` the rows of a group stay in one micro-batch.
+    With `whole_groups` the rows of a group stay in one micro-batch. The last `extra_rows` of a group are baselines.
     """
-    rows = tuple(sorted(batch.rows, key=lambda row: (row.group, row.uid.index, row.uid.attempt)))
+    ordered = sorted(batch.rows, key=lambda row: (row.group, row.uid.index, row.uid.attempt))
+    rows = tuple(row for row in ordered if not is_baseline(row, extra_rows))
+    baselines = tuple(row for row in ordered if is_baseline(row, extra_rows))
     groups = [
         [index for index, _ in part]
         for _, part in itertools.groupby(enumerate(rows), key=lambda pair: pair[1].group)
@@ -79,7 +88,39 @@ def schedule(
         part = groups[start : start + size]
         units = part if whole_groups else [[row] for group in part for row in group]
         minis.append(_mini_batch(rows, units, ranks, max_tokens))
-    return Schedule(batch=batch, rows=rows, mini_batches=tuple(minis))
+    return Schedule(
+        batch=batch,
+        rows=rows,
+        mini_batches=tuple(minis),
+        baselines=baselines,
+        extra_rows=extra_rows,
+    )
+
+
+def redrawn(made: Schedule, drawn: Sequence[int], *, max_tokens: int) -> tuple[MiniBatch, ...]:
+    """The mini-batches of `made` with their rows as often as `drawn` (sorted, with repetitions) has them.
+
+    A row stays on the rank that fetched it. A mini-batch of which nothing was drawn is left out.
+    """
+    counts = Counter(drawn)
+    minis = []
+    for mini in made.mini_batches:
+        shares = []
+        for rank in mini.ranks:
+            rows = [row for micro in rank for row in micro for _ in range(counts[row])]
+            lengths = [made.rows[row].num_tokens for row in rows]
+            shares.append([tuple(rows[i] for i in micro) for micro in cut(lengths, max_tokens)])
+        most = max(len(share) for share in shares)
+        if most:
+            ranks = tuple(tuple(share) + ((),) * (most - len(share)) for share in shares)
+            chosen = tuple(row for share in shares for micro in share for row in micro)
+            minis.append(MiniBatch(rows=chosen, ranks=ranks))
+    return tuple(minis)
+
+
+def is_baseline(row: BatchRow, extra_rows: int) -> bool:
+    """Is `row` one of the last `extra_rows` of its group?"""
+    return row.uid.index >= row.group_size - extra_rows
 
 
 def _mini_batch(
@@ -111,6 +152,12 @@ class Experience:
     """float32[N]"""
     ref_logprobs: torch.Tensor | None
     """float32[N]"""
+    versions: torch.Tensor
+    """int64[N]: the policy step that sampled each token; -1 where none did."""
+    reward_baselines: torch.Tensor | None
+    """float32[B]: the reward of the greedy response to each row's prompt."""
+    steps: Steps | None
+    """Of the rows, where somebody reads them."""
     staleness: torch.Tensor
     """int64[B]: optimizer steps between the oldest sampled token and this step (0 for a row that was sampled ahead of
     it, by a history that a crash undid)."""
@@ -121,17 +168,31 @@ class Experience:
         parts = [torch.arange(int(bounds[i]), int(bounds[i + 1])) for i in rows]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
+    def layout_of(self, rows: Sequence[int], mask: torch.Tensor) -> Ragged:
+        """The layout of `rows` alone, on the device of `mask` bool[n], the mask of their tokens."""
+        chosen = list(rows)
+        return Ragged.from_lengths(self.ragged.lengths[chosen], mask, self.ragged.groups[chosen])
 
-def assemble(made: Schedule, own: Sequence[Trajectory], world: World) -> Experience:
+
+def assemble(
+    made: Schedule,
+    own: Sequence[Trajectory],
+    world: World,
+    *,
+    baselines: Mapping[str, float] | None = None,
+    with_steps: bool = False,
+) -> Experience:
     """Exchange response-only columns with the other ranks.
 
     Args:
         made: The schedule.
         own: The rows of `made.own(world.rank)`, in that order.
         world: The ranks.
+        baselines: Group to the reward of its greedy response; None: the algorithm has none.
+        with_steps: Find the steps of rows and what they start from.
 
     Raises:
-        CorruptError: a row lacks its reward, or only some rows have reference log-probs.
+        CorruptError: a row lacks its reward or its baseline, or only some rows have reference log-probs.
     """
     for row in own:
         if row.reward is None:
@@ -147,17 +208,22 @@ def assemble(made: Schedule, own: Sequence[Trajectory], world: World) -> Experie
         reference = order.tokens([_response(row, row.ref_logprobs) for row in own], np.float32)
     numbers = {group: n for n, group in enumerate(dict.fromkeys(r.group for r in made.rows))}
     step = made.batch.step
+    ragged = Ragged(
+        offsets=torch.from_numpy(order.offsets),
+        mask=order.tokens([_response(row, row.loss_mask) for row in own], np.uint8).bool(),
+        groups=torch.tensor([numbers[row.group] for row in made.rows]),
+    )
+    anchors = order.objects([anchors_of(row) for row in own]) if with_steps else None
     return Experience(
-        ragged=Ragged(
-            offsets=torch.from_numpy(order.offsets),
-            mask=order.tokens([_response(row, row.loss_mask) for row in own], np.uint8).bool(),
-            groups=torch.tensor([numbers[row.group] for row in made.rows]),
-        ),
-        group_sizes=torch.tensor([row.group_size for row in made.rows]),
+        ragged=ragged,
+        group_sizes=torch.tensor([row.group_size - made.extra_rows for row in made.rows]),
         rewards=torch.from_numpy(order.rows(np.array([r.reward for r in own], dtype=np.float32))),
         components=tuple(order.objects([dict(row.reward_components) for row in own])),
         rollout_logprobs=order.tokens([_response(r, r.rollout_logprobs) for r in own], np.float32),
         ref_logprobs=reference,
+        versions=order.tokens([_versions(row) for row in own], np.int64),
+        reward_baselines=None if baselines is None else _baselines(made.rows, baselines),
+        steps=None if anchors is None else steps_of(ragged, anchors),
         staleness=torch.tensor([max(0, step - row.oldest.step) for row in made.rows]),
     )
 
@@ -167,6 +233,23 @@ def gather_tokens(made: Schedule, own: Sequence[torch.Tensor], world: World) -> 
     lengths = [len(part) for part in own]
     order = _Order(made, world, lengths)
     return order.tokens([part.numpy() for part in own], np.float32)
+
+
+def _versions(row: Trajectory) -> npt.NDArray[np.int64]:
+    """int64[R]: the policy step of each response token."""
+    steps = np.full(len(row.tokens), -1, dtype=np.int64)
+    for span in row.spans:
+        steps[span.start : span.end] = span.version.step
+    return steps[row.prompt_length :]
+
+
+def _baselines(rows: Sequence[BatchRow], rewards: Mapping[str, float]) -> torch.Tensor:
+    for row in rows:
+        if row.group not in rewards:
+            raise CorruptError(
+                f"group {row.group} came to training without its greedy row: queue.group_policy must be all"
+            )
+    return torch.tensor([rewards[row.group] for row in rows], dtype=torch.float32)
 
 
 def _response(row: Trajectory, column: npt.NDArray[Any] | None) -> npt.NDArray[Any]:

@@ -1,6 +1,6 @@
 """Checkpoints that are there whole or not at all: torch DCP tensors and a state.json, renamed into place.
 
-    .writing-…/            tensors/ (DCP: model, optimizer), state.json (hash of every file), all fsynced
+    .writing-…/            tensors/ (DCP: models, optimizers), state.json (hash of every file), all fsynced
     step-00000040-epoch-0001/   the same, after one rename
 
 A kill at any moment leaves the last good one; leftovers are ignored and swept. Directories are ordered by Version,
@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from meshrl.contract.errors import CapacityError, CorruptError
+from meshrl.contract.errors import CapacityError, CorruptError, UserError
 from meshrl.contract.nouns import Version
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import Policy
-from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.optim import Optimizers, Trained
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
@@ -61,6 +61,8 @@ class TrainerState:
     """The KL controller's coefficient."""
     rows_trained: int = 0
     tokens_trained: int = 0
+    beside: tuple[str, ...] = ()
+    """Names of the models that were trained beside the policy; `save` writes it."""
 
 
 def save(
@@ -71,6 +73,7 @@ def save(
     world: World,
     *,
     keep: int,
+    beside: Mapping[str, Trained] | None = None,
 ) -> Path:
     """Write one checkpoint; durable on return. Every rank calls this.
 
@@ -81,6 +84,7 @@ def save(
         state: Everything that is no tensor.
         world: The ranks.
         keep: How many checkpoints remain; older ones are removed afterwards.
+        beside: Models that are trained beside the policy, such as the critic, by name.
 
     Returns:
         The checkpoint's directory.
@@ -89,7 +93,9 @@ def save(
         CapacityError: the disk is full; the checkpoints before this one are as they were.
     """
     try:
-        return _save(root, policy, optimizers, state, world, keep=keep)
+        state = dataclasses.replace(state, beside=tuple(sorted(beside or {})))
+        tensors = _tensors(policy, optimizers, beside or {})
+        return _save(root, tensors, state, world, keep=keep)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -99,13 +105,7 @@ def save(
 
 
 def _save(
-    root: Path,
-    policy: Policy,
-    optimizers: Optimizers,
-    state: TrainerState,
-    world: World,
-    *,
-    keep: int,
+    root: Path, tensors: dict[str, Any], state: TrainerState, world: World, *, keep: int
 ) -> Path:
     final = root / f"step-{state.step:08d}-epoch-{state.epoch:04d}"
     writing = root / f"{_WRITING}{final.name}"
@@ -114,9 +114,7 @@ def _save(
         sweep(root)
         writing.mkdir()
     world.barrier()
-    state_dict_saver.save(
-        _tensors(policy, optimizers), storage_writer=FileSystemWriter(writing / "tensors")
-    )
+    state_dict_saver.save(tensors, storage_writer=FileSystemWriter(writing / "tensors"))
     if world.is_main:
         facts = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
         (writing / "state.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
@@ -134,18 +132,40 @@ def _save(
     return final
 
 
-def load(path: Path, policy: Policy, optimizers: Optimizers | None = None) -> TrainerState:
+def load(
+    path: Path,
+    policy: Policy,
+    optimizers: Optimizers | None = None,
+    *,
+    beside: Mapping[str, Trained] | None = None,
+) -> TrainerState:
     """Fill the model (and optimizer) from a checkpoint; any world size reads what any other wrote.
+
+    Args:
+        path: The checkpoint.
+        policy: The model to fill.
+        optimizers: Its optimizer; None leaves that out.
+        beside: The other models to fill, by name; what else the checkpoint has is left out.
 
     Raises:
         CorruptError: the directory is not what was written.
+        UserError: it has no such other model.
     """
-    state = read_state(path)
-    tensors = _tensors(policy, optimizers)
+    state, beside = read_state(path), beside or {}
+    missing = sorted(set(beside) - set(state.beside))
+    if missing:
+        raise UserError(
+            f"checkpoint {path} was written without a {missing[0]}, and the recipe's algorithm trains one:"
+            " start a run with another name"
+        )
+    tensors = _tensors(policy, optimizers, beside)
     state_dict_loader.load(tensors, storage_reader=FileSystemReader(path / "tensors"))
     set_model_state_dict(policy, tensors["model"])
     if optimizers is not None:
         set_optimizer_state_dict(policy, optimizers.parts, tensors["optimizer"])
+    for name, other in beside.items():
+        set_model_state_dict(other.model, tensors[name]["model"])
+        set_optimizer_state_dict(other.model, other.optimizers.parts, tensors[name]["optimizer"])
     return state
 
 
@@ -157,7 +177,8 @@ def read_state(path: Path) -> TrainerState:
     """
     try:
         facts = json.loads((path / "state.json").read_text())
-        state = TrainerState(**facts["state"])
+        stored = facts["state"]
+        state = TrainerState(**{**stored, "beside": tuple(stored.get("beside", ()))})
         expected: dict[str, str] = facts["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"checkpoint {path}: unreadable state.json ({error})") from error
@@ -192,10 +213,17 @@ def sweep(root: Path) -> None:
         shutil.rmtree(path)
 
 
-def _tensors(policy: Policy, optimizers: Optimizers | None) -> dict[str, Any]:
+def _tensors(
+    policy: Policy, optimizers: Optimizers | None, beside: Mapping[str, Trained]
+) -> dict[str, Any]:
     tensors: dict[str, Any] = {"model": get_model_state_dict(policy)}
     if optimizers is not None:
         tensors["optimizer"] = get_optimizer_state_dict(policy, optimizers.parts)
+    for name, other in beside.items():
+        tensors[name] = {
+            "model": get_model_state_dict(other.model),
+            "optimizer": get_optimizer_state_dict(other.model, other.optimizers.parts),
+        }
     return tensors
 
 

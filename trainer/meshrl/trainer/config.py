@@ -42,6 +42,9 @@ class DataConfig(Config):
     """Skip and count too long prompts; False: `truncation` decides."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     shuffle: bool = True
+    curriculum: str | None = None
+    """The order of each epoch: a module of `meshrl.trainer.data.curricula`, or a dotted path; None shuffles or keeps
+    the files' order, as `shuffle` says."""
     seed: int = 0
 
 
@@ -72,9 +75,29 @@ class RolloutCorrectionConfig(Config):
     second_moment_threshold: PositiveFloat | None = None
     """Mask the tokens with the largest squared log-ratio until the mean of the rest is below this
     (M2PO; its paper uses 0.04); None masks none."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """What the ratio is clipped around in decoupled PPO: old log-probs of a forward pass, or (A-3PO) an interpolation
+    between the sampling and the current policy that costs none; `interpolate` weighs each token by
+    π_prox/π_rollout, bounded by `rollout_is_threshold`."""
 
 
 Conventions = Literal["meshrl", "verl"]
+
+
+class OptimConfig(Config):
+    """The optimizer and its schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon on hidden matrices, AdamW on the rest, at one learning rate."""
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
+    clip_grad: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    lr_warmup_steps: NonNegativeInt = 0
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    min_lr_ratio: NonNegativeFloat = 0.0
 
 
 class PfPpoConfig(Config):
@@ -93,6 +116,34 @@ class GigpoConfig(Config):
     """Subtract the group mean, or also divide by the group's standard deviation."""
 
 
+class FilterGroupsConfig(Config):
+    """Dynamic sampling: groups that teach nothing leave the queue (the ledger says why), others take their place."""
+
+    enable: bool = False
+    metric: str = "reward"
+    """What a group is judged by: `reward`, or a reward component such as `acc`. Groups whose rows are all equal in it
+    are dropped; a group of one row is kept."""
+    low: float | None = None
+    """Also drop groups whose mean is below this (PRIME: 0.2)."""
+    high: float | None = None
+    """Also drop groups whose mean is above this (PRIME: 0.8)."""
+    max_num_gen_batches: NonNegativeInt = 10
+    """Takes of one step, refills included; then the step is made from what was kept. 0: without end."""
+    oversample: float = Field(default=1.0, ge=1.0)
+    """Groups of the first take, as a multiple of `data.train_batch_size`: fewer waits for a refill. Groups that are
+    good and too many leave as `oversampled`."""
+
+
+class OverlongBufferConfig(Config):
+    """DAPO's soft penalty on responses that come close to `data.max_response_length`."""
+
+    enable: bool = False
+    len: PositiveInt | None = None
+    """Tokens before the limit in which the penalty grows; None takes a fifth of the limit, as the paper does."""
+    penalty_factor: PositiveFloat = 1.0
+    """The penalty at the limit."""
+
+
 class PrimeConfig(Config):
     """PRIME: process rewards from an implicit reward model."""
 
@@ -102,6 +153,10 @@ class PrimeConfig(Config):
     """Weight of the implicit process reward."""
     reward_gt_coef: float = 5.0
     """Weight of the verifier's outcome."""
+    optim: OptimConfig = OptimConfig(lr=1e-6, clip_grad=10.0)
+    """Of the implicit reward model π_φ, which starts as the policy does."""
+    update: Literal["before", "after"] = "before"
+    """Train π_φ on a batch before or after it scores the batch."""
 
 
 class VapoConfig(Config):
@@ -116,6 +171,8 @@ class VapoConfig(Config):
 class AlgorithmConfig(Config):
     """From rewards to advantages."""
 
+    name: str | None = None
+    """A module of `meshrl.trainer.algorithms`, or a dotted path: its settings become the defaults of this recipe."""
     adv_estimator: str = "grpo"
     """A module of `meshrl.trainer.advantages`, or a dotted path."""
     norm_adv_by_std_in_grpo: bool = True
@@ -133,29 +190,16 @@ class AlgorithmConfig(Config):
     """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
     otb_handle_zero_tail: bool = True
     """No baseline behind the second longest row of a group (optimal token baseline)."""
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     use_pf_ppo: bool = False
+    """Draw the rows of a batch anew, with replacement, by how far their reward can be trusted."""
     pf_ppo: PfPpoConfig = PfPpoConfig()
     gigpo: GigpoConfig = GigpoConfig()
     prime: PrimeConfig = PrimeConfig()
     vapo: VapoConfig = VapoConfig()
     sppo_beta: NonNegativeFloat = 1.0
     """Inverse temperature of the soft mean that SPPO subtracts; 0 takes the mean."""
-
-
-class OptimConfig(Config):
-    """The optimizer and its schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon on hidden matrices, AdamW on the rest, at one learning rate."""
-    lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.01
-    clip_grad: PositiveFloat = 1.0
-    """Largest global gradient norm."""
-    lr_warmup_steps: NonNegativeInt = 0
-    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    min_lr_ratio: NonNegativeFloat = 0.0
 
 
 class PolicyLossConfig(Config):
@@ -221,12 +265,28 @@ class ActorConfig(Config):
     """The constant divisor of seq-mean-token-sum-norm; None takes `data.max_response_length`."""
     conventions: Conventions = "meshrl"
     """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
-    cliprange_value: PositiveFloat = 0.5
-    """How far a value may move from the one that the advantages were computed with."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     recompute_old_log_probs: bool | None = None
     """Compute old log-probs with the trainer's weights; False takes the rollout's, so that the clipped ratio also
-    corrects for staleness. None recomputes exactly when `queue.max_staleness` is 0 (verl always does)."""
+    corrects for staleness. None recomputes when `queue.max_staleness` is 0 or `algorithm.rollout_correction` compares
+    the two (verl always does)."""
+
+
+class CriticConfig(Config):
+    """The value model; made only when the algorithm asks for values (`gae`, `vapo`)."""
+
+    path: Path | None = None
+    """A Hugging Face checkpoint whose decoder it starts from; None takes `model.path`. Its head starts at 0."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    ppo_epochs: PositiveInt | None = None
+    """None takes `actor.ppo_epochs`."""
+    cliprange_value: PositiveFloat = 0.5
+    """How far a value may move from the one that the advantages were computed with."""
+    loss_agg_mode: AggregationMode = "token-mean"
+    pretrain_steps: NonNegativeInt = 0
+    """Steps at the start of the run that train the critic alone, on Monte Carlo returns (VAPO: 50)."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps after those that train the critic alone, on the estimator's returns (verl's `trainer.critic_warmup`)."""
 
 
 class ReferenceConfig(Config):

@@ -8,8 +8,11 @@ import torch
 
 from meshrl.contract.nouns import Json
 from meshrl.trainer.batch import Experience
-from meshrl.trainer.mismatch import mismatch_metrics
+from meshrl.trainer.mismatch import mismatch_by, mismatch_metrics
 from meshrl.trainer.ragged import Ragged
+
+BY_LABEL = ("kl", "k3_kl", "chi2_token")
+"""The mismatch metrics that are reported per policy version."""
 
 
 def experience_facts(experience: Experience) -> dict[str, Json]:
@@ -46,11 +49,12 @@ def component_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mismatch_facts(
-    ragged: Ragged, trainer: torch.Tensor, rollout: torch.Tensor
+    ragged: Ragged, trainer: torch.Tensor, rollout: torch.Tensor, versions: torch.Tensor
 ) -> dict[str, float]:
     """How far the trainer's log-probs float32[N] are from the rollout's on the same tokens.
 
-    `mismatch_metrics`, and the mean and largest absolute difference. Empty when nothing was sampled.
+    `mismatch_metrics`, and the mean and largest absolute difference; `mismatch/version_<step>/…` the main ones of the
+    tokens that each policy step sampled (`versions` int64[N]), where there are several. Empty when none was sampled.
     """
     if not bool(ragged.mask.any()):
         return {}
@@ -60,4 +64,7 @@ def mismatch_facts(
         "logprob_abs_mean": float(gap.mean()),
         "logprob_abs_max": float(gap.max()),
     }
+    by_version = mismatch_by(ragged, trainer, rollout, versions)
+    for version, found in by_version.items() if len(by_version) > 1 else ():
+        facts |= {f"version_{version}/{name}": found[name] for name in BY_LABEL}
     return {f"mismatch/{name}": value for name, value in facts.items()}

@@ -36,8 +36,14 @@ def process_rewards(ragged: Ragged, q: Tensor, *, beta: float) -> Tensor:
 
 
 def cross_entropy(ragged: Ragged, q: Tensor, acc: Tensor, *, beta: float) -> Tensor:
-    """BCE(σ(β Σ_t q_t), acc), mean over rows: q [N], acc [B] in [0, 1], scalar out."""
-    return functional.binary_cross_entropy_with_logits(beta * ragged.row_sum(q), acc)
+    """The mean over rows of `row_cross_entropy`."""
+    return row_cross_entropy(ragged, q, acc, beta=beta).mean()
+
+
+def row_cross_entropy(ragged: Ragged, q: Tensor, acc: Tensor, *, beta: float) -> Tensor:
+    """BCE(σ(β Σ_t q_t), acc) of each row [B]: q [N], acc [B] in [0, 1]."""
+    Q = beta * ragged.row_sum(q)
+    return functional.binary_cross_entropy_with_logits(Q, acc, reduction="none")
 
 
 def detached_dpo(

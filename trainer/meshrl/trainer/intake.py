@@ -23,6 +23,7 @@ from meshrl.trainer.board import Board
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.setting import Setting
+from meshrl.trainer.sieve import Sieve
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,13 @@ class Intake:
         self._draining = False
         self._asked: asyncio.Future[int] | None = None
         self._interrupt = asyncio.Event()
+        self._sieve = Sieve(
+            queue,
+            setting.run,
+            setting.filter_groups,
+            groups=setting.batch_groups,
+            extra_rows=setting.extra_rows,
+        )
         self._dead_before: int | None = None
         """Dead-lettered rows when the trainer first waited in vain for the batch that it wants; None: it did not."""
 
@@ -104,6 +112,15 @@ class Intake:
             await self._say({"word": got.value})
         return got
 
+    async def settle(self, batch: Batch, epoch: int) -> None:
+        """The batch that `next` gave went into its step. On rank 0."""
+        await self._sieve.settle(batch, epoch)
+
+    @property
+    def facts(self) -> dict[str, Json]:
+        """How the last batch was put together."""
+        return self._sieve.facts
+
     async def keep_peers(self, work: Awaitable[None]) -> None:
         """Await rank 0's `work` while the other ranks listen for what is next; they hear that it goes on."""
         if self._world.size == 1 or not self._world.is_main:
@@ -127,7 +144,8 @@ class Intake:
 
     async def _take(self, epoch: int, step: int) -> Next:
         """Wait for a batch in bounded waits, saying after each what blocks."""
-        run = self._setting.run
+        run, sieve = self._setting.run, self._sieve
+        sieve.begin(epoch, step)
         while True:
             self._interrupt.clear()
             if self._draining:
@@ -140,21 +158,23 @@ class Intake:
                     run,
                     epoch=epoch,
                     step=step,
-                    groups=self._setting.batch_groups,
-                    batch_id=f"{run}/{epoch}.{step}",
+                    groups=sieve.wanted,
+                    batch_id=sieve.batch_id,
                     wait_s=self._setting.trainer.take_wait_s,
                 )
             )
             try:
                 if await self._done_before_interrupt(taking):
-                    batch = taking.result()
                     self._dead_before = None
-                    return batch
+                    if await sieve.add(taking.result()):
+                        return sieve.batch
             except WaitTimeoutError:
                 await self._refuse_hopeless()
                 await self._tell_what_blocks()
                 await self._say({"word": "waiting"})
             except EndOfDataError as error:
+                if sieve.batch.rows:
+                    return sieve.batch
                 log.info("run %s: the data end before step %d: %s", run, step, error)
                 return Word.END
 

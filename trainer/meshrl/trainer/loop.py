@@ -19,6 +19,7 @@ from meshrl.contract.nouns import Batch, TrainerPhase, Version
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.rows import trajectory
 from meshrl.trainer import checkpoint
+from meshrl.trainer.batch import Schedule
 from meshrl.trainer.board import Board
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
@@ -125,12 +126,13 @@ class Trainer:
         with self._board.phase(TrainerPhase.TRAINING, "fetching"):
             columns = await self._queue.fetch(self._setting.run, uids, self._learner.columns)
             rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
+            baselines = await self._baselines(made)
         with self._board.phase(TrainerPhase.TRAINING):
-            numbers = await self._compute.run(lambda: self._learner.learn(made, rows, batch.step))
-        if self._world.is_main:
-            await self._queue.settle(
-                batch.run, epoch=self._state.epoch, step=batch.step, batch_id=batch.batch_id
+            numbers = await self._compute.run(
+                lambda: self._learner.learn(made, rows, batch.step, baselines)
             )
+        if self._world.is_main:
+            await self._intake.settle(batch, self._state.epoch)
         tokens = sum(row.num_tokens for row in batch.rows)
         self._state = dataclasses.replace(
             self._state,
@@ -141,9 +143,21 @@ class Trainer:
         )
         await self._publish()
         staleness = Counter(max(0, batch.step - row.oldest.step) for row in batch.rows)
+        numbers |= self._intake.facts
         whole = self._board.stepped(numbers, staleness, tokens)
         if self._metrics:
             self._metrics.write(batch.step, whole)
+
+    async def _baselines(self, made: Schedule) -> dict[str, float] | None:
+        """Group to the reward of its greedy row; None where the algorithm has none."""
+        if not made.extra_rows:
+            return None
+        uids = [row.uid for row in made.baselines]
+        columns = await self._queue.fetch(self._setting.run, uids, ("reward",))
+        return {
+            row.group: float(column["reward"][0])
+            for row, column in zip(made.baselines, columns, strict=True)
+        }
 
     async def _publish(self) -> None:
         """Freeze this version and hand it to the weight plane; the transfer goes on while the next step is made."""
@@ -187,6 +201,7 @@ class Trainer:
                         state,
                         self._world,
                         keep=self._setting.trainer.max_ckpt_to_keep,
+                        beside=learner.beside,
                     )
                 )
                 self._saved = self.step

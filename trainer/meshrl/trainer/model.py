@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from meshrl.trainer.packing import Pack
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Policy(nn.Module):
@@ -56,19 +57,23 @@ class Policy(nn.Module):
         return linear_sum_pi_squared(hidden, weight, temperature=temperature)
 
     def _response_hidden(self, pack: Pack) -> torch.Tensor:
-        """[N, H]: the hidden states that predict a response token."""
-        hidden: torch.Tensor = self.hf.get_decoder()(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            attention_mask=None,
-            use_cache=False,
-            packed_layout=pack.layout,
-        ).last_hidden_state[0]
-        return hidden.index_select(0, pack.positions)
+        return response_hidden(self.hf.get_decoder(), pack)
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Hugging Face names and parameters in layer order; a tied tensor comes once, under its first name."""
         yield from self.hf.named_parameters()
+
+
+def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
+    """[N, H]: the hidden states that predict a response token."""
+    hidden: torch.Tensor = decoder(
+        input_ids=pack.input_ids,
+        position_ids=pack.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        packed_layout=pack.layout,
+    ).last_hidden_state[0]
+    return hidden.index_select(0, pack.positions)
 
 
 def load_hf(path: Path) -> HfModel:
@@ -127,17 +132,22 @@ def _prepared(hf: HfModel, path: Path) -> HfModel:
 
 def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     """Shard the model over the ranks: one FSDP unit per decoder layer, the rest in the root's."""
+    policy = shard(Policy(hf).train(), hf, world, config)
+    for method in ("is_greedy", "sum_pi_squared"):
+        register_fsdp_forward_method(policy, method)
+    return policy
+
+
+def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model:
+    """Make `model`, built around the decoder of `hf`, an FSDP2 module on the world's device."""
     if config.enable_gradient_checkpointing:
         _recompute_activations(hf)
-    policy = Policy(hf).train()
     compute = getattr(torch, config.param_dtype)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in decoder_layers(hf):
         fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision)
-    for method in ("is_greedy", "sum_pi_squared"):
-        register_fsdp_forward_method(policy, method)
-    return policy.to(world.device)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision)
+    return model.to(world.device)
 
 
 def _recompute_activations(hf: HfModel) -> None:

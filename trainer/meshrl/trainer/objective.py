@@ -17,9 +17,8 @@ from meshrl.trainer.aggregation import Aggregator
 from meshrl.trainer.config import ActorConfig
 from meshrl.trainer.kl import kl_penalty
 from meshrl.trainer.losses._types import LossInputs, LossOutput, need
+from meshrl.trainer.needs import LOSSES
 from meshrl.trainer.ragged import Ragged
-
-LOSSES = "meshrl.trainer.losses"
 
 
 def actor_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -77,6 +78,14 @@ class Optimizers:
         return norm
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """A model that is trained beside the policy: part of a checkpoint."""
+
+    model: nn.Module
+    optimizers: Optimizers
+
+
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Hidden matrices for Muon; embeddings, output, norms and biases for AdamW."""
     embeddings = {
@@ -88,6 +97,6 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     hidden: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        outside = id(parameter) in embeddings or "lm_head" in name
+        outside = id(parameter) in embeddings or "head" in name
         (hidden if parameter.ndim == 2 and not outside else rest).append(parameter)
     return hidden, rest

@@ -51,6 +51,11 @@ def plan(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> Plan:
     return Plan(ranks=tuple(tuple(p) + ((),) * (most - len(p)) for p in packs))
 
 
+def cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+    """Rows of `lengths` tokens in near the fewest packs of at most `max_tokens`; none for no rows."""
+    return _cut(lengths, range(len(lengths)), max_tokens)
+
+
 def _deal(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
     """Rows to parts of near-equal token sums; inside a part, rows keep their order."""
     heap = [(0, part) for part in range(parts)]

@@ -6,7 +6,8 @@ Micro ──actor_loss──▶ policy loss, entropy bonus, KL to the reference 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,26 +21,29 @@ from meshrl.trainer.batch import Experience
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.kl import KlController, kl_in_reward
 from meshrl.trainer.losses._types import LossInputs
-from meshrl.trainer.objective import LOSSES, actor_loss
-from meshrl.trainer.rollout_correction import correct
+from meshrl.trainer.needs import ADVANTAGES, LOSSES, Needs, check, corrects, loss_name, needs_of
+from meshrl.trainer.objective import actor_loss
+from meshrl.trainer.proximal import interpolate
+from meshrl.trainer.resampling import resample
+from meshrl.trainer.rollout_correction import correct, importance_weights
+from meshrl.trainer.shaping import overlong_penalty
 
-ADVANTAGES = "meshrl.trainer.advantages"
-PROVIDED = ("old_logprobs", "sum_pi_squared", "reward_components", "group_sizes")
-"""Fields of AdvantageBatch that this trainer can fill, besides the reward."""
-PAIR_LOSSES = ("dpo", "ipo")
-"""Their pairs must meet in one micro-batch."""
 SHARES = ("actor/pg_loss", "actor/kl_loss", "actor/positive_nll")
 """Metrics of `actor_loss` that add up over micro-batches, as the loss does; the others are means."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class OldPolicy:
-    """What the weights before the step say of the whole batch. N = its response tokens."""
+class Before:
+    """What the models before the policy's update say of the whole batch. N = its response tokens."""
 
     logprobs: torch.Tensor | None = None
     """float32[N]; None: the update itself gives them, the batch is one update and nobody asks earlier."""
     sum_pi_squared: torch.Tensor | None = None
     """float32[N]: Σ_v π(v)²; only where the objective reads it."""
+    values: torch.Tensor | None = None
+    """float32[N]: the critic's, where there is one."""
+    implicit_rewards: torch.Tensor | None = None
+    """float32[N]: PRIME's process rewards."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -48,10 +52,14 @@ class Targets:
 
     advantages: torch.Tensor
     """float32[N]"""
+    returns: torch.Tensor
+    """float32[N]: what a critic learns."""
+    token_rewards: torch.Tensor
+    """float32[N]: after shaping and the KL penalty."""
     mask: torch.Tensor
     """bool[N]: tokens that count."""
     old_logprobs: torch.Tensor | None
-    """float32[N]; None as in OldPolicy."""
+    """float32[N]; None as in Before."""
     weights: torch.Tensor | None
     """float32[N]: importance weights."""
     metrics: Mapping[str, float]
@@ -64,6 +72,8 @@ class Micro:
     inputs: LossInputs
     entropies: torch.Tensor
     """float32[n], with gradient."""
+    staleness: torch.Tensor
+    """int64[n]: optimizer steps between the version that sampled a token and this step."""
     correct: torch.Tensor
     """bool[b]: rows whose reward is positive."""
     mini_batch_tokens: int
@@ -90,23 +100,8 @@ class Objective(Protocol):
     """From rewards to targets, and from log-probs to a loss."""
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """What must be fetched of each row beside what every algorithm needs."""
-        ...
-
-    @property
-    def whole_groups(self) -> bool:
-        """True when the loss compares rows of a group, which must then share a micro-batch."""
-        ...
-
-    @property
-    def reads_old_logprobs(self) -> bool:
-        """True when `targets` reads old log-probs: they are then computed before the update."""
-        ...
-
-    @property
-    def reads_sum_pi_squared(self) -> bool:
-        """True when `targets` reads Σ π²."""
+    def needs(self) -> Needs:
+        """Columns, models and passes that it needs."""
         ...
 
     @property
@@ -117,8 +112,12 @@ class Objective(Protocol):
     kl_coef: float
     """The coefficient of the KL penalty in the reward, as its controller has it now."""
 
-    def targets(self, experience: Experience, old: OldPolicy) -> Targets:
+    def targets(self, experience: Experience, before: Before) -> Targets:
         """Advantages of the whole batch."""
+        ...
+
+    def resampled(self, experience: Experience, generator: torch.Generator) -> Sequence[int] | None:
+        """Rows to train on, drawn with replacement; None: each once."""
         ...
 
     def loss(self, micro: Micro) -> Loss:
@@ -142,49 +141,29 @@ class PolicyGradient:
         Raises:
             ConfigError: no such estimator or loss, or one needs what no part of the mesh provides.
         """
+        check(algorithm, actor)
         self._algorithm = algorithm
         self._correction = algorithm.rollout_correction
         self._actor = _bypassed(actor, algorithm) if self._correction.bypass_mode else actor
         self._max_response_length = max_response_length
         self._controller = KlController.start(algorithm.kl_ctrl)
         self._estimate = load(ADVANTAGES, algorithm.adv_estimator, "compute")
-        self._estimator_needs: tuple[str, ...] = load(ADVANTAGES, algorithm.adv_estimator, "NEEDS")
-        self._loss_needs: tuple[str, ...] = load(LOSSES, self._actor.policy_loss.loss_mode, "NEEDS")
-        self._check()
+        self._needs = needs_of(algorithm, actor)
+        load(LOSSES, loss_name(algorithm, actor), "compute")
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """`ref_logprobs` where a KL term or a loss reads them."""
-        reads = (
-            self._algorithm.use_kl_in_reward
-            or self._actor.use_kl_loss
-            or "ref_logprobs" in self._loss_needs
-        )
-        return ("ref_logprobs",) if reads else ()
-
-    @property
-    def whole_groups(self) -> bool:
-        """For the losses that compare pairs."""
-        return self._actor.policy_loss.loss_mode in PAIR_LOSSES
+    def needs(self) -> Needs:
+        """See `needs.py`."""
+        return self._needs
 
     @property
     def rollout_is_old(self) -> bool:
-        """In bypass mode, and when the trainer is told not to compute them."""
-        return self._correction.bypass_mode or self._actor.recompute_old_log_probs is False
-
-    @property
-    def reads_old_logprobs(self) -> bool:
-        """For KL in the reward, rollout correction, and the estimators that say so."""
+        """In bypass mode, around an interpolated anchor, and when the trainer is told not to compute them."""
         return (
-            self._algorithm.use_kl_in_reward
-            or self._corrects
-            or "old_logprobs" in self._estimator_needs
+            self._correction.bypass_mode
+            or self._interpolates
+            or self._actor.recompute_old_log_probs is False
         )
-
-    @property
-    def reads_sum_pi_squared(self) -> bool:
-        """For the optimal token baselines."""
-        return "sum_pi_squared" in self._estimator_needs
 
     @property
     def kl_coef(self) -> float:
@@ -196,21 +175,21 @@ class PolicyGradient:
         self._controller = KlController(config=self._algorithm.kl_ctrl, value=value)
 
     @torch.no_grad()
-    def targets(self, experience: Experience, old: OldPolicy) -> Targets:
+    def targets(self, experience: Experience, before: Before) -> Targets:
         """Advantages of the whole batch: B rows, N response tokens."""
         ragged, weights = experience.ragged, None
         metrics: dict[str, float] = {}
-        if self._corrects:
-            logprobs = _given(old.logprobs, "old log-probs")
+        if corrects(self._algorithm):
+            logprobs = _given(before.logprobs, "old log-probs")
             corrected = correct(ragged, logprobs, experience.rollout_logprobs, self._correction)
             ragged, weights = ragged.with_mask(corrected.mask), corrected.weights
             metrics |= corrected.metrics
-        rewards = outcome_rewards(ragged, experience.rewards)
+        rewards = outcome_rewards(ragged, self._outcomes(experience, metrics))
         if self._algorithm.use_kl_in_reward:
             penalised = kl_in_reward(
                 ragged,
                 rewards,
-                _given(old.logprobs, "old log-probs"),
+                _given(before.logprobs, "old log-probs"),
                 _given(experience.ref_logprobs, "ref_logprobs"),
                 name=self._algorithm.kl_penalty,
                 controller=self._controller,
@@ -222,22 +201,50 @@ class PolicyGradient:
             AdvantageBatch(
                 ragged=ragged,
                 token_rewards=rewards,
-                old_logprobs=old.logprobs,
-                sum_pi_squared=old.sum_pi_squared,
+                values=before.values,
+                old_logprobs=before.logprobs,
+                reward_baselines=experience.reward_baselines,
+                sum_pi_squared=before.sum_pi_squared,
                 rollout_is_weights=weights,
                 reward_components=_components(experience),
                 group_sizes=experience.group_sizes,
+                implicit_rewards=before.implicit_rewards,
+                steps=experience.steps,
             ),
             self._algorithm,
         )
         metrics["advantages/abs_mean"] = float(ragged.token_mean(found.advantages.abs()))
         return Targets(
             advantages=found.advantages,
+            returns=found.returns,
+            token_rewards=rewards,
             mask=ragged.mask,
-            old_logprobs=old.logprobs,
+            old_logprobs=before.logprobs,
             weights=weights,
             metrics={**metrics, **found.metrics},
         )
+
+    def resampled(self, experience: Experience, generator: torch.Generator) -> Sequence[int] | None:
+        """PF-PPO's draw, by the reward before the KL penalty."""
+        if not self._algorithm.use_pf_ppo:
+            return None
+        scores = self._outcomes(experience, {})
+        drawn: list[int] = resample(scores, self._algorithm.pf_ppo, generator=generator).tolist()
+        return sorted(drawn)
+
+    def _outcomes(self, experience: Experience, metrics: dict[str, float]) -> torch.Tensor:
+        """float32[B]: rewards with the overlong penalty, which `metrics` gets to know."""
+        buffer = self._algorithm.overlong_buffer
+        if not buffer.enable:
+            return experience.rewards
+        penalty = overlong_penalty(
+            experience.ragged.lengths,
+            max_response_length=self._max_response_length,
+            buffer=buffer.len or max(1, self._max_response_length // 5),
+            factor=buffer.penalty_factor,
+        )
+        metrics["reward/overlong_penalty"] = float(penalty.mean())
+        return experience.rewards + penalty
 
     def loss(self, micro: Micro) -> Loss:
         """Policy loss and the terms beside it, each aggregated alike."""
@@ -249,7 +256,7 @@ class PolicyGradient:
             dp_size=micro.ranks,
         )
         found = actor_loss(
-            micro.inputs,
+            self._anchored(micro) if self._interpolates else micro.inputs,
             self._actor,
             aggregate,
             entropy=micro.entropies,
@@ -264,24 +271,21 @@ class PolicyGradient:
         )
 
     @property
-    def _corrects(self) -> bool:
-        """Is anything weighed or rejected before the loss? Bypass mode does it inside the loss."""
-        found = self._correction
-        asked = (found.rollout_is, found.rollout_rs, found.second_moment_threshold)
-        return not found.bypass_mode and any(option is not None for option in asked)
+    def _interpolates(self) -> bool:
+        return self._correction.proximal == "interpolate"
 
-    def _check(self) -> None:
-        name = self._algorithm.adv_estimator
-        missing = [need for need in self._estimator_needs if need not in PROVIDED]
-        if missing:
-            raise ConfigError(
-                f"algorithm.adv_estimator {name} needs {', '.join(missing)}, which no service"
-                f" provides (there are: the reward, {', '.join(PROVIDED)})"
-            )
-        if self._algorithm.use_pf_ppo:
-            raise ConfigError(
-                "algorithm.use_pf_ppo: this trainer trains every row of a batch once; set it to false"
-            )
+    def _anchored(self, micro: Micro) -> LossInputs:
+        """Decoupled PPO without a pass: the clip's anchor lies between the sampling and the current policy."""
+        inputs = micro.inputs
+        rollout = inputs.old_logprobs
+        anchor = interpolate(rollout, inputs.logprobs, micro.staleness)
+        weights, _ = importance_weights(
+            inputs.ragged,
+            anchor - rollout,
+            level="token",
+            threshold=self._correction.rollout_is_threshold,
+        )
+        return dataclasses.replace(inputs, old_logprobs=anchor, rollout_is_weights=weights)
 
 
 def _bypassed(actor: ActorConfig, algorithm: AlgorithmConfig) -> ActorConfig:

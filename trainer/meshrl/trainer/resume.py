@@ -40,7 +40,9 @@ async def resume(
     )
     if opening["checkpoint"] is not None:
         path = Path(opening["checkpoint"])
-        state = await compute.run(lambda: checkpoint.load(path, learner.policy, learner.optimizers))
+        state = await compute.run(
+            lambda: checkpoint.load(path, learner.policy, learner.optimizers, beside=learner.beside)
+        )
         learner.kl_coef = state.kl_coef
         log.info("run %s: resumed at step %d from %s", setting.run, state.step, path)
     state = dataclasses.replace(state, epoch=opening["epoch"], world_size=world.size)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,11 @@ class Setting:
     batch_groups: int
     """Prompts of one training step."""
     group_size: int
-    """Rows of one prompt."""
+    """Rows of one prompt, greedy baselines included."""
+    extra_rows: int = 0
+    """Greedy baselines among them."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Dynamic sampling: which groups are not worth a step."""
     total_steps: int | None
     """None: until the data end."""
     weight_dtype: str = "float32"

@@ -1,6 +1,6 @@
 """One training step: what happens to a batch between `take` and `settle`.
 
-    rows ──assemble──▶ Experience ──(old log-probs)──▶ Objective.targets: advantages, weights, mask
+    rows ──assemble──▶ Experience ──(old log-probs, values, process rewards)──▶ Objective.targets: advantages, mask, …
                                                           │
          for each epoch, mini-batch:  micro-batches: forward, Objective.loss, backward ──▶ clip, optimizer step
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from meshrl.trainer.batch import (
     Schedule,
     assemble,
     gather_tokens,
+    redrawn,
     schedule,
 )
 from meshrl.trainer.config import ActorConfig
@@ -31,11 +32,12 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.facts import experience_facts, mismatch_facts
 from meshrl.trainer.losses._types import LossInputs
 from meshrl.trainer.model import Policy
-from meshrl.trainer.optim import Optimizers, learning_rate
-from meshrl.trainer.packing import Pack, pack
-from meshrl.trainer.policy_gradient import Micro, Objective, OldPolicy, Targets
-from meshrl.trainer.ragged import Ragged
+from meshrl.trainer.optim import Optimizers, Trained, learning_rate
+from meshrl.trainer.passes import OwnRows
+from meshrl.trainer.policy_gradient import Before, Micro, Objective, Targets
+from meshrl.trainer.reward_learner import RewardLearner
 from meshrl.trainer.tally import Tally
+from meshrl.trainer.value_learner import ValueLearner
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "reward", "reward
 
 
 class Learner:
-    """Policy, optimizer and objective of one rank."""
+    """Policy, optimizer and objective of one rank, and the models that the objective asks for."""
 
     def __init__(
         self,
@@ -57,6 +59,8 @@ class Learner:
         temperature: float,
         seed: int,
         total_steps: int | None,
+        critic: ValueLearner | None = None,
+        rewarder: RewardLearner | None = None,
     ) -> None:
         """Keep the parts.
 
@@ -69,16 +73,27 @@ class Learner:
             temperature: What the rollout's logits were divided by, and so the policy's are.
             seed: Of whatever an algorithm draws.
             total_steps: Where a falling learning rate ends; None keeps it from falling.
+            critic: Where the objective needs values.
+            rewarder: Where it needs process rewards.
         """
         self.policy = policy
         self.optimizers = optimizers
         self.world = world
-        self.columns = (*COLUMNS, *objective.columns)
+        self.needs = objective.needs
+        self.columns = (*COLUMNS, *objective.needs.columns)
         self._objective = objective
         self._actor = actor
         self._temperature = temperature
         self._seed = seed
         self._total_steps = total_steps
+        self._critic = critic
+        self._rewarder = rewarder
+
+    @property
+    def beside(self) -> dict[str, Trained]:
+        """The models that are trained beside the policy, by name."""
+        parts = {"critic": self._critic, "reward_model": self._rewarder}
+        return {name: Trained(p.model, p.optimizers) for name, p in parts.items() if p is not None}
 
     @property
     def kl_coef(self) -> float:
@@ -96,96 +111,140 @@ class Learner:
             ranks=self.world.size,
             max_tokens=self._actor.ppo_max_token_len_per_gpu,
             mini_batch_groups=self._actor.ppo_mini_batch_size,
-            whole_groups=self._objective.whole_groups,
+            whole_groups=self.needs.whole_groups,
+            extra_rows=self.needs.extra_rows,
         )
 
-    def learn(self, made: Schedule, own: Sequence[Trajectory], step: int) -> dict[str, Json]:
+    def learn(
+        self,
+        made: Schedule,
+        own: Sequence[Trajectory],
+        step: int,
+        baselines: Mapping[str, float] | None = None,
+    ) -> dict[str, Json]:
         """Train on a batch.
 
         Args:
             made: Its schedule.
             own: The rows of `made.uids(rank)`, in order.
             step: Optimizer steps done before it.
+            baselines: Group to the reward of its greedy row, where the objective needs greedy rows.
 
         Returns:
             The step's metrics, the same on every rank.
         """
         # A step's draws are a function of (seed, step, rank): a resumed run draws what the killed one drew.
         torch.manual_seed(_seed(self._seed, step, self.world.rank))
-        rows = dict(zip(made.own(self.world.rank), own, strict=True))
-        experience = assemble(made, own, self.world)
-        old = self._old_policy(made, rows, experience)
-        targets = self._objective.targets(experience, old)
-        updates = [mini for _ in range(self._actor.ppo_epochs) for mini in made.mini_batches]
-        work = _Work(rows=rows, experience=experience, targets=targets, updates=len(updates))
-        rate = learning_rate(self._actor.optim, step, self._total_steps or step + 1)
-        norms = [self._update(mini, work, rate) for mini in updates]
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        if len(finite) < len(norms):
-            log.warning(
-                "step %d: gradient not finite, %d updates left out", step, len(norms) - len(finite)
-            )
-        before = old.logprobs
-        if before is None or self._objective.rollout_is_old:
-            own_first = [work.first_logprobs[row] for row in made.own(self.world.rank)]
-            before = gather_tokens(made, own_first, self.world)
+        rows = OwnRows.of(made, own, self.world)
+        experience = assemble(
+            made, own, self.world, baselines=baselines, with_steps=self.needs.steps
+        )
+        process_rewards, facts = None, experience_facts(experience)
+        if self._rewarder is not None:
+            process_rewards, learned = self._rewarder.learn(rows, experience, step)
+            facts |= learned
+        values = None if self._critic is None else self._critic.values(rows)
+        alone = self._critic is not None and self._critic.learns_alone(step)
+        before = self._before(rows, experience, values, process_rewards, passes=alone)
+        targets = self._objective.targets(experience, before)
+        minis = self._mini_batches(made, experience, step)
+        if self._critic is not None and values is not None:
+            facts |= self._critic.learn(rows, minis, experience, values, targets, step)
+        work = _Work(rows=rows, experience=experience, targets=targets, step=step)
+        if not alone:
+            facts |= self._improve(minis, work, step)
         return {
-            **experience_facts(experience),
-            **mismatch_facts(experience.ragged, before, experience.rollout_logprobs),
+            **facts,
+            **self._mismatch(before, work),
             **targets.metrics,
-            **work.tally.over_ranks(self.world),
-            "actor/grad_norm": sum(finite) / len(finite) if finite else math.nan,
-            "actor/lr": rate,
-            "actor/updates": len(norms),
-            "actor/skipped_updates": len(norms) - len(finite),
             "batch/rows": len(made.rows),
             "batch/tokens": sum(row.num_tokens for row in made.rows),
             "batch/micro_batches": sum(len(m.ranks[0]) for m in made.mini_batches),
         }
 
-    @torch.no_grad()
-    def _old_policy(
-        self, made: Schedule, rows: Mapping[int, Trajectory], experience: Experience
-    ) -> OldPolicy:
-        """What the weights before the step say, by as few passes of their own as the objective allows."""
-        objective = self._objective
-        squares = None
-        if objective.reads_sum_pi_squared:
-            squares = self._forward(made, rows, self.policy.sum_pi_squared)
-        if objective.rollout_is_old:
-            return OldPolicy(logprobs=experience.rollout_logprobs, sum_pi_squared=squares)
-        once = len(made.mini_batches) == 1 and self._actor.ppo_epochs == 1
-        if once and not objective.reads_old_logprobs:
-            return OldPolicy(sum_pi_squared=squares)
-        logprobs = self._forward(made, rows, lambda *given: self.policy(*given)[0])
-        return OldPolicy(logprobs=logprobs, sum_pi_squared=squares)
-
-    def _forward(
+    def _before(
         self,
-        made: Schedule,
-        rows: Mapping[int, Trajectory],
-        function: Callable[[Pack, float], torch.Tensor],
-    ) -> torch.Tensor:
-        """float32[N] of the whole batch, from a function of packs."""
-        found: list[torch.Tensor] = []
-        for mini in made.mini_batches:
-            for chosen in mini.ranks[self.world.rank]:
-                values = function(self._pack(chosen, rows), self._temperature)
-                found.extend(_per_row(values, chosen, rows))
-        return gather_tokens(made, found, self.world)
+        rows: OwnRows,
+        experience: Experience,
+        values: torch.Tensor | None,
+        process_rewards: torch.Tensor | None,
+        *,
+        passes: bool,
+    ) -> Before:
+        """What the models say before the update, by as few passes of their own as the objective allows.
 
-    def _update(self, mini: MiniBatch, work: _Work, rate: float) -> float:
+        `passes`: no update will follow that gives old log-probs for nothing.
+        """
+        objective, made, tau = self._objective, rows.made, self._temperature
+        squares, logprobs = None, None
+        if self.needs.sum_pi_squared:
+            squares = rows.forward(lambda pack: self.policy.sum_pi_squared(pack, tau))
+        once = len(made.mini_batches) == 1 and self._actor.ppo_epochs == 1
+        if objective.rollout_is_old:
+            logprobs = experience.rollout_logprobs
+        elif passes or not once or self.needs.old_logprobs:
+            logprobs = rows.forward(lambda pack: self.policy(pack, tau)[0])
+        return Before(
+            logprobs=logprobs,
+            sum_pi_squared=squares,
+            values=values,
+            implicit_rewards=process_rewards,
+        )
+
+    def _mini_batches(
+        self, made: Schedule, experience: Experience, step: int
+    ) -> Sequence[MiniBatch]:
+        """The batch's, or what the objective draws from them: the same draw on every rank."""
+        generator = torch.Generator().manual_seed(_seed(self._seed, step))
+        drawn = self._objective.resampled(experience, generator)
+        if drawn is None:
+            return made.mini_batches
+        return redrawn(made, drawn, max_tokens=self._actor.ppo_max_token_len_per_gpu)
+
+    def _improve(self, minis: Sequence[MiniBatch], work: _Work, step: int) -> dict[str, Json]:
+        """The policy's updates."""
+        updates = [mini for _ in range(self._actor.ppo_epochs) for mini in minis]
+        rate = learning_rate(self._actor.optim, step, self._total_steps or step + 1)
+        norms = [self._update(mini, work, rate, len(updates)) for mini in updates]
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        if len(finite) < len(norms):
+            log.warning(
+                "step %d: gradient not finite, %d updates left out", step, len(norms) - len(finite)
+            )
+        return {
+            **work.tally.over_ranks(self.world),
+            "actor/grad_norm": sum(finite) / len(finite) if finite else math.nan,
+            "actor/lr": rate,
+            "actor/updates": len(norms),
+            "actor/skipped_updates": len(norms) - len(finite),
+        }
+
+    def _mismatch(self, before: Before, work: _Work) -> dict[str, float]:
+        """How far the policy before the step is from the one that sampled, on the tokens that it forwarded."""
+        experience, logprobs = work.experience, before.logprobs
+        ragged = experience.ragged
+        if logprobs is None or self._objective.rollout_is_old:
+            first = work.first_logprobs
+            rows = work.rows.rows
+            sizes = {row: len(t.tokens) - t.prompt_length for row, t in rows.items()}
+            unknown = {row: torch.full((size,), torch.nan) for row, size in sizes.items()}
+            parts = [first.get(row, unknown[row]) for row in rows]
+            logprobs = gather_tokens(work.rows.made, parts, self.world)
+            ragged = ragged.with_mask(ragged.mask & ~logprobs.isnan())
+        return mismatch_facts(ragged, logprobs, experience.rollout_logprobs, experience.versions)
+
+    def _update(self, mini: MiniBatch, work: _Work, rate: float, updates: int) -> float:
         """One optimizer step; returns the gradient norm before clipping."""
         counts = work.counts(mini)
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
-        share = 1.0 / (self.world.size * work.updates)
+        share = 1.0 / (self.world.size * updates)
         for chosen in mini.ranks[self.world.rank]:
-            logprobs, entropies = self.policy(self._pack(chosen, work.rows), self._temperature)
+            logprobs, entropies = self.policy(work.rows.pack(chosen), self._temperature)
             if not chosen:
                 # This rank has nothing left to do, and its peers' collectives still need its backward pass.
                 logprobs.sum().backward()
                 continue
-            for row, part in zip(chosen, _per_row(logprobs, chosen, work.rows), strict=True):
+            for row, part in zip(chosen, work.rows.split(logprobs, chosen), strict=True):
                 work.first_logprobs.setdefault(row, part)
             micro = self._micro(chosen, work, logprobs, entropies, counts)
             loss = self._objective.loss(micro)
@@ -212,11 +271,8 @@ class Learner:
             return None if column is None else column[places].to(device)
 
         old = part(targets.old_logprobs)
-        ragged = Ragged.from_lengths(
-            experience.ragged.lengths[list(chosen)],
-            targets.mask[places].to(device),
-            experience.ragged.groups[list(chosen)],
-        )
+        ragged = experience.layout_of(chosen, targets.mask[places].to(device))
+        staleness = (work.step - experience.versions[places]).clamp(min=0)
         return Micro(
             inputs=LossInputs(
                 ragged=ragged,
@@ -227,6 +283,7 @@ class Learner:
                 ref_logprobs=part(experience.ref_logprobs),
             ),
             entropies=entropies,
+            staleness=staleness.to(device),
             correct=(experience.rewards[list(chosen)] > 0).to(device),
             mini_batch_tokens=counts.tokens,
             mini_batch_correct_tokens=counts.correct_tokens,
@@ -234,21 +291,15 @@ class Learner:
             ranks=self.world.size,
         )
 
-    def _pack(self, chosen: Sequence[int], rows: Mapping[int, Trajectory]) -> Pack:
-        picked = [rows[row] for row in chosen]
-        packed = pack([row.tokens for row in picked], [row.prompt_length for row in picked])
-        return packed.to(self.world.device)
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Work:
     """What the updates of one batch share."""
 
-    rows: Mapping[int, Trajectory]
-    """This rank's."""
+    rows: OwnRows
     experience: Experience
     targets: Targets
-    updates: int
+    step: int
     tally: Tally = field(default_factory=Tally)
     first_logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of this rank's rows, as they were forwarded first."""
@@ -272,14 +323,6 @@ class _Counts:
     tokens: int
     correct_tokens: int
     rows: int
-
-
-def _per_row(
-    logprobs: torch.Tensor, chosen: Sequence[int], rows: Mapping[int, Trajectory]
-) -> Sequence[torch.Tensor]:
-    """A pack's log-probs, cut into its rows, on the CPU."""
-    sizes = [len(rows[row].tokens) - rows[row].prompt_length for row in chosen]
-    return torch.split(logprobs.detach().cpu(), sizes) if chosen else ()
 
 
 def _seed(*parts: int) -> int:

@@ -24,6 +24,13 @@ def _spell_infinity(value: object) -> object:
     return "inf" if isinstance(value, float) and math.isinf(value) and value > 0 else value
 
 
+def _know_old_names(value: object) -> object:
+    if value == "process":
+        raise ValueError('"process" is spelled "none" (want always, everysec or none)')
+    return value
+
+
+Durability = Annotated[Literal["always", "everysec", "none"], BeforeValidator(_know_old_names)]
 Staleness = Annotated[NonNegativeInt | Literal["inf"], BeforeValidator(_spell_infinity)]
 
 
@@ -31,14 +38,22 @@ class QueueConfig(Config):
     """Where rows are kept, and what bounds them."""
 
     store: str = "disk"
-    """A module of `meshrl.transferqueue.stores` (disk, memory), or a dotted path."""
+    """A module of `meshrl.transferqueue.stores` (disk, memory, redis), or a dotted path."""
     path: Path | None = None
     """Folder of the disk store; none means `<run.dir>/queue`."""
-    durability: Literal["always", "process"] = "always"
-    """`always`: what is acknowledged survives a power cut (fsync). `process`: it survives kill -9, and a power cut
-    may cost the whole store."""
+    durability: Durability = "always"
+    """What a power cut may cost: `always` nothing that was acknowledged (fsync), `everysec` the last second or two,
+    `none` everything. kill -9 of the queue costs nothing with any of them (but for the memory store)."""
     reserve_bytes: NonNegativeInt = 64 << 20
-    """Free disk space that rows may not use, so that rows can still leave when the disk is nearly full."""
+    """Free disk space (redis: of maxmemory) that rows may not use, so that they can still leave when it is full."""
+    memory_bytes: NonNegativeInt = 0
+    """Payload that the memory store keeps in RAM; the oldest beyond it goes to a file. 0: no bound, no file."""
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    """redis://, rediss:// (TLS) or unix://; several, separated by commas: whichever is the master is used."""
+    redis_prefix: str = ""
+    """Names the queue among others in one Redis; none means the path of `<run.dir>/queue`."""
+    redis_password_file: Path | None = None
+    """Holds the password, which then need not stand in the URL."""
     max_staleness: Staleness = 1
     """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
     lease_ttl_s: PositiveFloat = 30.0

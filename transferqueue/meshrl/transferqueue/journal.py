@@ -10,18 +10,21 @@ share one fsync, in order. A record that was touched ten times is encoded once.
 consumes: transitions. waits for: the store. unblocked by: `apply`'s return. produces: acknowledgements.
 
 A commit that fails is a crash in small: nothing that was not acknowledged survives. Everything staged is refused and
-`recover` puts the state of the last commit back into RAM; callers repeat, as every write is idempotent.
+`recover` puts the state of the last commit back into RAM; callers repeat, as every write is idempotent. A store that
+another queue owns by now ends the journal: everything is refused from then on, and `ended` says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
-from meshrl.transferqueue.store import Operation, Store, Table
+from meshrl.transferqueue.measures import Durations
+from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +79,10 @@ class Journal:
         """Why the last commit that failed did."""
         self._broken: MeshError | None = None
         """Set while the store cannot be read back."""
+        self.ended: asyncio.Future[OwnerLostError] = asyncio.get_running_loop().create_future()
+        """Done when another queue has taken the store over."""
+        self.commit_s = Durations()
+        """From the start of a commit to its acknowledgement."""
 
     def touch(self, record: Record) -> None:
         """`record` changed."""
@@ -117,7 +124,10 @@ class Journal:
             await self._work.wait()
             self._work.clear()
             while not self._staged.empty:
-                await self._commit()
+                if self.ended.done():
+                    self._refuse_staged()
+                else:
+                    await self._commit()
 
     def close(self) -> None:
         """Let `run` return once everything is durable."""
@@ -127,11 +137,13 @@ class Journal:
     async def _commit(self) -> None:
         commit, self._staged = self._staged, _Commit()
         self._in_flight = commit
+        start = time.perf_counter()
         try:
             await self._store.apply(commit.operations())
         except Exception as error:
             await self._fail(commit, _as_mesh_error(error))
         else:
+            self.commit_s.add(time.perf_counter() - start)
             commit.done.set_result(None)
         finally:
             self._in_flight = None
@@ -149,7 +161,9 @@ class Journal:
                 self._broken = self._refusal = problem
                 _refuse(commit, problem)
                 self._refuse_staged()
-                if self._closing:
+                if isinstance(problem, OwnerLostError):
+                    self.ended.set_result(problem)
+                if self._closing or self.ended.done():
                     return
                 await asyncio.sleep(RECOVERY_PAUSE_S)
             else:

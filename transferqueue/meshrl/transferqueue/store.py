@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
+
+from meshrl.contract.errors import UnavailableError
+
+FORMAT: Final = 1
+"""Of everything stored. Raise it with any change of keys, records or frames."""
+
+
+class OwnerLostError(UnavailableError):
+    """Another queue owns the store now; this one can serve no more."""
 
 
 class Table(StrEnum):
@@ -45,6 +54,7 @@ class Store(Protocol):
         Raises:
             CapacityError: it does not fit; nothing of it was done.
             InfraError: the store broke; `load` says what was done.
+            OwnerLostError: the store has another owner; nothing was done, and nothing ever will be.
         """
         ...
 
@@ -54,6 +64,18 @@ class Store(Protocol):
 
     def check_room(self, nbytes: int) -> None:
         """Raise CapacityError when `nbytes` more would not leave room for rows to leave."""
+        ...
+
+    def size_bytes(self) -> int:
+        """What the store takes where it keeps things: disk or memory, in bytes."""
+        ...
+
+    def export(self) -> AsyncGenerator[Sequence[Operation], None]:
+        """Every record as of one commit, META before PAYLOAD, in pieces; close it when you stop early.
+
+        Raises:
+            InfraError: it cannot be read.
+        """
         ...
 
     async def close(self) -> None:

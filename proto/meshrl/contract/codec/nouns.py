@@ -83,6 +83,7 @@ def encode_sampling(sampling: SamplingParams) -> pb.SamplingParams:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         seed=sampling.seed,
+        greedy_siblings=sampling.greedy_siblings,
     )
 
 
@@ -102,6 +103,7 @@ def decode_sampling(message: pb.SamplingParams) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         seed=message.seed,
+        greedy_siblings=message.greedy_siblings,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshrl.contract.nouns.names import Int32, Json
 
@@ -20,6 +20,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     """Mixed with the uid of the row, so that a row's draws depend on nothing that runs beside it."""
+    greedy_siblings: int = 0
+    """So many of the last rows of a group are sampled greedily instead: baselines (ReMax)."""
+
+    def of_row(self, index: int, group_size: int) -> SamplingParams:
+        """How row `index` of a group of `group_size` is sampled."""
+        if index < group_size - self.greedy_siblings:
+            return self
+        return replace(self, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from meshrl.services.assembly._parts import open_runs, work_until_stopped
-from meshrl.services.config.recipe import Recipe, train_spec
+from meshrl.services.config.recipe import Recipe, train_sampling, train_spec
 from meshrl.services.prompts import read_prompts
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
@@ -21,9 +21,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     make_task = task_maker(
         spec.run,
         group_size=spec.group_size,
-        sampling=recipe.rollout.sampling(
-            max_tokens=recipe.data.max_response_length, seed=recipe.run.seed
-        ),
+        sampling=train_sampling(recipe),
         program=recipe.rollout.program,
         deadline_s=recipe.rollout.deadline_s,
     )
@@ -40,6 +38,7 @@ async def run(recipe: Recipe, site: Site) -> None:
             epochs=None if recipe.trainer.total_training_steps else recipe.trainer.total_epochs,
             shuffle=recipe.data.shuffle,
             seed=recipe.data.seed,
+            curriculum=recipe.data.curriculum,
         )
         await server.ready()
         await work_until_stopped(server, feeder.run(), feeder.stop)

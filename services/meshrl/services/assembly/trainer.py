@@ -19,7 +19,14 @@ from functools import partial
 from meshrl.contract.ports import Queue
 from meshrl.services.assembly._parts import open_run, open_runs, work_until_stopped
 from meshrl.services.assembly._ranks import is_rank, run_ranks
-from meshrl.services.config.recipe import Recipe, eval_spec, has_evaluation
+from meshrl.services.assembly.learner import build_learner
+from meshrl.services.config.recipe import (
+    Recipe,
+    algorithm_needs,
+    eval_spec,
+    group_rows,
+    has_evaluation,
+)
 from meshrl.services.doors.trainer import TrainerDoor
 from meshrl.services.prompts import eval_tasks, read_prompts
 from meshrl.services.runtime import Door, Server
@@ -34,9 +41,6 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.evaluate import Evaluator
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
-from meshrl.trainer.model import build_policy, load_hf
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.policy_gradient import PolicyGradient
 from meshrl.trainer.resume import resume
 from meshrl.trainer.setting import Setting
 from meshrl.trainer.step import Learner
@@ -59,7 +63,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         async with QueueWire(site.peer("queue")) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, site)
-            learner = await compute.run(partial(_learner, recipe, setting, world))
+            learner = await compute.run(partial(build_learner, recipe, setting, world))
             state = await resume(setting, queue, learner, compute)
             if world.is_main:
                 await _lead(recipe, site, setting, state, learner, compute, queue)
@@ -152,7 +156,9 @@ def _setting(recipe: Recipe, site: Site) -> Setting:
         trainer=recipe.trainer,
         tokenizer=recipe.tokenizer_dir,
         batch_groups=recipe.data.train_batch_size,
-        group_size=recipe.rollout.n,
+        group_size=group_rows(recipe),
+        extra_rows=algorithm_needs(recipe).extra_rows,
+        filter_groups=recipe.algorithm.filter_groups,
         total_steps=recipe.trainer.total_training_steps or _steps_of_epochs(recipe),
         weight_dtype=recipe.weights.dtype,
         bucket_bytes=recipe.weights.bucket_bytes,
@@ -164,25 +170,3 @@ def _steps_of_epochs(recipe: Recipe) -> int:
     """Steps that the data give; the last one may be smaller. Read here to know where the learning rate ends."""
     prompts = read_prompts(recipe, recipe.data.train_files).prompts
     return math.ceil(len(prompts) * recipe.trainer.total_epochs / recipe.data.train_batch_size)
-
-
-def _learner(recipe: Recipe, setting: Setting, world: World) -> Learner:
-    policy = build_policy(load_hf(recipe.model.path), world, recipe.model)
-    actor = recipe.actor
-    if actor.recompute_old_log_probs is None:
-        on_policy = recipe.queue.max_staleness == 0
-        actor = actor.model_copy(update={"recompute_old_log_probs": on_policy})
-    objective = PolicyGradient(
-        recipe.algorithm, actor, max_response_length=recipe.data.max_response_length
-    )
-    return Learner(
-        policy,
-        Optimizers(policy, actor.optim),
-        objective,
-        world,
-        actor,
-        # Greedy sampling has no temperature to divide by.
-        temperature=recipe.rollout.temperature or 1.0,
-        seed=recipe.run.seed,
-        total_steps=setting.total_steps,
-    )

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshrl.contract import extend
+from meshrl.contract.errors import ConfigError
 from meshrl.services.config.fields import Loc
-from meshrl.services.config.recipe import Recipe, needs_reference
+from meshrl.services.config.recipe import Recipe, algorithm_needs
+from meshrl.trainer import needs as algorithm_rules
 
 Problem = tuple[Loc, str]
 
@@ -26,6 +28,7 @@ def cross_checks(recipe: Recipe) -> Iterator[Problem]:
     yield from _data(recipe)
     yield from _sizes(recipe)
     yield from _names(recipe)
+    yield from _algorithm(recipe)
     yield from _providers(recipe)
 
 
@@ -126,6 +129,9 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
     loss = recipe.actor.policy_loss.loss_mode
     yield from _name(("actor", "policy_loss", "loss_mode"), "meshrl.trainer.losses", loss)
+    if recipe.data.curriculum is not None:
+        at_order: Loc = ("data", "curriculum")
+        yield from _name(at_order, "meshrl.trainer.data.curricula", recipe.data.curriculum)
     for index, function in enumerate(recipe.reward.functions):
         at_function: Loc = ("reward", "functions", index)
         if function.path is not None:
@@ -154,19 +160,40 @@ def _importable(name: str) -> bool:
         return False
 
 
+def _algorithm(recipe: Recipe) -> Iterator[Problem]:
+    """What estimator, loss and sampling ask of each other."""
+    try:
+        algorithm_rules.check(recipe.algorithm, recipe.actor)
+    except ConfigError as error:
+        yield ("algorithm", "adv_estimator"), str(error)
+    if algorithm_needs(recipe).greedy and recipe.queue.group_policy != "all":
+        yield (
+            ("queue", "group_policy"),
+            f"queue.group_policy: {recipe.queue.group_policy} may leave out the greedy row that"
+            f" algorithm.adv_estimator {recipe.algorithm.adv_estimator} needs; want all",
+        )
+    judged = recipe.algorithm.filter_groups
+    low, high = judged.low, judged.high
+    if judged.enable and low is not None and high is not None and low > high:
+        yield (
+            ("algorithm", "filter_groups", "low"),
+            f"algorithm.filter_groups.low: {low:g} is above high, {high:g}",
+        )
+
+
 def _providers(recipe: Recipe) -> Iterator[Problem]:
     """Every column that the run needs has a service that can write it."""
     custom = recipe.reward.custom_reward_function.path
     if custom is not None:
         yield from _file(("reward", "custom_reward_function", "path"), custom)
-    if needs_reference(recipe) and recipe.reference.path is not None:
-        asks = (
-            "algorithm.use_kl_in_reward"
-            if recipe.algorithm.use_kl_in_reward
-            else "actor.use_kl_loss"
-        )
-        for at, text in _model(("reference", "path"), recipe.reference.path):
-            yield at, f"{text} ({asks} needs `ref_logprobs`)"
+    needs = algorithm_needs(recipe)
+    for wanted, at, path, column in (
+        (needs.reference, ("reference", "path"), recipe.reference.path, "`ref_logprobs`"),
+        (needs.critic, ("critic", "path"), recipe.critic.path, "values"),
+    ):
+        if wanted and path is not None:
+            for where, text in _model(at, path):
+                yield where, f"{text} (the algorithm needs {column})"
     for module, extra in (("torch", "torch"), ("transformers", "torch")):
         if not _importable(module):
             yield ("model",), f"model: this needs {module}: pip install 'meshrl[{extra}]'"

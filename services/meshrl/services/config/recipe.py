@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
 
-from meshrl.contract import extend
 from meshrl.contract.config import Config
 from meshrl.contract.nouns import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
     RunSpec,
+    SamplingParams,
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
@@ -21,11 +22,13 @@ from meshrl.services.weights.config import WeightsConfig
 from meshrl.trainer.config import (
     ActorConfig,
     AlgorithmConfig,
+    CriticConfig,
     DataConfig,
     ModelConfig,
     ReferenceConfig,
     TrainerConfig,
 )
+from meshrl.trainer.needs import Needs, needs_of
 from meshrl.transferqueue.config import QueueConfig
 
 EVAL_SUFFIX = ".eval"
@@ -60,6 +63,8 @@ class Recipe(Config):
     """From rewards to advantages."""
     actor: ActorConfig = ActorConfig()
     """From advantages to an optimizer step."""
+    critic: CriticConfig = CriticConfig()
+    """The value model of algorithms that need one."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of KL terms."""
     trainer: TrainerConfig = TrainerConfig()
@@ -104,12 +109,33 @@ class Recipe(Config):
         )
 
 
+def algorithm_needs(recipe: Recipe) -> Needs:
+    """What the recipe's algorithm asks of the mesh."""
+    return needs_of(recipe.algorithm, recipe.actor)
+
+
 def needs_reference(recipe: Recipe) -> bool:
-    """True when the algorithm reads `ref_logprobs`: a KL term in the reward or the loss, or the loss itself."""
-    if recipe.algorithm.use_kl_in_reward or recipe.actor.use_kl_loss:
-        return True
-    loss = recipe.actor.policy_loss.loss_mode
-    return "ref_logprobs" in extend.constant("meshrl.trainer.losses", loss, "NEEDS", ())
+    """True when the algorithm reads `ref_logprobs`."""
+    return algorithm_needs(recipe).reference
+
+
+def group_rows(recipe: Recipe) -> int:
+    """Rows of one prompt: the samples, and the greedy baseline of algorithms that want one."""
+    return recipe.rollout.n + algorithm_needs(recipe).extra_rows
+
+
+def train_sampling(recipe: Recipe) -> SamplingParams:
+    """How training rows are sampled, greedy baselines included."""
+    sampling = recipe.rollout.sampling(
+        max_tokens=recipe.data.max_response_length, seed=recipe.run.seed
+    )
+    return replace(sampling, greedy_siblings=algorithm_needs(recipe).extra_rows)
+
+
+def groups_taken(recipe: Recipe) -> int:
+    """Groups that one step may take at once: with oversampling more than it trains on."""
+    batch, judged = recipe.data.train_batch_size, recipe.algorithm.filter_groups
+    return math.ceil(batch * judged.oversample) if judged.enable else batch
 
 
 def has_evaluation(recipe: Recipe) -> bool:
@@ -122,8 +148,8 @@ def train_spec(recipe: Recipe) -> RunSpec:
     stages = (ROLLOUT_STAGE, REWARD_STAGE)
     return recipe.queue.run_spec(
         recipe.run.name,
-        group_size=recipe.rollout.n,
-        batch_groups=recipe.data.train_batch_size,
+        group_size=group_rows(recipe),
+        batch_groups=groups_taken(recipe),
         stages=(*stages, REFERENCE_STAGE) if needs_reference(recipe) else stages,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.ragged import Ragged
+from meshrl.trainer.steps import Steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,8 @@ class AdvantageBatch:
     """int64[B]: rows that each row's group was asked for; a partial group has fewer in the batch."""
     implicit_rewards: Tensor | None = None
     """float32[N]: PRIME's β (log π_φ - log π_ref)."""
+    steps: Steps | None = None
+    """The steps of rows that are whole episodes (GiGPO)."""
     trajectories: Tensor | None = None
     """int64[B]: rows that are steps of the same episode, in order (GiGPO)."""
     anchors: Tensor | None = None

@@ -11,17 +11,23 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from meshrl.contract.errors import UserError, WaitTimeoutError
+from meshrl.contract.extend import load
 from meshrl.contract.nouns import RunState, Task
 from meshrl.contract.ports import Queue
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
 
+CURRICULA = "meshrl.trainer.data.curricula"
+Order: TypeAlias = Callable[[Sequence[Prompt], int, int], Sequence[int]]
+"""From the prompts, the epoch and the seed to the places of the prompts in the order in which they are asked. It must
+be a pure function: a feeder that is started again asks it again."""
 CHUNK = 64
 """Tasks offered in one call."""
 ADMIT_WAIT_S = 30.0
@@ -41,7 +47,23 @@ class Feeder:
         epochs: int | None,
         shuffle: bool,
         seed: int,
+        curriculum: str | None = None,
     ) -> None:
+        """Prepare; nothing is admitted before `run`.
+
+        Args:
+            queue: Where tasks go.
+            run: The run that they belong to.
+            prompts: What is asked.
+            make_task: From a prompt and a task id to a task.
+            epochs: Passes over the prompts; None: without end.
+            shuffle: Another order in every epoch.
+            seed: Of the order.
+            curriculum: Who orders an epoch instead; see `meshrl.trainer.data.curricula`.
+
+        Raises:
+            ConfigError: no such curriculum.
+        """
         self.position = 0
         self._queue = queue
         self._run = run
@@ -50,6 +72,10 @@ class Feeder:
         self._total = None if epochs is None else epochs * len(prompts.prompts)
         self._shuffle = shuffle
         self._seed = seed
+        self._curriculum = curriculum
+        self._curriculum_order: Order | None = (
+            load(CURRICULA, curriculum, "order") if curriculum else None
+        )
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -110,26 +136,38 @@ class Feeder:
 
     def _order(self, epoch: int) -> list[int]:
         size = len(self._prompts.prompts)
+        if self._curriculum_order is not None:
+            return self._checked(self._curriculum_order(self._prompts.prompts, epoch, self._seed))
         if not self._shuffle:
             return list(range(size))
         order: list[int] = np.random.default_rng((self._seed, epoch)).permutation(size).tolist()
         return order
 
+    def _checked(self, order: Sequence[int]) -> list[int]:
+        """A curriculum orders the prompts; it neither leaves one out nor repeats one: the ledger counts them."""
+        if sorted(order) != list(range(len(self._prompts.prompts))):
+            raise UserError(
+                f"data.curriculum {self._curriculum}: order() gave {len(order)} places, want each of"
+                f" 0..{len(self._prompts.prompts) - 1} once"
+            )
+        return list(order)
+
     def _cursor(self, position: int) -> str:
         return json.dumps({"position": position, **self._identity()})
 
     def _identity(self) -> dict[str, object]:
-        seed = self._seed if self._shuffle else None
-        return {"data": self._prompts.fingerprint, "seed": seed}
+        seed = self._seed if self._shuffle or self._curriculum else None
+        identity: dict[str, object] = {"data": self._prompts.fingerprint, "seed": seed}
+        return {**identity, "curriculum": self._curriculum} if self._curriculum else identity
 
     def _start(self, state: RunState) -> int:
         if not state.cursor:
             return 0
         stored = json.loads(state.cursor)
         for key, value in self._identity().items():
-            if stored[key] != value:
+            if stored.get(key) != value:
                 raise UserError(
-                    f"run {self._run} was fed {key} {stored[key]}, now it is {value}: a resumed run needs"
+                    f"run {self._run} was fed {key} {stored.get(key)}, now it is {value}: a resumed run needs"
                     " the same prompts in the same order; use another run.name for other data"
                 )
         position: int = stored["position"]

@@ -1,7 +1,8 @@
-"""The durable store: one LMDB file pair per queue, every commit fsynced, owned by one process at a time.
+"""The durable store: one LMDB file pair per queue, owned by one process at a time, by default with fsync.
 
-    event loop ──apply──▶ commit thread ──one write transaction──▶ data.mdb
-               ──read───▶ read thread   ──one read transaction───▶ (memory map)
+    event loop ──apply───▶ commit thread ──one write transaction──▶ data.mdb
+               ──read────▶ read thread   ──one read transaction───▶ (memory map)
+               ──export──▶ a thread more ──one read transaction───▶
 
 LMDB needs no recovery step: after a kill -9 or a power cut the file holds the last commit that was acknowledged (or
 one that was about to be). Freed pages are reused; the file never shrinks. Measured against an append log, SQLite and
@@ -15,22 +16,31 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import lmdb
 
-from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.contract.errors import (
+    CapacityError,
+    CorruptError,
+    InfraError,
+    UnavailableError,
+    UserError,
+)
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.store import FORMAT, Operation, Table
+from meshrl.transferqueue.stores import _lmdb_sync
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Raise it with any change of keys, records or frames."""
 STAMP = b"\x00format"
+SYNC_EVERY_S: Final = 1.0
+"""Under `everysec`: from the first commit that is not synced to the sync."""
+EXPORT_BYTES: Final = 8 << 20
+"""Of one piece of an export."""
 _FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
 """LMDB reports a write cut short by a full disk as an input/output error."""
 
@@ -41,10 +51,15 @@ class DiskStore:
     """Two LMDB databases in one environment at `path`."""
 
     def __init__(
-        self, path: Path, *, fsync: bool = True, grow_bytes: int = 256 << 20, reserve_bytes: int = 0
+        self,
+        path: Path,
+        *,
+        durability: str = "always",
+        grow_bytes: int = 256 << 20,
+        reserve_bytes: int = 0,
     ) -> None:
         self._path = path
-        self._fsync = fsync
+        self._durability = durability
         self._grow_bytes = grow_bytes
         self._reserve_bytes = reserve_bytes
         self._environment: lmdb.Environment | None = None
@@ -55,24 +70,39 @@ class DiskStore:
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="queue-read")
         self._exclusive = asyncio.Lock()
         """Held while the map grows or the environment is opened anew: no transaction may be open then."""
+        self._exporting = asyncio.Lock()
+        """Held by an export; taken before `_exclusive`."""
+        self._closing = False
+        self._synced: _lmdb_sync.Synced | None = None
+        self._sync_timer: asyncio.TimerHandle | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._sync_error: InfraError | CapacityError | None = None
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
         """Open the environment (anew) and return META. Raises UserError, CorruptError, CapacityError."""
-        async with self._exclusive:
+        await self._stop_syncing()
+        async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             return await self._run(self._commits, self._open_and_load)
 
     async def apply(self, operations: Sequence[Operation]) -> None:
-        """One transaction, on disk on return. Raises CapacityError, InfraError."""
+        """One transaction, on disk on return under `always`. Raises CapacityError, InfraError."""
+        if self._sync_error is not None:
+            raise self._sync_error
         while True:
             try:
-                return await self._run(self._commits, lambda: self._commit(operations))
+                await self._run(self._commits, lambda: self._commit(operations))
             except lmdb.MapFullError:
-                async with self._exclusive:
+                async with self._exporting, self._exclusive:
                     await self._run(self._reads, lambda: None)
                     await self._run(self._commits, self._grow)
             except lmdb.Error as error:
                 raise self._translated(error) from error
+            else:
+                break
+        if self._durability == "everysec" and self._sync_timer is None:
+            loop = asyncio.get_running_loop()
+            self._sync_timer = loop.call_later(SYNC_EVERY_S, self._start_sync)
 
     async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         """Copies of the PAYLOAD values. Raises InfraError."""
@@ -97,9 +127,33 @@ class DiskStore:
                 wanted=nbytes,
             )
 
+    def size_bytes(self) -> int:
+        """Of the file; space that was freed in it is used again, and counts."""
+        return self._file_bytes()
+
+    async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
+        """Every record of one commit, from one read transaction. Commits go on, unless the map must grow."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="queue-export")
+        async with self._exporting:
+            async with self._exclusive:
+                transaction = await self._run(thread, lambda: self._env.begin())
+            try:
+                pieces = self._pieces(transaction)
+                while piece := await self._run(thread, lambda: next(pieces, None)):
+                    yield piece
+                    if self._closing:
+                        raise UnavailableError("the queue is closing")
+            except lmdb.Error as error:
+                raise InfraError(f"queue store {self._path}: cannot read: {error}") from error
+            finally:
+                await self._run(thread, transaction.abort)
+                thread.shutdown(wait=False)
+
     async def close(self) -> None:
-        """Wait for both threads, close the files, let another process own them."""
-        async with self._exclusive:
+        """Wait for the threads, close the files, let another process own them."""
+        self._closing = True
+        await self._stop_syncing()
+        async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             await self._run(self._commits, self._shut)
         self._commits.shutdown(wait=False)
@@ -119,17 +173,23 @@ class DiskStore:
             raise self._translated(error) from error
 
     def _open(self) -> None:
-        if self._environment is not None:
-            self._environment.close()
-            self._environment = None
+        self._shut_environment(clean=False)
         self._own()
+        _lmdb_sync.recover(self._path)
         size = max(self._grow_bytes, self._file_bytes())
+        fsync = self._durability == "always"
         self._environment = lmdb.open(
-            str(self._path), map_size=size, max_dbs=len(Table), sync=self._fsync, readahead=False
+            str(self._path), map_size=size, max_dbs=len(Table), sync=fsync, readahead=False
         )
         for table in Table:
             self._tables[table] = self._environment.open_db(table.encode())
         self._check_stamp()
+        if fsync:
+            _lmdb_sync.settle(self._path, self._environment)
+        else:
+            points = self._durability == "everysec"
+            self._synced = _lmdb_sync.Synced(self._path, self._environment, points=points)
+        self._sync_error = None
 
     def _own(self) -> None:
         """Take the lock that dies with the process: a second queue on these files would not see our RAM."""
@@ -186,15 +246,66 @@ class DiskStore:
         with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
             return [transaction.get(key) for key in keys]
 
+    def _pieces(self, transaction: lmdb.Transaction) -> Iterator[list[Operation]]:
+        for table in Table:
+            piece: list[Operation] = []
+            size = 0
+            for key, value in transaction.cursor(db=self._tables[table]):
+                if table is Table.META and key == STAMP:
+                    continue
+                piece.append(Operation(table, bytes(key), bytes(value)))
+                size += len(key) + len(value)
+                if size >= EXPORT_BYTES:
+                    yield piece
+                    piece, size = [], 0
+            if piece:
+                yield piece
+
+    def _start_sync(self) -> None:
+        self._syncing = asyncio.create_task(self._sync(), name="queue-sync")
+
+    async def _sync(self) -> None:
+        """One sync; one that fails refuses the next commit, so that the queue goes back to what is there."""
+        self._sync_timer = None
+        assert self._synced is not None
+        try:
+            await self._run(self._commits, self._synced.sync)
+        except lmdb.Error as error:
+            self._sync_error = self._translated(error)
+        except OSError as error:
+            self._sync_error = InfraError(f"queue store {self._path}: {error.strerror}")
+
+    async def _stop_syncing(self) -> None:
+        if self._sync_timer is not None:
+            self._sync_timer.cancel()
+            self._sync_timer = None
+        if self._syncing is not None:
+            await self._syncing
+
     def _grow(self) -> None:
+        if self._synced is not None:
+            # No transaction may be open while the map moves, the pin neither: what it pins becomes older than this.
+            self._synced.unpin()
         size = 2 * self._env.info()["map_size"]
         log.info("queue store %s: map grows to %d bytes", self._path, size)
         self._env.set_mapsize(size)
+        if self._synced is not None:
+            self._synced.sync()
+
+    def _shut_environment(self, *, clean: bool) -> None:
+        if self._environment is None:
+            return
+        try:
+            if self._synced is not None:
+                self._synced.close(clean=clean)
+        except (lmdb.Error, OSError) as error:
+            log.error("queue store %s: the last sync failed: %s", self._path, error)
+        self._synced = None
+        self._environment.close()
+        self._environment = None
 
     def _shut(self) -> None:
-        if self._environment is not None:
-            self._environment.close()
-            self._environment = None
+        self._shut_environment(clean=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -228,7 +339,7 @@ def build(config: QueueConfig, path: Path) -> DiskStore:
     """The disk store at `path`."""
     return DiskStore(
         path,
-        fsync=config.durability == "always",
+        durability=config.durability,
         grow_bytes=config.grow_bytes,
         reserve_bytes=config.reserve_bytes,
     )

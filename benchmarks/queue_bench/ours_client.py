@@ -1,0 +1,167 @@
+"""Our clients: producers, annotator and consumer of a queue service, over gRPC.
+
+    python ours_client.py ROLE NUMBER ADDRESS SEED '{"groups": 16, "in_flight": 2, ...}'
+
+Every row is leased with a fencing token, written under it, taken, fetched, settled, committed; the run follows
+published versions; each acknowledgement is as durable as the store is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+import ours_calls as calls
+import uvloop
+from child import Timer, serve
+from work import BATCH, GROUP, digest, group
+
+from meshrl.contract.nouns import Version
+from meshrl.services.wires import QueueWire
+
+WAIT_S = 300.0
+
+
+class Client:
+    """What the roles share."""
+
+    def __init__(self, number: int, address: str, seed: int, tuning: dict[str, Any]) -> None:
+        self.number, self.seed, self.tuning = number, seed, tuning
+        self.queue = QueueWire(address)
+        self.time = Timer()
+        self.name, self.count = "", 0
+
+    async def prepare(self, order: dict[str, Any]) -> None:
+        self.name, self.count = order["name"], order["groups"]
+        self.time.ms.clear()
+
+    def report(self) -> dict[str, Any]:
+        return {"ms": self.time.ms}
+
+    def verify(self) -> dict[str, Any]:
+        return {}
+
+    async def lanes(self, lane: Any) -> None:
+        await asyncio.gather(*(lane(number) for number in range(self.tuning["in_flight"])))
+
+
+class Producer(Client):
+    """Admits every second group, and samples whatever rows it is given."""
+
+    async def prepare(self, order: dict[str, Any]) -> None:
+        await super().prepare(order)
+        # Leases are not bound to who admitted: any producer may get any group.
+        self.groups = [group(self.seed, number) for number in range(self.count)]
+        self.began = 0.0
+        self.version = (await self.queue.run_state(self.name)).published
+
+    async def work(self) -> None:
+        self.began = time.monotonic()
+        await asyncio.gather(self.admit(), self.lanes(self.sample))
+
+    async def admit(self) -> None:
+        tasks = [calls.task(self.name, given) for given in self.groups[self.number :: 2]]
+        chunk, at = self.tuning["admit"], 0
+        while at < len(tasks):
+            given = tasks[at : at + chunk]
+            at += await self.queue.admit(self.name, given, cursor=str(at), wait_s=WAIT_S)
+
+    async def sample(self, lane: int) -> None:
+        limit = self.tuning["groups"] * GROUP
+        worker = f"producer-{self.number}-{lane}"
+        while True:
+            lease = await self.queue.lease(
+                [self.name],
+                calls.ROLLOUT.name,
+                worker=worker,
+                limit=limit,
+                version=self.version,
+                wait_s=WAIT_S,
+            )
+            with self.time():
+                await calls.write_rollouts(self.queue, self.name, lease, self.groups, self.version)
+
+    def report(self) -> dict[str, Any]:
+        return {"began": self.began, **super().report()}
+
+
+class Annotator(Client):
+    """Reads the tokens, writes reward and reference log-probs."""
+
+    async def work(self) -> None:
+        await self.lanes(self.annotate)
+
+    async def annotate(self, lane: int) -> None:
+        while True:
+            lease = await self.queue.lease(
+                [self.name],
+                calls.ANNOTATE.name,
+                worker=f"annotator-{lane}",
+                limit=self.tuning["groups"] * GROUP,
+                wait_s=WAIT_S,
+            )
+            with self.time():
+                await calls.write_annotations(self.queue, self.name, lease)
+
+
+class Consumer(Client):
+    """Takes batches; the next is on its way while one is settled. Keeps what arrived, to verify it afterwards."""
+
+    async def prepare(self, order: dict[str, Any]) -> None:
+        await super().prepare(order)
+        batches = self.tuning["resident_batches"]
+        spec = calls.run_spec(
+            self.name, group_size=GROUP, batch_groups=BATCH // GROUP, batches=batches
+        )
+        await self.queue.open_run(spec)
+        self.epoch = (await self.queue.acquire(self.name, "consumer")).epoch
+        await self.queue.publish(self.name, Version(self.epoch, 0))
+        self.batches: list[Any] = []
+
+    async def work(self) -> None:
+        last = self.count * GROUP // BATCH - 1
+        ahead = asyncio.create_task(self.receive(0))
+        for step in range(last + 1):
+            self.batches.append(await ahead)
+            if step < last:
+                ahead = asyncio.create_task(self.receive(step + 1))
+            await self.finish(step)
+
+    async def receive(self, step: int) -> Any:
+        with self.time():
+            batch = await self.queue.take(
+                self.name,
+                epoch=self.epoch,
+                step=step,
+                groups=BATCH // GROUP,
+                batch_id=str(step),
+                wait_s=WAIT_S,
+            )
+            return await calls.fetch(self.queue, self.name, [row.uid for row in batch.rows])
+
+    async def finish(self, step: int) -> None:
+        """Trained, published, checkpointed."""
+        run, epoch = self.name, self.epoch
+        await self.queue.settle(run, epoch=epoch, step=step, batch_id=str(step))
+        await self.queue.publish(run, Version(epoch, step + 1))
+        await self.queue.commit(run, epoch=epoch, step=step + 1)
+
+    def verify(self) -> dict[str, Any]:
+        rows = [row for batch in self.batches for row in calls.rows_of(batch)]
+        return {"arrived": [digest(*row) for row in rows]}
+
+
+ROLES = {"producer": Producer, "annotator": Annotator, "consumer": Consumer}
+
+
+async def main(role: str, number: str, address: str, seed: str, tuning: str) -> None:
+    client = ROLES[role](int(number), address, int(seed), json.loads(tuning))
+    await serve(client)
+    await client.queue.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""The peer's own side: a local Ray with TransferQueue's controller and storage units. Runs in the peer's environment.
+
+    python peer_server.py CONFIG.pickle UNITS
+
+Prints one line of JSON, {"server": [pids of its actors], "framework": [pids of Ray]}, and ends with stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "TQ_LOGGING_LEVEL": "ERROR"}
+
+import psutil
+import ray
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from work import GROUP
+
+ACTORS = ("TransferQueueController", "SimpleStorageUnit")
+
+
+def main(config_path: Path, units: int) -> None:
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=100 << 20,
+    )
+    # Polling mode: the other one sleeps five seconds in the controller's only request thread whenever rows are
+    # short, and then ends that thread for all clients.
+    wanted = {
+        "controller": {
+            "sampler": tq.GRPOGroupNSampler(n_samples_per_prompt=GROUP),
+            "polling_mode": True,
+        },
+        "backend": {"SimpleStorage": {"num_data_storage_units": units}},
+    }
+    config = tq.init(OmegaConf.create(wanted, flags={"allow_objects": True}))
+    config_path.write_bytes(pickle.dumps(config))
+    # Ray's daemons are adopted by no one else: they are children of this process.
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    actors = [p.pid for p in processes if any(name in " ".join(p.cmdline()) for name in ACTORS)]
+    others = [process.pid for process in processes if process.pid not in actors]
+    print(json.dumps({"server": actors, "framework": others}), flush=True)
+    sys.stdin.read()
+    tq.close()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,67 @@
+"""How two versions differ on the same samples: kept as sums, so it costs nothing to go on for ever."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshrl.contract.nouns import Score
+
+TOLERANCE = 1e-6
+SHOWN = 5
+
+
+@dataclass(slots=True, kw_only=True)
+class Differences:
+    """Version `b` against version `a`."""
+
+    a: str
+    b: str
+    rows: int = 0
+    compared: int = 0
+    """Rows that both have scored: what the sums are over."""
+    equal: int = 0
+    """Rows whose scores differ by at most 1e-6."""
+    faults_a: int = 0
+    faults_b: int = 0
+    skipped: int = 0
+    """Rows that were to be compared and were not, because `b` was too slow."""
+    sum_a: float = 0.0
+    sum_b: float = 0.0
+    largest: list[tuple[float, str, float, float]] = field(default_factory=list)
+    """(|difference|, uid, score a, score b) of the rows that differ most."""
+
+    def add(self, pairs: Iterable[tuple[Score, Score]]) -> None:
+        """Count rows, each as scored by `a` and by `b`."""
+        for one, other in pairs:
+            self.rows += 1
+            self.faults_a += not one.outcome.trainable
+            self.faults_b += not other.outcome.trainable
+            if not (one.outcome.trainable and other.outcome.trainable):
+                continue
+            self.compared += 1
+            self.sum_a += one.score
+            self.sum_b += other.score
+            gap = abs(other.score - one.score)
+            if gap <= TOLERANCE:
+                self.equal += 1
+                continue
+            heapq.heappush(self.largest, (gap, str(one.uid), one.score, other.score))
+            if len(self.largest) > SHOWN:
+                heapq.heappop(self.largest)
+
+    @property
+    def mean_a(self) -> float:
+        """Of the compared rows; 0 for none."""
+        return self.sum_a / self.compared if self.compared else 0.0
+
+    @property
+    def mean_b(self) -> float:
+        """Of the compared rows; 0 for none."""
+        return self.sum_b / self.compared if self.compared else 0.0
+
+    @property
+    def most(self) -> Sequence[tuple[float, str, float, float]]:
+        """The rows that differ most, the largest difference first."""
+        return sorted(self.largest, reverse=True)

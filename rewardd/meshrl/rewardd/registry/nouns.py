@@ -1,0 +1,188 @@
+"""What is submitted, what it becomes, and what is remembered of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.kinds import Kind
+
+HASH_DIGITS = 32
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One test of a submission: a sample and the score that it must get."""
+
+    solution: str
+    score: float
+    ground_truth: Json = None
+    data_source: str = ""
+    extra_info: Mapping[str, Json] = field(default_factory=dict)
+    tolerance: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What somebody hands in."""
+
+    name: str
+    """What will point to it: lower-case letters, digits, `.`, `_`, `-`."""
+    source: str = ""
+    """A Python file, or …"""
+    wheel: bytes = b""
+    """… a pure Python wheel."""
+    entry_point: str = ""
+    """A function of the file (`compute_score` when empty); of a wheel `module:function`."""
+    kind: Kind = Kind.COMPUTE_SCORE
+    deps: tuple[str, ...] = ()
+    """Packages that it imports, by name or as `name==version`."""
+    cases: tuple[Case, ...] = ()
+    """Run before acceptance; one that fails refuses the submission."""
+    note: str = ""
+    """For people."""
+    point: bool = True
+    """Whether `name` points to it at once; False keeps it for a watch, a comparison or a later roll-forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Beside the content in a version's directory: what it is and how it is called."""
+
+    name: str
+    """Under which it was first submitted."""
+    hash: str
+    """32 hex digits: the version."""
+    entry_point: str
+    kind: Kind
+    content: str
+    """The file beside this one: `source.py` or `<name>.whl`."""
+    deps: tuple[str, ...] = ()
+    limits: Mapping[str, Json] = field(default_factory=dict)
+    """Of the run that accepted it (`deadline_s`, `memory_limit_bytes`, `cpu_limit_s`): for the record."""
+
+    @property
+    def is_wheel(self) -> bool:
+        """True for a wheel."""
+        return self.content.endswith(".whl")
+
+    def to_json(self) -> dict[str, Any]:
+        """As it lies on disk."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Manifest:
+        """The inverse. Raises CorruptError."""
+        try:
+            fields = {**value, "kind": Kind(value["kind"]), "deps": tuple(value["deps"])}
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                f"the manifest of a reward version makes no sense: {error}"
+            ) from error
+
+
+class Action(StrEnum):
+    """What happened to a name."""
+
+    SUBMIT = "submit"
+    """A version was accepted."""
+    POINT = "point"
+    """The name points to it from now on: a submission, or a roll-back."""
+    WATCH = "watch"
+    """It scores `share` of the rows beside the current version, and its scores are compared, not used."""
+    RETIRE = "retire"
+    """It may not score any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of a name's history."""
+
+    action: Action
+    hash: str
+    by: str
+    at: float
+    """Seconds since 1970."""
+    note: str = ""
+    share: float = 0.0
+    """Of a watch; 0 ends it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name:
+    """A name and all that happened to it, oldest first. Everything else follows from the history."""
+
+    name: str
+    history: tuple[Event, ...] = ()
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Every hash that was submitted under it, oldest first."""
+        return tuple(dict.fromkeys(e.hash for e in self.history if e.action is Action.SUBMIT))
+
+    @property
+    def current(self) -> str:
+        """The hash that it points to; empty while it points nowhere."""
+        return next((e.hash for e in reversed(self.history) if e.action is Action.POINT), "")
+
+    @property
+    def previous(self) -> str:
+        """The version submitted before the current one, retired ones passed over; empty when there is none."""
+        older = self.versions[: self.versions.index(self.current)] if self.current else ()
+        return next((version for version in reversed(older) if version not in self.retired), "")
+
+    @property
+    def retired(self) -> frozenset[str]:
+        """Hashes that may not score any more."""
+        return frozenset(e.hash for e in self.history if e.action is Action.RETIRE)
+
+    @property
+    def watched(self) -> tuple[str, float]:
+        """The version that is scored beside the current one, and on which share of the rows; ("", 0) for none."""
+        last = next((e for e in reversed(self.history) if e.action is Action.WATCH), None)
+        if last is None or not last.share or last.hash in {self.current, *self.retired}:
+            return "", 0.0
+        return last.hash, last.share
+
+    def after(self, *events: Event) -> Name:
+        """A copy to which more has happened."""
+        return replace(self, history=(*self.history, *events))
+
+    def to_json(self) -> Json:
+        """As it lies on disk."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Name:
+        """The inverse. Raises CorruptError."""
+        try:
+            events = [Event(**{**e, "action": Action(e["action"])}) for e in value["history"]]
+            return cls(name=value["name"], history=tuple(events))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"the history of a reward name makes no sense: {error}") from error
+
+
+def content_hash(submission: Submission) -> str:
+    """The version: SHA-256 over content, entry point, kind and dependencies; not over the name."""
+    digest = hashlib.sha256(submission.wheel or submission.source.encode("utf-8", "surrogatepass"))
+    how = [submission.entry_point, submission.kind, sorted(submission.deps), bool(submission.wheel)]
+    digest.update(json.dumps(how).encode())
+    return digest.hexdigest()[:HASH_DIGITS]
+
+
+def checked_name(name: str) -> str:
+    """Raises UserError for what cannot be a name."""
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"{name[:80]!r} cannot name a reward: want 1 to 64 of a-z 0-9 . _ -, the first a letter or digit"
+        )
+    return name

@@ -1,0 +1,43 @@
+"""Puts the parts of a registry together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.judge import PoolJudge
+from meshrl.rewardd.registry.registry import Registry
+from meshrl.rewardd.registry.run import version_judge
+from meshrl.rewardd.registry.shelf import Shelf
+from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.registry.switch import SwitchJudge
+from meshrl.rewardd.rule import read_rule
+
+
+@asynccontextmanager
+async def open_registry(config: RewardConfig, directory: Path) -> AsyncIterator[Registry]:
+    """The registry in `directory`, its judge started with what scores the run; closed at the end.
+
+    Raises:
+        ConfigError: what scores the run cannot be loaded.
+        UserError: another service has the directory.
+    """
+    rule = read_rule(config)
+
+    def build(version: str) -> PoolJudge:
+        if version == rule.reward_hash:
+            return PoolJudge(rule, config)
+        return version_judge(store.directory(version), config)
+
+    store = VersionStore(directory, config.registry.max_versions)
+    shelf = Shelf(build)
+    judge = SwitchJudge(shelf, keep_samples=config.registry.keep_samples)
+    try:
+        registry = Registry(store, shelf, judge, config, rule.reward_hash)
+        await registry.start()
+        yield registry
+    finally:
+        await judge.close()
+        store.close()

@@ -1,0 +1,353 @@
+"""The registry: accepts versions, moves names, and tells the run's judge when its name has moved.
+
+submit ── checks ── written ── loaded ── its tests ── name points to it ── the run switches
+│                    │           │
+└────────────────────┴───────────┴── refused: one line, and nothing of it stays
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshrl.contract.errors import ConflictError, NotFoundError, UserError
+from meshrl.contract.nouns import Sample, Score, Uid
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.registry.checks import checked
+from meshrl.rewardd.registry.differences import Differences
+from meshrl.rewardd.registry.nouns import (
+    Action,
+    Case,
+    Event,
+    Manifest,
+    Name,
+    Submission,
+    checked_name,
+    content_hash,
+)
+from meshrl.rewardd.registry.shelf import Shelf
+from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.registry.switch import SwitchJudge
+
+AT_ONCE = 2
+"""Submissions being loaded and tested; further ones wait."""
+MAX_SAMPLES = 4096
+"""Of one comparison or one try-out."""
+RECIPE = "recipe"
+"""What the functions of the recipe are called where a version is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What became of a submission."""
+
+    manifest: Manifest
+    created: bool
+    """False when this name had this version before."""
+    cases: int
+    """Tests that it passed."""
+    name: Name
+
+
+class Registry:
+    """One per reward service. Whoever calls it is `by`, for the history."""
+
+    def __init__(
+        self, store: VersionStore, shelf: Shelf, judge: SwitchJudge, config: RewardConfig, base: str
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            store: Versions and names on disk.
+            shelf: Judges by version.
+            judge: What scores the run.
+            config: The `reward:` section.
+            base: The version of the recipe's own functions: what scores while the run's name points nowhere.
+        """
+        self._store = store
+        self._shelf = shelf
+        self._judge = judge
+        self._config = config
+        self._base = base
+        self._names = store.names()
+        store.keep({version for name in self._names.values() for version in name.versions})
+        self._moving = asyncio.Lock()
+        self._loading = asyncio.Semaphore(AT_ONCE)
+        self._pending: Counter[str] = Counter()
+
+    @property
+    def judge(self) -> SwitchJudge:
+        """What scores the run."""
+        return self._judge
+
+    @property
+    def base(self) -> str:
+        """The version of the recipe's own functions."""
+        return self._base
+
+    @property
+    def followed(self) -> str:
+        """The name that the run follows."""
+        return self._config.registry.name
+
+    async def start(self) -> None:
+        """Load what scores the run. Raises ConfigError when it cannot be loaded."""
+        await self._follow()
+
+    def names(self) -> Sequence[Name]:
+        """Every name, sorted."""
+        return [self._names[name] for name in sorted(self._names)]
+
+    def name(self, name: str) -> Name:
+        """One name. Raises NotFoundError with the nearest, UserError for what cannot be a name."""
+        if checked_name(name) not in self._names:
+            near = difflib.get_close_matches(name, self._names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise NotFoundError(f"no reward is called {name!r}{hint}")
+        return self._names[name]
+
+    def resolve(self, name: str, version: str = "") -> str:
+        """The full hash of a version of `name`: the current one, or the one that starts with `version`.
+
+        Raises:
+            NotFoundError: none, or several.
+        """
+        if version == RECIPE and name == self.followed:
+            return self._base
+        found = self.name(name)
+        if not version:
+            if not found.current:
+                raise NotFoundError(
+                    f"reward {name!r} points to no version; name one of {_short(found)}"
+                )
+            return found.current
+        matching = [known for known in found.versions if known.startswith(version)]
+        if len(matching) != 1:
+            what = "no version" if not matching else f"{len(matching)} versions"
+            raise NotFoundError(
+                f"reward {name!r} has {what} that start with {version[:40]!r}; it has {_short(found)}"
+            )
+        return matching[0]
+
+    def manifest(self, version: str) -> Manifest:
+        """Of a version. Raises NotFoundError."""
+        return self._store.manifest(version)
+
+    def content(self, version: str) -> bytes:
+        """What was submitted. Raises NotFoundError."""
+        return self._store.content(version)
+
+    def cases(self, version: str) -> tuple[Case, ...]:
+        """The tests that came with it. Raises NotFoundError."""
+        return self._store.cases(version)
+
+    def diff(self, name: str, old: str, new: str) -> str:
+        """A unified diff of two sources. Raises NotFoundError, UserError for wheels."""
+        versions = self.resolve(name, old), self.resolve(name, new)
+        texts = []
+        for version in versions:
+            if version == self._base or self.manifest(version).is_wheel:
+                raise UserError(f"version {version} is no single source file: there is no diff")
+            texts.append(self.content(version).decode().splitlines(keepends=True))
+        labels = [f"{name}@{version}" for version in versions]
+        return "".join(difflib.unified_diff(texts[0], texts[1], labels[0], labels[1]))
+
+    async def submit(self, submission: Submission, by: str) -> Accepted:
+        """Accept a version, or refuse it with one line and keep nothing of it.
+
+        Raises:
+            UserError: it does not parse, load or pass its tests (`line`, `test` say where).
+            ConflictError: this version of this name was retired.
+            CapacityError: there are too many versions.
+        """
+        submission = await asyncio.to_thread(checked, submission, self._config.registry)
+        version = content_hash(submission)
+        before = self._names.get(submission.name, Name(name=submission.name))
+        _refuse_retired(before, version)
+        self._pending[version] += 1
+        try:
+            async with self._loading:
+                limits = self._config.model_dump(
+                    mode="json", include={"deadline_s", "memory_limit_bytes", "cpu_limit_s"}
+                )
+                manifest = await asyncio.to_thread(self._store.add, submission, limits)
+                await self._shelf.hold(version)
+                try:
+                    await self._test(version, submission.cases)
+                    name = await self._admit(submission, version, by)
+                finally:
+                    self._shelf.release(version)
+        finally:
+            self._pending[version] -= 1
+            self._forget(version)
+        return Accepted(
+            manifest=manifest,
+            created=version not in before.versions,
+            cases=len(submission.cases),
+            name=name,
+        )
+
+    async def roll_back(self, name: str, version: str, by: str) -> Name:
+        """Point `name` to `version`, or to the one before the current one when it is empty.
+
+        Raises:
+            ConflictError: there is none before, or `version` is retired.
+        """
+        async with self._moving:
+            found = self.name(name)
+            wanted = self.resolve(name, version) if version else found.previous
+            if not wanted or wanted == self._base:
+                raise ConflictError(
+                    f"reward {name!r} has no version before {found.current or 'the first'}"
+                )
+            _refuse_retired(found, wanted)
+            async with self._shelf.borrow(wanted):
+                if wanted != found.current:
+                    moved = _event(Action.POINT, wanted, by, note="roll back")
+                    found = await self._move(found, moved)
+            return found
+
+    async def retire(self, name: str, version: str, by: str) -> Name:
+        """`version` may not score under `name` any more; twice is once.
+
+        Raises:
+            ConflictError: the name points to it.
+        """
+        async with self._moving:
+            found = self.name(name)
+            wanted = self.resolve(name, version)
+            if wanted == self._base:
+                raise ConflictError("the recipe's own functions cannot be retired: edit the recipe")
+            if wanted == found.current:
+                raise ConflictError(
+                    f"reward {name!r} points to {wanted}: roll back or submit another first"
+                )
+            if wanted not in found.retired:
+                found = await self._move(found, _event(Action.RETIRE, wanted, by))
+            return found
+
+    async def watch(self, name: str, version: str, share: float, by: str) -> Name:
+        """Score `share` of the run's rows with `version` too and compare; 1 is a shadow, 0 ends it.
+
+        Raises:
+            ConflictError: it is the current version, or retired, or the run does not follow `name`.
+        """
+        if not (math.isfinite(share) and 0 <= share <= 1):
+            raise UserError(f"share is {share}; want 0 to 1")
+        async with self._moving:
+            found = self.name(name)
+            wanted = self.resolve(name, version)
+            if name != self.followed:
+                raise ConflictError(
+                    f"the run follows {self.followed!r}, not {name!r}: there is nothing to compare"
+                )
+            _refuse_retired(found, wanted)
+            if wanted in (found.current, self._base):
+                raise ConflictError(f"{wanted} scores the run already")
+            async with self._shelf.borrow(wanted):
+                return await self._move(found, _event(Action.WATCH, wanted, by, share=share))
+
+    async def score(self, name: str, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
+        """Score `samples` with a version of `name`; nothing of it enters the run. Raises NotFoundError."""
+        _check_count(samples)
+        wanted = self.resolve(name, version)
+        async with self._shelf.borrow(wanted) as judge:
+            return await judge.score(samples)
+
+    async def compare(self, name: str, a: str, b: str, samples: Sequence[Sample]) -> Differences:
+        """Score `samples`, or what the run scored last, with two versions. Raises NotFoundError."""
+        _check_count(samples)
+        versions = self.resolve(name, a), self.resolve(name, b)
+        samples = list(samples or self._judge.recent)
+        found = Differences(a=versions[0], b=versions[1])
+        async with self._shelf.borrow(versions[0]) as one, self._shelf.borrow(versions[1]) as other:
+            scores = await asyncio.gather(one.score(samples), other.score(samples))
+        found.add(zip(*scores, strict=True))
+        return found
+
+    async def _test(self, version: str, cases: Sequence[Case]) -> None:
+        """Raises UserError naming the first test that fails."""
+        samples = [
+            Sample(
+                uid=Uid("test", "case", number),
+                data_source=case.data_source,
+                solution=case.solution,
+                ground_truth=case.ground_truth,
+                extra_info=case.extra_info,
+            )
+            for number, case in enumerate(cases)
+        ]
+        limit_s = self._config.start_deadline_s
+        try:
+            async with asyncio.timeout(limit_s), self._shelf.borrow(version) as judge:
+                scores = await judge.score(samples)
+        except TimeoutError as error:
+            raise UserError(
+                f"the {len(cases)} tests did not end within {limit_s:g} s together"
+            ) from error
+        for number, (case, score) in enumerate(zip(cases, scores, strict=True)):
+            if not score.outcome.trainable:
+                raise UserError(f"test {number} got no score: {score.reason}", test=number)
+            if not abs(score.score - case.score) <= case.tolerance:
+                raise UserError(
+                    f"test {number} failed: the score is {score.score:g}, expected {case.score:g}"
+                    f" (solution {case.solution[:60]!r})",
+                    test=number,
+                )
+
+    async def _admit(self, submission: Submission, version: str, by: str) -> Name:
+        async with self._moving:
+            name = self._names.get(submission.name, Name(name=submission.name))
+            _refuse_retired(name, version)
+            events = []
+            if version not in name.versions:
+                events.append(_event(Action.SUBMIT, version, by, note=submission.note))
+            if submission.point and version != name.current:
+                events.append(_event(Action.POINT, version, by))
+            return await self._move(name, *events) if events else name
+
+    async def _move(self, name: Name, *events: Event) -> Name:
+        """Durable, then visible, then in force: what it points to is loaded, so nothing here waits."""
+        moved = name.after(*events)
+        self._store.save(moved)
+        self._names[name.name] = moved
+        if name.name == self.followed:
+            await self._follow()
+        return moved
+
+    async def _follow(self) -> None:
+        name = self._names.get(self.followed)
+        current = name.current if name else ""
+        watched, share = name.watched if name else ("", 0.0)
+        await self._judge.follow(current or self._base, watched, share)
+
+    def _forget(self, version: str) -> None:
+        """Drop a version that nothing points to and nobody submits now."""
+        if self._pending[version]:
+            return
+        del self._pending[version]
+        if not any(version in name.versions for name in self._names.values()):
+            self._store.remove(version)
+
+
+def _event(action: Action, version: str, by: str, *, note: str = "", share: float = 0.0) -> Event:
+    return Event(action=action, hash=version, by=by, at=time.time(), note=note, share=share)
+
+
+def _refuse_retired(name: Name, version: str) -> None:
+    if version in name.retired:
+        raise ConflictError(f"version {version} of reward {name.name!r} was retired", hash=version)
+
+
+def _check_count(samples: Sequence[Sample]) -> None:
+    if len(samples) > MAX_SAMPLES:
+        raise UserError(f"{len(samples)} samples; at most {MAX_SAMPLES} at once")
+
+
+def _short(name: Name) -> str:
+    return ", ".join(name.versions[-5:]) or "none"

@@ -1,0 +1,109 @@
+"""The Judge of a run whose reward may change while it trains: scores with the version of the moment.
+
+    score ──▶ current ──▶ scores (all of one call by one version)
+                 └── a share of them ──▶ watched ──▶ Differences      beside, bounded, never waited for
+
+A call under way when the version changes ends under the version it began with, and its scores say so. That rows of
+two versions meet in a batch is therefore normal here; `meshrl.trainer.one_reward` makes each batch one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import Sample, Score
+from meshrl.rewardd.registry.differences import Differences
+from meshrl.rewardd.registry.shelf import Shelf
+
+log = logging.getLogger(__name__)
+
+WATCH_CALLS = 4
+"""Calls that the watched version may be behind; rows beyond that are skipped and counted."""
+
+
+class SwitchJudge:
+    """Implements the Judge port. `follow` before the first `score`."""
+
+    def __init__(self, shelf: Shelf, *, keep_samples: int) -> None:
+        self._shelf = shelf
+        self._current = ""
+        self._watched, self._share = "", 0.0
+        self._watching: set[asyncio.Task[None]] = set()
+        self.differences: Differences | None = None
+        """Of the watch under way or the last one."""
+        self.recent: deque[Sample] = deque(maxlen=keep_samples)
+        """What was scored last, the newest at the end."""
+
+    @property
+    def reward_hash(self) -> str:
+        """The version that scores now."""
+        return self._current
+
+    async def follow(self, version: str, watched: str = "", share: float = 0.0) -> None:
+        """Score with `version` from now on, and with `watched` a `share` of the rows beside it.
+
+        Raises:
+            ConfigError, NotFoundError: it cannot be loaded; what scored before goes on.
+        """
+        if version != self._current:
+            await self._shelf.hold(version)
+            before, self._current = self._current, version
+            if before:
+                self._shelf.release(before)
+                log.info("the reward is now version %s, it was %s", version, before)
+        if (watched, share) != (self._watched, self._share):
+            self._watched, self._share = watched, share
+        if watched and (
+            self.differences is None
+            or self.differences.b != watched
+            or self.differences.a != version
+        ):
+            self.differences = Differences(a=version, b=watched)
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """One Score per sample, in order, all by the same version."""
+        async with self._shelf.borrow(self._current) as judge:
+            scores = await judge.score(samples)
+        self.recent.extend(samples)
+        self._watch(samples, scores)
+        return scores
+
+    async def close(self) -> None:
+        """End every judge; idempotent."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._shelf.close()
+
+    def _watch(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        found = self.differences
+        if not self._watched or found is None:
+            return
+        chosen = [
+            (sample, score)
+            for sample, score in zip(samples, scores, strict=True)
+            if zlib.crc32(str(sample.uid).encode(errors="replace")) < self._share * 2**32
+        ]
+        if not chosen:
+            return
+        if len(self._watching) >= WATCH_CALLS:
+            found.skipped += len(chosen)
+            return
+        task = asyncio.create_task(self._compare(chosen, found), name="reward-watch")
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _compare(self, chosen: Sequence[tuple[Sample, Score]], found: Differences) -> None:
+        try:
+            async with self._shelf.borrow(found.b) as judge:
+                others = await judge.score([sample for sample, _ in chosen])
+        except MeshError as error:
+            log.warning("the watched reward version %s does not score: %s", found.b, error)
+            found.skipped += len(chosen)
+            return
+        found.add(zip((score for _, score in chosen), others, strict=True))

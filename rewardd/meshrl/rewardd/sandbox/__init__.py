@@ -1,0 +1,1 @@
+"""How code that nobody vouches for is run: cells, limits, system call filters, environments, wheels."""

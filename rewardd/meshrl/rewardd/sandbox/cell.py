@@ -1,0 +1,324 @@
+"""How a scoring process is shut in: three levels behind one port, each a way to start the same program.
+
+strict   bubblewrap: own user, mount, network, process, IPC and host-name namespaces; nothing of the file system but
+Python, read-only, and a private /tmp; a system call filter; every limit.
+weak     no bubblewrap: the filter (no network, no other processes), every limit, an empty environment, a folder
+of its own. It can still READ every file that the service can, and what it writes is bounded by
+file permissions alone. Never for people whom you do not know.
+off      a process with a deadline: against accidents, not against attackers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import meshrl
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.sandbox import landlock
+from meshrl.rewardd.sandbox.limits import Limits
+
+NOBODY = 65534
+"""Who a function runs as when the service runs as root."""
+PROBE_S = 10.0
+HOST = ("-P", "-m", "meshrl.rewardd.host")
+
+
+class Isolation(StrEnum):
+    """How much stands between a reward function and the machine."""
+
+    STRICT = "strict"
+    WEAK = "weak"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A command that starts one scoring process, and what to remove when it has ended."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    how: Json
+    """For `inside.confine`."""
+    folder: Path | None = None
+    """Its working directory, removed afterwards."""
+
+    def discard(self) -> None:
+        """Remove what the process leaves behind; idempotent."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Cell(Protocol):
+    """A way to start scoring processes."""
+
+    level: Isolation
+    limits: Limits
+
+    def launch(self) -> Launch:
+        """The command for one more process."""
+        ...
+
+    def process(self, pid: int) -> int | None:
+        """The pid, as we see it, of the scoring process behind the started command; None when it is gone."""
+        ...
+
+    def strays(self, pid: int) -> int:
+        """Processes in the cell besides the scoring process itself (0 where that cannot be known)."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenCell:
+    """No walls. The process sees what the service sees."""
+
+    limits: Limits
+    search: tuple[Path, ...] = ()
+    """Folders to import from besides this interpreter's own."""
+    level: Isolation = Isolation.OFF
+
+    def launch(self) -> Launch:
+        """This interpreter, this environment."""
+        return Launch(
+            argv=[sys.executable, *HOST, str(os.getpid())],
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            how=_how(Isolation.OFF, None, self.search),
+        )
+
+    def process(self, pid: int) -> int | None:
+        """The process itself."""
+        return pid
+
+    def strays(self, pid: int) -> int:
+        """Not counted."""
+        return 0
+
+
+@dataclass(slots=True, kw_only=True)
+class WeakCell:
+    """What a process can do to itself without help."""
+
+    limits: Limits
+    search: tuple[Path, ...] = ()
+    readable: tuple[Path, ...] = ()
+    level: Isolation = Isolation.WEAK
+
+    def launch(self) -> Launch:
+        """This interpreter, an empty environment, a folder of its own."""
+        folder = Path(tempfile.mkdtemp(prefix="meshrl-cell-"))
+        user = NOBODY if os.geteuid() == 0 and _readable_for_others() else None
+        if user is not None:
+            os.chown(folder, user, user)
+        return Launch(
+            argv=[sys.executable, *HOST, str(os.getpid())],
+            env=_environment(str(folder)),
+            how=_how(Isolation.WEAK, user, self.search)
+            | {
+                "readable": [
+                    str(path)
+                    for path in (*system_paths(), *python_paths(), *self.readable, *self.search)
+                ],
+                "writable": [str(folder), "/dev/null", "/dev/urandom"],
+            },
+            folder=folder,
+        )
+
+    def process(self, pid: int) -> int | None:
+        """The process itself."""
+        return pid
+
+    def strays(self, pid: int) -> int:
+        """None: it may start no process."""
+        return 0
+
+
+@dataclass(slots=True, kw_only=True)
+class StrictCell:
+    """bubblewrap around the process (https://github.com/containers/bubblewrap)."""
+
+    limits: Limits
+    search: tuple[Path, ...] = ()
+    readable: tuple[Path, ...] = ()
+    """Directories that it sees besides Python's and `search`, read-only, at their own places."""
+    level: Isolation = Isolation.STRICT
+    _arguments: list[str] = field(default_factory=list)
+
+    def launch(self) -> Launch:
+        """bubblewrap, this interpreter inside."""
+        if not self._arguments:
+            self._arguments = bubblewrap(self.limits.tmp_bytes, (*self.readable, *self.search))
+        return Launch(
+            argv=[*self._arguments, sys.executable, *HOST, "0"],
+            env=_environment("/tmp"),
+            # bubblewrap started by root makes no user namespace, so that it may bind folders that only root can
+            # reach; the process becomes nobody and makes its own.
+            how=_how(Isolation.STRICT, NOBODY if os.geteuid() == 0 else None, self.search),
+        )
+
+    def process(self, pid: int) -> int | None:
+        """Bubblewrap's child is process 1 of the cell, and that one's first child scores."""
+        init = _first_child(pid)
+        return None if init is None else _first_child(init)
+
+    def strays(self, pid: int) -> int:
+        """As the cell's own /proc counts them: who leaves its parent stays in the namespace."""
+        init = _first_child(pid)
+        if init is None:
+            return 0
+        try:
+            names = os.listdir(f"/proc/{init}/root/proc")  # noqa: PTH208 - a list of names, thousands of times
+        except OSError:
+            return 0
+        return sum(name.isdigit() for name in names) - 2
+
+
+def open_cell(
+    level: Isolation, limits: Limits, *, readable: Sequence[Path] = (), search: Sequence[Path] = ()
+) -> Cell:
+    """The cell of a level.
+
+    Raises:
+        ConfigError: `strict` is wanted and this machine cannot give it; says why and what to do.
+    """
+    if level is Isolation.OFF:
+        return OpenCell(limits=limits, search=tuple(search))
+    if level is Isolation.WEAK:
+        if os.geteuid() == 0 and not landlock.version() and not _readable_for_others():
+            raise ConfigError(
+                "reward sandbox 'weak' would run functions as root: this kernel has no Landlock, and others cannot "
+                "read this Python; run the service as an ordinary user"
+            )
+        return WeakCell(limits=limits, readable=tuple(readable), search=tuple(search))
+    if (why := no_bubblewrap()) is not None:
+        raise ConfigError(
+            f"reward sandbox 'strict' cannot be had here: {why} "
+            "(install the package bubblewrap, or allow less: reward.sandbox: weak)"
+        )
+    closed = [path for path in (*readable, *search) if not _open_to_others(path)]
+    if os.geteuid() == 0 and closed:
+        raise ConfigError(
+            f"functions of a service that runs as root run as nobody, who cannot read {closed[0]}: chmod -R o+rX it"
+        )
+    return StrictCell(limits=limits, readable=tuple(readable), search=tuple(search))
+
+
+@lru_cache(maxsize=1)
+def no_bubblewrap() -> str | None:
+    """Why bubblewrap does not work on this machine; None when it does. Tried once per process."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    if shutil.which("bwrap") is None:
+        return "there is no bwrap on PATH"
+    argv = [*bubblewrap(1 << 20, ()), sys.executable, "-I", "-S", "-c", ""]
+    try:
+        done = subprocess.run(
+            argv, env=_environment("/tmp"), capture_output=True, text=True, timeout=PROBE_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bwrap does not run: {error}"
+    if done.returncode != 0:
+        return f"bwrap says {(done.stderr.strip().splitlines() or ['nothing'])[-1]!r}"
+    return None
+
+
+def bubblewrap(
+    tmp_bytes: int | None, readable: Sequence[Path], writable: Sequence[Path] = ()
+) -> list[str]:
+    """The command line up to the program: namespaces, mounts, nothing inherited."""
+    arguments = ["bwrap", "--die-with-parent", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
+    arguments += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "cell"]
+    if os.geteuid() == 0:
+        arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        arguments += [
+            "--unshare-user",
+            "--disable-userns",
+            "--uid",
+            str(NOBODY),
+            "--gid",
+            str(NOBODY),
+        ]
+    size = str(tmp_bytes or 1 << 30)
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    arguments += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
+    arguments += ["--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm"]
+    mounts = sorted({*python_paths(), *readable})
+    # bubblewrap makes the folders above a mount for its own user alone, and the function becomes another.
+    above = {folder for path in (Path("/etc/_"), *mounts, *writable) for folder in path.parents}
+    for folder in sorted(above - {Path("/"), Path("/tmp")}):
+        if not any(folder.is_relative_to(mount) for mount in (Path("/usr"), *mounts)):
+            arguments += ["--perms", "0755", "--dir", str(folder)]
+    for path in system_paths():
+        kind = (
+            ["--symlink", str(path.readlink())] if path.is_symlink() else ["--ro-bind", str(path)]
+        )
+        arguments += [*kind, str(path)]
+    for path in mounts:
+        arguments += ["--ro-bind", str(path), str(path)]
+    for path in writable:
+        arguments += ["--bind", str(path), str(path)]
+    return [*arguments, "--remount-ro", "/", "--chdir", "/tmp", "--"]
+
+
+def system_paths() -> list[Path]:
+    """What an interpreter and its shared libraries need of the system."""
+    names = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
+    return [path for path in map(Path, names) if path.exists()]
+
+
+def python_paths() -> set[Path]:
+    """This interpreter, its packages, and the rooms of ours that a scoring process imports."""
+    rooms = {
+        Path(portion)
+        for portion in meshrl.__path__
+        if any((Path(portion) / room).is_dir() for room in ("contract", "rewardd"))
+    }
+    packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    found = {Path(sys.base_prefix), Path(sys.prefix), *packages, *rooms}
+    return {path for path in found if path.is_dir() and not path.is_relative_to("/usr")}
+
+
+def _how(level: Isolation, user: int | None, search: Sequence[Path]) -> Json:
+    return {"level": level, "user": user, "search": [str(path) for path in search]}
+
+
+def _environment(home: str) -> dict[str, str]:
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": home,
+        "TMPDIR": home,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def _readable_for_others() -> bool:
+    """Whether nobody could still import modules: no folder above them is closed to others."""
+    return all(
+        _open_to_others(folder) for path in python_paths() for folder in (path, *path.parents)
+    )
+
+
+def _open_to_others(folder: Path) -> bool:
+    return folder.stat().st_mode & 0o005 == 0o005
+
+
+def _first_child(pid: int) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    return None

@@ -1,0 +1,32 @@
+"""The cell of a submitted version: what it sees is its own directory and its dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshrl.contract.nouns import Json
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.sandbox.cell import Cell, open_cell
+
+
+def submitted_cell(
+    directory: Path,
+    config: RewardConfig,
+    *,
+    limits: Mapping[str, Json] | None = None,
+    environment: Path | None = None,
+) -> Cell:
+    """As strict as `reward.sandbox` says, with `limits` no wider than `reward.limits`.
+
+    `directory` holds the version's content; `environment` is where its dependencies lie (see `environment.py`).
+
+    Raises:
+        ConfigError: a limit that is unknown or too wide; isolation that this machine cannot give.
+    """
+    return open_cell(
+        config.sandbox,
+        config.limits.bounded(limits or {}),
+        readable=(directory,),
+        search=() if environment is None else (environment,),
+    )

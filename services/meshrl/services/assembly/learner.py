@@ -1,0 +1,76 @@
+"""From a recipe to what learns: the policy, its objective, and the models that the objective asks for beside it."""
+
+from __future__ import annotations
+
+from meshrl.services.config.recipe import Recipe, algorithm_needs
+from meshrl.trainer.critic import build_critic
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model import build_policy, load_hf
+from meshrl.trainer.needs import rollout_is_old
+from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.policy_gradient import PolicyGradient
+from meshrl.trainer.reward_learner import RewardLearner
+from meshrl.trainer.setting import Setting
+from meshrl.trainer.step import Learner
+from meshrl.trainer.value_learner import ValueLearner
+
+
+def build_learner(recipe: Recipe, setting: Setting, world: World) -> Learner:
+    """What one rank trains. Every rank calls this.
+
+    Raises:
+        UserError: a model that cannot be loaded. ConfigError: an algorithm that asks for what nobody provides.
+    """
+    needs = algorithm_needs(recipe)
+    policy = build_policy(load_hf(recipe.model.path), world, recipe.model)
+    on_policy = recipe.queue.max_staleness == 0
+    sampled = rollout_is_old(recipe.algorithm, recipe.actor, on_policy=on_policy)
+    actor = recipe.actor.model_copy(update={"recompute_old_log_probs": not sampled})
+    return Learner(
+        policy,
+        Optimizers(policy, actor.optim),
+        PolicyGradient(
+            recipe.algorithm, actor, max_response_length=recipe.data.max_response_length
+        ),
+        world,
+        actor,
+        temperature=_temperature(recipe),
+        seed=recipe.run.seed,
+        total_steps=setting.total_steps,
+        critic=_critic(recipe, setting, world) if needs.critic else None,
+        rewarder=_rewarder(recipe, setting, world) if needs.implicit_reward else None,
+    )
+
+
+def _temperature(recipe: Recipe) -> float:
+    """Greedy sampling has no temperature to divide by."""
+    return recipe.rollout.temperature or 1.0
+
+
+def _critic(recipe: Recipe, setting: Setting, world: World) -> ValueLearner:
+    config = recipe.critic
+    critic = build_critic(load_hf(config.path or recipe.model.path), world, recipe.model)
+    return ValueLearner(
+        critic,
+        Optimizers(critic, config.optim),
+        config,
+        world,
+        epochs=config.ppo_epochs or recipe.actor.ppo_epochs,
+        gamma=recipe.algorithm.gamma,
+        max_response_length=recipe.data.max_response_length,
+        total_steps=setting.total_steps,
+    )
+
+
+def _rewarder(recipe: Recipe, setting: Setting, world: World) -> RewardLearner:
+    # It starts as the reference does: before its first update every process reward is 0.
+    model = build_policy(load_hf(recipe.reference_model.path), world, recipe.model)
+    config = recipe.algorithm.prime
+    return RewardLearner(
+        model,
+        Optimizers(model, config.optim),
+        config,
+        world,
+        temperature=_temperature(recipe),
+        total_steps=setting.total_steps,
+    )

@@ -1,0 +1,81 @@
+"""What an actor saw, one line per event, appended with one system call; and reading it back as calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Appends to `folder/<who>.jsonl`. Times are CLOCK_MONOTONIC: one clock for all processes of a machine."""
+
+    def __init__(self, folder: Path, who: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self._file = os.open(folder / f"{who}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._born = time.monotonic_ns()
+        self._calls = 0
+        # Whoever was killed in the middle of a line leaves it torn; it must not swallow our first one.
+        os.write(self._file, b"\n")
+
+    def begin(self, verb: str, **asked: Any) -> str:
+        """A question is about to be asked; the name of the call."""
+        self._calls += 1
+        call = f"{self._born}-{self._calls}"
+        self._write({"call": call, "verb": verb, "asked": asked})
+        return call
+
+    def end(self, call: str, *, error: str = "", **answer: Any) -> None:
+        """It was answered, or refused with an error's code."""
+        self._write({"call": call, "error": error} if error else {"call": call, "answer": answer})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        event["at"] = time.monotonic_ns()
+        os.write(self._file, json.dumps(event, separators=(",", ":")).encode() + b"\n")
+
+
+@dataclass(slots=True)
+class Call:
+    """A question to the queue; `answer` and `error` are None when nobody lived to write down what came back."""
+
+    who: str
+    verb: str
+    asked: dict[str, Any]
+    begun: int
+    ended: int | None = None
+    answer: dict[str, Any] | None = None
+    error: str | None = None
+
+
+def read(folder: Path) -> list[Call]:
+    """All calls of all actors, in the order in which they began."""
+    calls = [call for path in folder.glob("*.jsonl") for call in _calls(path)]
+    return sorted(calls, key=lambda call: call.begun)
+
+
+def _calls(path: Path) -> Iterator[Call]:
+    calls: dict[str, Call] = {}
+    for event in lines(path):
+        if "verb" in event:
+            calls[event["call"]] = Call(path.stem, event["verb"], event["asked"], event["at"])
+        elif event["call"] in calls:
+            call = calls[event["call"]]
+            call.ended, call.answer = event["at"], event.get("answer")
+            call.error = event.get("error")
+    return iter(calls.values())
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file of JSON lines; a torn one tells of something that nobody heard."""
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue

@@ -1,0 +1,81 @@
+"""What a campaign is: where its files lie, what its run looks like, how hard it is struck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, RunSpec
+
+RUN: Final = "run"
+GROUP: Final = 3
+BATCH: Final = 2
+MAX_STALENESS: Final = 2
+STAGES: Final = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
+CHECKPOINT_EVERY: Final = 3
+ACTORS: Final = ("feeder", "producer-0", "producer-1", "annotator", "consumer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One campaign. Everything in it that is random follows from `seed`, except what the machine's load decides."""
+
+    folder: Path
+    seed: int = 0
+    kills: int = 0
+    pauses: int = 0
+    """SIGSTOP for longer than a lease lasts, then SIGCONT."""
+    cuts: int = 0
+    """Of the network between the queue and everybody else, who then live in network namespaces."""
+    cut_s: float = 3.0
+    fills: int = 0
+    """Of the queue's disk, a small file system of its own."""
+    pace_s: float = 0.35
+    """Between two strikes, on average."""
+    lease_ttl_s: float = 1.0
+    bug: str = ""
+    """A queue that is wrong on purpose, from bugs.py."""
+    queue: dict[str, Any] = field(default_factory=dict)
+    """Keys of the recipe's `queue:` section: the store and its options."""
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def spec(self) -> RunSpec:
+        return RunSpec(
+            run=RUN,
+            group_size=GROUP,
+            batch_groups=BATCH,
+            max_staleness=float(MAX_STALENESS),
+            stages=STAGES,
+            lease_ttl_s=self.lease_ttl_s,
+            max_attempts=1_000_000,
+        )
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "queue"
+
+    @property
+    def events(self) -> Path:
+        return self.folder / "events"
+
+    @property
+    def lineage(self) -> Path:
+        """A line for each step of the model: the "weights" that the consumer learns."""
+        return self.folder / "lineage.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.json"
+
+    @property
+    def final(self) -> Path:
+        """What a queue opened on the store after the end says."""
+        return self.folder / "final.json"
+
+    @property
+    def enough(self) -> Path:
+        """When this file is there, the feeder closes the feed."""
+        return self.folder / "enough"

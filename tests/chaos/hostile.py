@@ -1,0 +1,229 @@
+"""Reward functions that mean harm, and what must become of each. The page docs/reference/reward-sandbox.md shows this list."""
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshrl.contract.nouns import Outcome
+
+OK, FAULT, TIMEOUT = Outcome.OK, Outcome.INFRA_FAULT, Outcome.TIMEOUT
+SECRET = "MESHRL_TEST_SECRET"
+
+
+@dataclass(frozen=True)
+class Attack:
+    name: str
+    body: str
+    """Of `compute_score` for the sample "bad", eight spaces of indentation are added; "good" ones score 1."""
+    outcome: Outcome
+    reason: str = ""
+    """Occurs in the reason."""
+    score: float = 0.0
+    """Of the bad sample, where it is scored: the attack had no effect."""
+    head: str = ""
+    """Runs at import."""
+    weak: bool = True
+    """Holds without bubblewrap too."""
+
+    @property
+    def source(self) -> str:
+        lines = "\n".join(f"        {line}" for line in self.body.splitlines())
+        return (
+            f"import ctypes, os, re, signal, struct, subprocess, sys, threading, time\n{self.head}\n"
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+            f"    if solution_str == 'bad':\n{lines}\n        return 0.0\n    return 1.0\n"
+        )
+
+
+FORGE = """\
+body = {body}
+for descriptor in range(3, 64):
+    try:
+        os.write(descriptor, struct.pack('>I', {size}) + body)
+    except OSError:
+        pass
+time.sleep(60)
+"""
+
+ATTACKS = [
+    Attack("fork bomb", "while True:\n    os.fork()", FAULT, "BlockingIOError", weak=False),
+    Attack(
+        "threads without end",
+        "while True:\n    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        FAULT,
+        "can't start new thread",
+    ),
+    Attack("10 GB of memory", "held = bytearray(10 << 30)", FAULT, "MemoryError"),
+    Attack(
+        "memory that no limit counts",
+        "ctypes.CDLL(None).memfd_create(b'x', 0) == -1 or sys.exit(1)\nctypes.CDLL(None).shmget(0, 1 << 30, 0o1600) == -1 or sys.exit(2)",
+        OK,
+    ),
+    Attack(
+        "a full /tmp",
+        "with open(os.environ['TMPDIR'] + '/x', 'wb') as file:\n    while True:\n        file.write(bytes(1 << 20))",
+        FAULT,
+        "OSError",
+    ),
+    Attack(
+        "a full /dev/shm",
+        "with open('/dev/shm/x', 'wb') as file:\n    while True:\n        file.write(bytes(1 << 20))",
+        FAULT,
+        "Error",
+    ),
+    Attack(
+        "files without end",
+        "held = []\nwhile True:\n    held.append(open('/dev/null'))",
+        FAULT,
+        "Too many open files",
+    ),
+    Attack("endless loop", "while True:\n    pass", TIMEOUT, "no score after 1 s"),
+    Attack(
+        "endless regular expression",
+        "re.fullmatch('(a+)+b', 'a' * 60)",
+        TIMEOUT,
+        "no score after 1 s",
+    ),
+    Attack(
+        "ignores SIGTERM, SIGINT and SIGALRM",
+        "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):\n    signal.signal(number, signal.SIG_IGN)\nwhile True:\n    time.sleep(1)",
+        TIMEOUT,
+        "no score after 1 s",
+    ),
+    Attack(
+        "kills its parent",
+        "try:\n    os.kill(os.getppid(), signal.SIGKILL)\nexcept PermissionError:\n    pass",
+        OK,
+    ),
+    Attack(
+        "kills everybody (kill -1)",
+        "try:\n    os.kill(-1, signal.SIGKILL)\nexcept OSError:\n    pass",
+        OK,
+    ),
+    Attack("kills itself", "os.kill(os.getpid(), signal.SIGKILL)", FAULT, "killed by SIGKILL"),
+    Attack("os._exit", "os._exit(7)", FAULT, "exit code 7"),
+    Attack("segmentation fault", "ctypes.string_at(0)", FAULT, "killed by SIGSEGV"),
+    Attack(
+        "bottomless recursion",
+        "sys.setrecursionlimit(1 << 30)\nclass Nest:\n    def __repr__(self):\n        return repr(self)\nrepr(Nest())",
+        FAULT,
+        "SIGSEGV",
+    ),
+    Attack(
+        "leaves a spinning child",
+        "if os.fork() == 0:\n    os.closerange(0, 64)\n    while True:\n        pass",
+        OK,
+        weak=False,
+    ),
+    Attack(
+        "huge output",
+        "while True:\n    os.write(1, b'x' * 65536)",
+        FAULT,
+        "printed more than 1000000 bytes",
+    ),
+    Attack(
+        "reads the environment",
+        f"assert not any({SECRET!r} in text for text in [*os.environ, *os.environ.values()])\nfor pid in ('1', str(os.getppid())):\n    try:\n        assert {SECRET!r} not in open(f'/proc/{{pid}}/environ').read()\n    except OSError:\n        pass",
+        OK,
+    ),
+    Attack(
+        "reads files of others",
+        "print(open(MARKED).read())",
+        FAULT,
+        "Error",
+        head="MARKED = '{marked}'",
+    ),
+    Attack("reads system files", "print(open('/etc/passwd').read())", FAULT, "Error"),
+    Attack(
+        "lists other processes",
+        "found = [int(p) for p in os.listdir('/proc') if p.isdigit()]\nassert len(found) == 2, found",
+        OK,
+        weak=False,
+    ),
+    Attack("writes outside", "open('/usr/planted', 'w')", FAULT, "Error"),
+    Attack("writes into its own interpreter", "open(os.__file__, 'a')", FAULT, "Error"),
+    Attack(
+        "network",
+        "import socket\nsocket.create_connection(('127.0.0.1', 80), timeout=1)",
+        FAULT,
+        "PermissionError",
+    ),
+    Attack(
+        "new namespaces, mounts, ptrace",
+        "libc = ctypes.CDLL(None)\nassert libc.unshare(0x10000000) == libc.ptrace(0, 0, 0, 0) == libc.mount(b'none', b'/', b'tmpfs', 0, None) == -1\ntry:\n    os.setuid(0)\n    sys.exit(1)\nexcept OSError:\n    pass",
+        OK,
+    ),
+    Attack(
+        "raises its own limits",
+        "import resource\nfor kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE):\n    try:\n        resource.setrlimit(kind, (1 << 40, 1 << 40))\n        sys.exit(1)\n    except ValueError:\n        pass",
+        OK,
+    ),
+    Attack(
+        "replaces the loop that calls it",
+        "host = sys.modules['__main__'].Host\nhost.reply = lambda self, message: self._replies.write(b'nonsense')\n",
+        OK,
+    ),
+    Attack(
+        "forges an answer nobody asked for",
+        FORGE.format(body='b\'{"id": 999999, "score": 1, "components": {}}\'', size="len(body)"),
+        FAULT,
+        "wrote into the pipe",
+    ),
+    Attack(
+        "announces a gigantic answer",
+        FORGE.format(body="b''", size="1 << 31"),
+        FAULT,
+        "announced a reply of 2147483648 bytes",
+    ),
+    Attack(
+        "sends an answer nested too deeply",
+        FORGE.format(body="b'[' * 200000", size="len(body)"),
+        FAULT,
+        "wrote into the pipe",
+    ),
+    Attack(
+        "returns a dict without end",
+        "class Endless(dict):\n    def items(self):\n        while True:\n            yield 'a', 'b'\nreturn Endless(score=1)",
+        TIMEOUT,
+        "no score after 1 s",
+    ),
+    Attack("endless import", "", FAULT, "did not load within", head="while True: pass"),
+    Attack(
+        "exit at import",
+        "",
+        FAULT,
+        "ended the scoring process while being loaded: exit code 3",
+        head="os._exit(3)",
+    ),
+    Attack(
+        "forged readiness at import",
+        "",
+        FAULT,
+        "wrote into the",
+        head="for fd in range(3, 20):\n    try: os.write(fd, struct.pack('>I', 4) + b'true')\n    except OSError: pass\nos._exit(0)",
+    ),
+]
+
+
+def table() -> str:
+    """The rows of the page: `python tests/chaos/hostile.py` prints them."""
+    lines = [
+        "| the function | ends as | with the reason | without bubblewrap |",
+        "|---|---|---|---|",
+    ]
+    for attack in ATTACKS:
+        outcome = "refused at start" if not attack.body else f"`{attack.outcome}`"
+        reason = (
+            f"… {attack.reason} …"
+            if attack.reason
+            else "it has no effect: the score is the function's own"
+        )
+        lines.append(
+            f"| {attack.name} | {outcome} | {reason} | {'the same' if attack.weak else 'not tried'} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,216 @@
+"""Spoiled requests to the queue's door: a proper status, books as before, and the queue goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
+from meshrl.services.doors import QueueDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from meshrl.services.wires import QueueWire
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+from meshrl.v1 import queue_pb2
+
+from ..contract.queue_actors import Actors, spec, task, tasks
+from .messages import Recorder, Request, ways_to_spoil
+
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+CALLS = int(os.environ.get("FUZZ_CALLS", "60"))
+"""Spoiled calls of each method."""
+WAIT_S = 0.5
+"""Of a spoiled call: some ask to wait for what never comes."""
+METHODS: dict[str, MethodDescriptor] = dict(
+    queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_name
+)
+PROPER = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.OUT_OF_RANGE,
+}
+"""What the table of services/errors.py has for a caller's mistakes and for waits; UNKNOWN and INTERNAL are ours."""
+
+
+@dataclass
+class Scene:
+    """A served queue with rows in every state, and a real request of every method."""
+
+    server: Server
+    actors: Actors
+    requests: dict[str, list[Request]]
+    channel: grpc.aio.Channel
+
+    async def send(self, method: str, request: Request) -> grpc.StatusCode:
+        """The status of a call made of bytes."""
+        call = self.channel.stream_stream(f"/meshrl.v1.Queue/{method}")(
+            iter(request), timeout=WAIT_S
+        )
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async def books(self) -> Ledger:
+        return await self.actors.ledger()
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    queue = await TransferQueue.open(MemoryStore())
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+    async with Server(settings, [QueueDoor(queue)]) as server:
+        requests = await recorded(server.address)
+        options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(server.address, options=options) as channel:
+            yield Scene(server, Actors(queue), requests, channel)
+    await queue.close()
+
+
+async def recorded(address: str) -> dict[str, list[Request]]:
+    """The requests of a short life, by method."""
+    recorder = Recorder(address)
+    proxy = grpc.aio.server()
+    proxy.add_generic_rpc_handlers((recorder,))
+    port = proxy.add_insecure_port("127.0.0.1:0")
+    await proxy.start()
+    try:
+        async with QueueWire(f"127.0.0.1:{port}", patience_s=1) as wire:
+            await every_verb(wire)
+    finally:
+        await proxy.stop(None)
+        await recorder.close()
+    return {method.rpartition("/")[2]: found for method, found in recorder.requests.items()}
+
+
+async def every_verb(wire: QueueWire) -> None:
+    """A short life of a run that uses the whole port and leaves rows in every state."""
+    actors = Actors(wire)
+    stages = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
+    await actors.start(spec(max_staleness=20.0, stages=stages, max_attempts=1, lease_ttl_s=1e6))
+    await actors.feed(tasks(12), cursor="12")
+    for stage in ("rollout", "reward", "reference"):
+        lease = await actors.lease(stage, limit=14)
+        await wire.renew("run", stage, "w", [row.uid for row in lease.rows])
+        await actors.write(lease)
+    await actors.train(0)
+    await wire.rewind("run", epoch=1, step=0)
+    await actors.train(0)
+    await actors.commit(1)
+    batch = await actors.take(1, groups=1)
+    await wire.fetch("run", [row.uid for row in batch.rows], ["tokens", "reward"])
+    await wire.filter("run", epoch=1, uids=[row.uid for row in batch.rows], reason="easy")
+    await actors.take(2, groups=1)
+    lease = await actors.lease(limit=4)
+    first, *rest = lease.rows
+    await wire.fail("run", "rollout", first.uid, first.token, Outcome.TIMEOUT, "slow")
+    await wire.release("run", "rollout", {row.uid: row.token for row in rest[-1:]})
+    assert await wire.dead_letters("run")
+    with suppress(MeshError):
+        await wire.replay("run", [first.uid])
+    await actors.lease(limit=2)
+    await wire.why_waiting("run")
+    await actors.ledger()
+    await wire.run_state("run")
+    await wire.open_run(spec("other"))
+    await wire.close_feed("other")
+
+
+async def test_every_method_is_recorded(scene: Scene) -> None:
+    assert set(scene.requests) == set(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_spoiled_request_gets_a_proper_status_and_changes_nothing(
+    scene: Scene, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dice = random.Random(f"{SEED} {method}")
+    ways = ways_to_spoil(METHODS[method])
+    refused = 0
+    for _ in range(CALLS):
+        request = dice.choice(ways)(list(dice.choice(scene.requests[method])), dice)
+        before = await scene.books()
+        with caplog.at_level(logging.ERROR):
+            status = await scene.send(method, request)
+        assert status in PROPER, (status, request, caplog.text)
+        assert not caplog.records, (request, caplog.text)
+        after = await scene.books()
+        if status not in (grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED):
+            refused += 1
+            assert after == before, (status, request)
+    assert refused, "no request was spoiled enough"
+    await assert_serves(scene)
+
+
+async def test_a_message_for_another_method_is_refused_or_understood(scene: Scene) -> None:
+    for method in METHODS:
+        for other, (request, *_) in scene.requests.items():
+            if other != method:
+                assert await scene.send(method, request) in PROPER, (method, other)
+    await assert_serves(scene)
+
+
+async def test_a_message_beyond_the_limit_is_refused_by_its_size(scene: Scene) -> None:
+    before = await scene.books()
+    status = await scene.send("Write", [bytes(MAX_MESSAGE_BYTES + 1)])
+    assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await scene.books() == before
+    await assert_serves(scene)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].client_streaming])
+async def test_a_stream_that_is_cut_in_the_middle_changes_nothing(
+    scene: Scene, method: str
+) -> None:
+    before = await scene.books()
+    for request in scene.requests[method]:
+        call = scene.channel.stream_stream(f"/meshrl.v1.Queue/{method}")()
+        for message in request[:-1] or request:
+            await call.write(message)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call.code()
+    assert await scene.books() == before
+    await assert_serves(scene)
+
+
+async def test_bytes_that_are_no_grpc_at_all_leave_the_queue_serving(scene: Scene) -> None:
+    dice = random.Random(SEED)
+    for preface in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", scene.server.port)
+        with suppress(ConnectionError):
+            writer.write(preface + dice.randbytes(4096))
+            await writer.drain()
+            writer.write_eof()
+            await reader.read()
+        writer.close()
+    await assert_serves(scene)
+
+
+async def assert_serves(scene: Scene) -> None:
+    """A new run goes from prompt to trained through the very server that was fed nonsense."""
+    async with QueueWire(scene.server.address, patience_s=1) as wire:
+        actors = Actors(wire, run="fresh")
+        await actors.start(spec("fresh"))
+        await actors.feed([task(name, "fresh") for name in "ab"])
+        await actors.work()
+        await actors.train(0)
+        await actors.commit(1)
+        assert (await actors.ledger()).trained == 4

@@ -1,0 +1,395 @@
+"""Submissions: what is accepted, what is refused and how, where names point, and what a kill leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    UserError,
+)
+from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.registry.checks import checked
+from meshrl.rewardd.registry.config import RegistryConfig
+from meshrl.rewardd.registry.nouns import Action, Case, Submission
+from meshrl.rewardd.registry.open import open_registry
+from meshrl.rewardd.registry.registry import Registry
+from meshrl.rewardd.registry.store import VersionStore
+
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+Open = Callable[..., Awaitable[Registry]]
+
+
+def constant(score: float, **fields: Any) -> Submission:
+    return Submission(**{"name": "reward", "source": HEAD + f"    return {score}\n", **fields})
+
+
+def sample(solution: str = "x", index: int = 0) -> Sample:
+    uid = Uid("run", "task", index)
+    return Sample(uid=uid, data_source="", solution=solution, ground_truth="x", extra_info={})
+
+
+@pytest.fixture
+async def opened(tmp_path: Path) -> AsyncIterator[Open]:
+    base = tmp_path / "base.py"
+    base.write_text(HEAD + "    return -1\n")
+    closers: list[Callable[[], Awaitable[None]]] = []
+
+    async def make(*, restart: bool = False, **registry: Any) -> Registry:
+        while restart and closers:
+            await closers.pop()()
+        fields = {"custom_reward_function": {"path": base}, "deadline_s": 5, "registry": registry}
+        held = open_registry(RewardConfig.model_validate(fields), tmp_path / "rewards")
+        made = await held.__aenter__()
+        closers.append(lambda: held.__aexit__(None, None, None))
+        return made
+
+    yield make
+    for close in closers:
+        await close()
+
+
+async def scored(registry: Registry, *samples: Sample) -> list[tuple[float, str]]:
+    scores = await registry.judge.score(list(samples or [sample()]))
+    assert [s.reason for s in scores if s.outcome is not Outcome.OK] == []
+    return [(s.score, s.reward_hash) for s in scores]
+
+
+async def test_a_submission_takes_the_run_over_and_a_roll_back_gives_it_back(opened: Open) -> None:
+    registry = await opened()
+    assert await scored(registry) == [(-1.0, registry.base)]
+    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    two = (await registry.submit(constant(2), "bob")).manifest.hash
+    assert await scored(registry) == [(2.0, two)]
+    name = await registry.roll_back("reward", "", "ann")
+    assert await scored(registry) == [(1.0, one)]
+    assert [(e.action, e.hash, e.by) for e in name.history] == [
+        (Action.SUBMIT, one, "ann"),
+        (Action.POINT, one, "ann"),
+        (Action.SUBMIT, two, "bob"),
+        (Action.POINT, two, "bob"),
+        (Action.POINT, one, "ann"),
+    ]
+    with pytest.raises(ConflictError, match="no version before"):
+        await registry.roll_back("reward", "", "ann")
+    await registry.roll_back("reward", two[:6], "ann")
+    assert await scored(registry) == [(2.0, two)]
+
+
+async def test_submitting_twice_is_submitting_once(opened: Open) -> None:
+    registry = await opened()
+    first = await registry.submit(constant(1), "ann")
+    again = await registry.submit(constant(1), "bob")
+    assert (first.created, again.created) == (True, False)
+    assert again.manifest == first.manifest
+    assert len(registry.name("reward").history) == 2
+
+
+async def test_the_same_content_submitted_at_once_by_many_is_one_version(opened: Open) -> None:
+    registry = await opened()
+    found = await asyncio.gather(*(registry.submit(constant(1), str(n)) for n in range(5)))
+    assert len({a.manifest.hash for a in found}) == 1
+    assert len(registry.name("reward").history) == 2
+
+
+async def test_another_name_does_not_touch_the_run(opened: Open) -> None:
+    registry = await opened()
+    await registry.submit(constant(7, name="other"), "ann")
+    assert await scored(registry) == [(-1.0, registry.base)]
+    assert [s.score for s in await registry.score("other", "", [sample()])] == [7.0]
+
+
+async def test_everything_is_there_after_a_restart(opened: Open, tmp_path: Path) -> None:
+    registry = await opened()
+    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    await registry.submit(constant(2), "ann")
+    await registry.roll_back("reward", one, "ann")
+    before = registry.names()
+    with pytest.raises(UserError, match="in use by another reward service"):
+        await opened()
+    again = await opened(restart=True)
+    assert again.names() == before
+    assert await scored(again) == [(1.0, one)]
+
+
+LIMITS = RegistryConfig(
+    max_source_bytes=1000, max_unpacked_bytes=2000, allowed_dependencies=["requests"]
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"source": "x = 1\ndef compute_score(:\n"}, r"^the source, line 2: "),
+        ({"source": "def other(): pass\n"}, "defines no 'compute_score'"),
+        ({"source": "def compute_scor(x): pass\n"}, "did you mean 'compute_scor'"),
+        (
+            {"source": "def compute_score(a): pass\n"},
+            "line 1: compute_score takes no 'data_source'",
+        ),
+        ({"source": "x" * 2000}, "2000 bytes; at most 1000"),
+        ({"source": "(" * 900}, "line 1"),
+        ({"source": "\udcff"}, "UTF-8"),
+        ({"source": "a\0b"}, "null bytes"),
+        ({"source": ""}, "either a Python source or a wheel"),
+        ({"name": "No Such!"}, "cannot name a reward"),
+        ({"name": "../evil"}, "cannot name a reward"),
+        ({"deps": ("reqests",)}, "'reqests' is not allowed here; did you mean 'requests'"),
+        ({"deps": ("a; import os",)}, "want a package's name"),
+        ({"entry_point": "a.b"}, "want the name of a function"),
+        ({"cases": (Case(solution="s", score=float("nan")),)}, "want a finite number"),
+        ({"cases": (Case(solution="s", score=0),) * 300}, "300 tests; at most 256"),
+        ({"wheel": b"x", "source": "", "entry_point": "a:b"}, "not a zip archive"),
+        ({"wheel": b"x", "source": ""}, "want package.module:function"),
+    ],
+)
+def test_what_can_be_seen_without_running_it_is_refused_in_one_line(
+    fields: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(UserError, match=line) as refused:
+        checked(constant(1, **fields), LIMITS)
+    assert "\n" not in str(refused.value)
+
+
+REFUSED = [
+    (
+        constant(1, source="import nowhere_at_all\n" + HEAD + "    return 1\n"),
+        "ModuleNotFoundError",
+    ),
+    (constant(1, source="raise SystemExit\n" + HEAD + "    return 1\n"), "failed while loading"),
+    (constant(1, source="import os\nos._exit(3)\n" + HEAD + "    return 1\n"), "exit code 3"),
+    (
+        constant(1, cases=(Case(solution="s", score=2.0),)),
+        "test 0 failed: the score is 1, expected 2",
+    ),
+    (
+        constant(1, source=HEAD + "    return '1'\n", cases=(Case(solution="s", score=1),)),
+        "test 0 got no score: .*not a number",
+    ),
+]
+
+
+async def test_what_fails_when_run_is_refused_in_one_line_and_nothing_stays(
+    opened: Open, tmp_path: Path
+) -> None:
+    registry = await opened()
+    for submission, line in REFUSED:
+        with pytest.raises((UserError, ConfigError), match=line) as refused:
+            await registry.submit(submission, "ann")
+        assert "\n" not in str(refused.value)
+    assert list((tmp_path / "rewards" / "versions").iterdir()) == []
+    assert registry.names() == []
+    assert await scored(registry) == [(-1.0, registry.base)]
+
+
+async def test_what_is_retired_scores_no_more(opened: Open) -> None:
+    registry = await opened()
+    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    with pytest.raises(ConflictError, match="roll back or submit another first"):
+        await registry.retire("reward", one, "ann")
+    await registry.submit(constant(2), "ann")
+    await registry.retire("reward", one, "ann")
+    await registry.retire("reward", one, "ann")
+    for attempt in (registry.roll_back("reward", one, "ann"), registry.submit(constant(1), "ann")):
+        with pytest.raises(ConflictError, match=f"{one} of reward 'reward' was retired"):
+            await attempt
+
+
+async def test_unknown_names_and_versions_are_named_with_what_there_is(opened: Open) -> None:
+    registry = await opened()
+    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    with pytest.raises(NotFoundError, match=r"'rewart'; did you mean 'reward'\?"):
+        registry.resolve("rewart")
+    with pytest.raises(NotFoundError, match=f"no version that start with 'zz'; it has {one}"):
+        registry.resolve("reward", "zz")
+    with pytest.raises(NotFoundError, match="no version"):
+        registry.resolve("reward", "../../etc")
+
+
+async def test_more_versions_than_allowed_are_refused(opened: Open) -> None:
+    registry = await opened(max_versions=1)
+    await registry.submit(constant(1), "ann")
+    with pytest.raises(CapacityError, match="no room for another"):
+        await registry.submit(constant(2), "ann")
+
+
+async def test_a_diff_shows_what_changed(opened: Open) -> None:
+    registry = await opened()
+    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    await registry.submit(constant(2), "ann")
+    lines = registry.diff("reward", one, "").splitlines()
+    assert lines[-2:] == ["-    return 1", "+    return 2"]
+
+
+BATCH = """
+def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(s == t) for s, t in zip(solution_strs, ground_truths)]
+"""
+
+
+async def test_a_batch_function_is_called_with_lists(opened: Open) -> None:
+    registry = await opened()
+    await registry.submit(constant(1, source=BATCH, kind=Kind.BATCH), "ann")
+    assert [s for s, _ in await scored(registry, sample("x", 0), sample("y", 1))] == [1.0, 0.0]
+
+
+async def test_a_process_function_gives_step_scores_whose_sum_is_the_reward(opened: Open) -> None:
+    registry = await opened()
+    source = HEAD + "    return [1, 0.5, -0.25]\n"
+    await registry.submit(constant(1, source=source, kind=Kind.PROCESS), "ann")
+    (score,) = await registry.judge.score([sample()])
+    assert score.score == 1.25
+    wanted = {"compute_score": 1.25, "steps": 3.0, "step_min": -0.25, "step_mean": 1.25 / 3}
+    assert score.components == pytest.approx(wanted)
+
+
+async def test_a_kind_that_returns_another_shape_gives_a_fault_that_says_so(opened: Open) -> None:
+    registry = await opened()
+    source = HEAD + "    return 1.0\n"
+    await registry.submit(constant(1, source=source, kind=Kind.PROCESS), "ann")
+    (score,) = await registry.judge.score([sample()])
+    assert score.outcome is Outcome.INFRA_FAULT
+    assert "returned float; want a list of step scores" in score.reason
+
+
+def wheel(files: dict[str, str]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in {"judge-1.dist-info/METADATA": "Name: judge\n", **files}.items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+async def test_a_wheel_scores_through_its_entry_point(opened: Open) -> None:
+    registry = await opened()
+    helper = {"judge/__init__.py": "", "judge/help.py": "ANSWER = 3\n"}
+    body = "from judge.help import ANSWER\n" + HEAD + "    return ANSWER\n"
+    packed = wheel({**helper, "judge/score.py": body})
+    submission = Submission(name="reward", wheel=packed, entry_point="judge.score:compute_score")
+    await registry.submit(submission, "ann")
+    assert [score for score, _ in await scored(registry)] == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        ({"a.py": "x" * 3000}, "unpacks to .* bytes; at most 2000"),
+        ({"../a.py": ""}, "outside itself"),
+        ({"a.so": ""}, "native code"),
+        ({"b.py": ""}, "no module 'a'"),
+        ({"a.py": "def g(: pass"}, "a.py of the wheel, line 1"),
+    ],
+)
+def test_a_wheel_is_looked_into_before_it_is_taken(files: dict[str, str], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        checked(Submission(name="reward", wheel=wheel(files), entry_point="a:f"), LIMITS)
+
+
+async def test_a_watched_version_is_compared_and_not_used(opened: Open) -> None:
+    registry = await opened()
+    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    two = (await registry.submit(constant(3, point=False), "ann")).manifest.hash
+    assert registry.name("reward").current == one
+    await registry.watch("reward", two, 1.0, "ann")
+    rows = [sample("x", n) for n in range(10)]
+    assert await scored(registry, *rows) == [(1.0, one)] * 10
+    found = registry.judge.differences
+    assert found is not None
+    async with asyncio.timeout(20):
+        while found.rows < 10:  # noqa: ASYNC110 - the comparison rings no bell
+            await asyncio.sleep(0.01)
+    assert (found.a, found.b, found.compared, found.equal) == (one, two, 10, 0)
+    assert (found.mean_a, found.mean_b, found.skipped) == (1.0, 3.0, 0)
+
+
+async def test_a_share_of_the_rows_is_watched_and_always_the_same(opened: Open) -> None:
+    registry = await opened()
+    await registry.submit(constant(1), "ann")
+    two = (await registry.submit(constant(1.5, point=False), "ann")).manifest.hash
+    await registry.watch("reward", two, 0.25, "ann")
+    rows = [sample("x", n) for n in range(400)]
+    counts = []
+    for _ in range(2):
+        found = registry.judge.differences
+        assert found is not None
+        before = found.rows
+        await registry.judge.score(rows)
+        async with asyncio.timeout(20):
+            while found.rows == before:  # noqa: ASYNC110 - the comparison rings no bell
+                await asyncio.sleep(0.01)
+        counts.append(found.rows - before)
+    assert counts[0] == counts[1]
+    assert 60 < counts[0] < 140
+
+
+async def test_two_versions_are_compared_on_given_and_on_recent_samples(opened: Open) -> None:
+    registry = await opened()
+    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    await registry.submit(constant(2, source=HEAD + "    return len(solution_str)\n"), "ann")
+    found = await registry.compare("reward", one, "", [sample("x", 0), sample("yyy", 1)])
+    assert (found.compared, found.equal, found.mean_a, found.mean_b) == (2, 1, 1.0, 2.0)
+    assert found.most == [(2.0, "run/task/1.0", 1.0, 3.0)]
+    await registry.judge.score([sample("zz", 4)])
+    recent = await registry.compare("reward", "recipe", "", [])
+    assert (recent.compared, recent.mean_a, recent.mean_b) == (1, -1.0, 2.0)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from meshrl.rewardd.registry.checks import checked
+from meshrl.rewardd.registry.config import RegistryConfig
+from meshrl.rewardd.registry.checks import checked
+from meshrl.rewardd.registry.config import RegistryConfig
+from meshrl.rewardd.registry.nouns import Action, Event, Name, Submission
+from meshrl.rewardd.registry.store import VersionStore
+store = VersionStore(Path(sys.argv[1]), 10_000)
+name = store.names().get("reward", Name(name="reward"))
+print("go", flush=True)
+for number in range(len(name.versions), 100_000):
+    source = f"def compute_score(**kwargs):\\n    return {number}\\n" + "#" * 5000
+    made = store.add(checked(Submission(name="reward", source=source), RegistryConfig()), {})
+    point = [Event(action=a, hash=made.hash, by="x", at=0.0) for a in (Action.SUBMIT, Action.POINT)]
+    name = name.after(*point)
+    store.save(name)
+    print(made.hash, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+    for delay in (0, 3, 8, 21):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"
+        answered = [process.stdout.readline().strip() for _ in range(delay)]
+        os.kill(process.pid, signal.SIGKILL)
+        answered += [line for line in process.stdout.read().splitlines() if len(line) == 32]
+        process.wait()
+        process.stdout.close()
+        store = VersionStore(tmp_path, 10_000)
+        names = store.names()
+        known = names["reward"].versions if names else ()
+        assert set(answered) <= set(known)
+        for version in known:
+            assert store.manifest(version).hash == version
+            assert store.content(version).endswith(b"#")
+        store.keep(set(known))
+        store.close()

@@ -1,0 +1,62 @@
+"""A process that writes to a disk store, commit after commit, for test_durability.py to kill or to cut off.
+
+    python durable_writer.py FOLDER DURABILITY
+
+Commit n rewrites what commit n-1 wrote: META `at` is n, PAYLOAD 0..KEYS-1 hold n. Prints n once it is acknowledged,
+and `synced n` once the first n commits are synced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.stores import _lmdb_sync, disk
+from meshrl.transferqueue.stores.disk import DiskStore
+
+KEYS = 8
+VALUE_WORDS = 2500
+
+
+def commit(number: int) -> list[Operation]:
+    value = number.to_bytes(8, "big") * VALUE_WORDS
+    payload = [Operation(Table.PAYLOAD, bytes([key]), value) for key in range(KEYS)]
+    return [Operation(Table.META, b"at", number.to_bytes(8, "big")), *payload]
+
+
+async def check(store: DiskStore) -> int:
+    """The commit that the store is at; everything in it must be of that commit."""
+    meta = dict(await store.load())
+    at = meta.get(b"at", bytes(8))
+    for value in await store.read([bytes([key]) for key in range(KEYS)]):
+        assert value == (at * VALUE_WORDS if any(at) else None), "a torn commit"
+    return int.from_bytes(at, "big")
+
+
+async def main(folder: Path, durability: str) -> None:
+    disk.SYNC_EVERY_S = 0.05  # type: ignore[misc]
+    number = 0
+    sync = _lmdb_sync.Synced.sync
+
+    def told(self: _lmdb_sync.Synced) -> None:
+        # In the commit thread: what is committed by now is what is synced.
+        done = committed
+        sync(self)
+        print("synced", done, flush=True)
+
+    _lmdb_sync.Synced.sync = told  # type: ignore[method-assign]
+    committed = 0
+    store = DiskStore(folder, durability=durability, grow_bytes=1 << 20)
+    number = await check(store)
+    committed = number
+    while True:
+        number += 1
+        await store.apply(commit(number))
+        committed = number
+        print(number, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,333 @@
+"""The redis store: restarts, failover, ownership, refusals; each against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.store import Operation, OwnerLostError, Table
+from meshrl.transferqueue.stores import redis as redis_store
+from meshrl.transferqueue.stores.redis import RedisStore
+
+from ...contract.queue_actors import Actors, spec, tasks
+from ...redis_server import RedisServer, needs_redis, running
+
+pytestmark = needs_redis
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[RedisServer]:
+    with running(folder / "a") as started:
+        yield started
+
+
+def config_of(*urls: str, **changes: Any) -> QueueConfig:
+    fields = {"store": "redis", "durability": "everysec", "redis_prefix": "q", **changes}
+    return QueueConfig(redis_url=",".join(urls), **fields)
+
+
+def store_of(*urls: str, **changes: Any) -> RedisStore:
+    store = stores.build(config_of(*urls, **changes), Path("unused"))
+    assert isinstance(store, RedisStore)
+    return store
+
+
+@asynccontextmanager
+async def loaded(*urls: str, **changes: Any) -> AsyncIterator[RedisStore]:
+    store = store_of(*urls, **changes)
+    try:
+        await store.load()
+        yield store
+    finally:
+        await store.close()
+
+
+def put(number: int, value: bytes = b"value") -> list[Operation]:
+    key = number.to_bytes(4, "big")
+    return [Operation(Table.META, key, value), Operation(Table.PAYLOAD, key, value)]
+
+
+async def meta_of(store: RedisStore) -> list[int]:
+    return [int.from_bytes(key, "big") for key, _ in await store.load()]
+
+
+async def eventually(call: Callable[[], Any]) -> Any:
+    """Repeat a call that is refused while the server is away, as every caller of the queue does."""
+    while True:
+        try:
+            return await call()
+        except MeshError:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_commit_bigger_than_a_command_is_still_one(server: RedisServer) -> None:
+    store = RedisStore(store_of(server.url)._link, "parts", part_bytes=1000)
+    await store.load()
+    many = [operation for number in range(3000) for operation in put(number, bytes(100))]
+    await store.apply(many)
+    await store.apply([*put(1, b"new"), Operation(Table.META, bytes(4), None)])
+    assert await meta_of(store) == list(range(1, 3000))
+    assert await store.read([(1).to_bytes(4, "big"), bytes(4), b"none"]) == [
+        b"new",
+        bytes(100),
+        None,
+    ]
+    exported = [operation async for piece in store.export() for operation in piece]
+    assert len(exported) == 2999 + 3000
+    await store.close()
+
+
+async def test_a_commit_whose_answer_was_lost_is_done_once(server: RedisServer) -> None:
+    async with loaded(server.url) as store:
+        await store.apply(put(1))
+        # The script ran, its answer never came: the same commit arrives again.
+        store._sequence -= 1
+        await store.apply([Operation(Table.META, put(1)[0].key, b"twice")])
+        assert [value for _, value in await store.load()] == [b"value"]
+
+
+@pytest.mark.parametrize("kind", [9, 15])
+async def test_a_restart_of_redis_in_the_middle_loses_nothing(
+    server: RedisServer, kind: int
+) -> None:
+    async with loaded(server.url) as store:
+        moments = {number: asyncio.Event() for number in (50, 150, 250)}
+
+        async def write() -> None:
+            for number in range(400):
+                await store.apply(put(number, bytes(5000)))
+                if number in moments:
+                    moments[number].set()
+
+        writing = asyncio.create_task(write())
+        for moment in moments.values():
+            await moment.wait()
+            await asyncio.to_thread(server.kill, kind)
+            await asyncio.to_thread(server.start)
+        await writing
+        assert await meta_of(store) == list(range(400))
+        assert store._sequence == 400
+
+
+async def test_the_queue_lives_through_a_restart_of_redis(server: RedisServer) -> None:
+    actors = Actors(await TransferQueue.open(store_of(server.url)))
+    await actors.start(spec(max_staleness=99.0))
+    await actors.feed(tasks(2))
+    lease = await actors.lease()
+    server.kill()
+    waiting = asyncio.create_task(actors.write(lease))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await asyncio.to_thread(server.start)
+    await waiting
+    await actors.write(await actors.lease("reward"))
+    assert len((await actors.take(0)).rows) == 4
+    assert (await actors.ledger()).balanced
+    await actors.queue.close()
+
+
+async def test_a_redis_that_stays_away_refuses_what_was_not_acknowledged(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "RESTART_S", 0.2)
+    actors = Actors(await TransferQueue.open(store_of(server.url)))
+    await actors.start(spec(max_staleness=99.0))
+    await actors.feed(tasks(1))
+    server.kill()
+    with pytest.raises(InfraError, match="cannot be reached"):
+        await actors.feed(tasks(1, start=1))
+    await asyncio.to_thread(server.start)
+    assert await eventually(lambda: actors.feed(tasks(1, start=1))) == 1
+    assert (await actors.ledger()).admitted == 4
+    await actors.queue.close()
+
+
+async def test_a_second_queue_is_refused_while_the_first_lives(server: RedisServer) -> None:
+    first = await TransferQueue.open(store_of(server.url))
+    with pytest.raises(UserError, match="already open in process"):
+        await TransferQueue.open(store_of(server.url))
+    async with loaded(server.url, redis_prefix="another") as other:
+        assert await other.load() == []
+    await first.close()
+    await (await TransferQueue.open(store_of(server.url))).close()
+
+
+async def test_an_owner_that_was_cut_off_is_fenced_when_it_comes_back(server: RedisServer) -> None:
+    old = Actors(await TransferQueue.open(store_of(server.url)))
+    await old.start(spec(max_staleness=99.0))
+    await old.feed(tasks(1))
+    old_store = old.queue._store
+    assert isinstance(old_store, RedisStore)
+    # As after a partition: its subscription is gone, and it does not know.
+    holding = old_store._link._holding
+    assert holding is not None
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+    new = Actors(await TransferQueue.open(store_of(server.url)))
+    await new.feed(tasks(1, start=1))
+    with pytest.raises(OwnerLostError, match="took it over"):
+        await old.feed(tasks(1, start=2))
+    with pytest.raises(OwnerLostError, match="took it over"):
+        await old.ledger()
+    assert (await new.ledger()).admitted == 4
+    await old.queue.close()
+    await new.feed(tasks(1, start=3))
+    assert (await new.ledger()).admitted == 6
+    await new.queue.close()
+
+
+async def test_a_failover_to_a_replica_goes_on_there(folder: Path) -> None:
+    with running(folder / "a") as master, running(folder / "b") as replica:
+        port = free_port()
+        with master.client() as client:
+            client.config_set("bind", "127.0.0.1")
+            client.config_set("port", port)
+        with replica.client() as client:
+            client.replicaof("127.0.0.1", port)
+        actors = Actors(await TransferQueue.open(store_of(master.url, replica.url)))
+        await actors.start(spec(max_staleness=99.0))
+        await actors.feed(tasks(2))
+        with master.client() as client:
+            assert client.wait(1, 5000) == 1
+        master.kill()
+        with replica.client() as client:
+            client.replicaof("NO", "ONE")
+        await actors.work()
+        await actors.train(0)
+        ledger = await actors.ledger()
+        assert ledger.admitted == 4 and ledger.resident["settled"] == 4
+        await actors.queue.close()
+
+
+async def test_commits_that_a_new_master_lost_are_noticed_and_the_books_balance(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(folder / "a") as master, running(folder / "b") as replica:
+        port = free_port()
+        with master.client() as client:
+            client.config_set("bind", "127.0.0.1")
+            client.config_set("port", port)
+        with replica.client() as client:
+            client.replicaof("127.0.0.1", port)
+        actors = Actors(await TransferQueue.open(store_of(master.url, replica.url)))
+        await actors.start(spec(max_staleness=99.0))
+        await actors.feed(tasks(2))
+        with master.client() as client:
+            assert client.wait(1, 5000) == 1
+        with replica.client() as client:
+            # The copy stops here: what the master acknowledges from now on is lost with it.
+            client.replicaof("NO", "ONE")
+        await actors.feed(tasks(3, start=2))
+        assert (await actors.ledger()).admitted == 10
+        master.kill()
+        with pytest.raises(InfraError, match="lost what came in between"):
+            await actors.feed(tasks(1, start=9))
+        assert "forgot 1 acknowledged commits" in caplog.text
+        assert (await actors.ledger()).admitted == 4
+        assert await actors.feed(tasks(3, start=2)) == 3
+        assert (await actors.ledger()).admitted == 10
+        await actors.queue.close()
+
+
+async def test_a_server_that_comes_back_empty_is_not_taken_for_a_fresh_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(folder / "a", "--appendonly", "no") as server:
+        async with loaded(server.url, durability="none") as store:
+            await store.apply(put(1))
+            server.kill()
+            await asyncio.to_thread(server.start)
+            with pytest.raises(InfraError, match="commit 1 is stored"):
+                await store.read([bytes(4)])
+            with pytest.raises(InfraError, match="the server lost"):
+                await store.apply(put(2))
+            with pytest.raises(InfraError, match="holds nothing of this queue any more"):
+                await store.load()
+
+
+async def test_a_server_that_promises_less_is_refused(server: RedisServer) -> None:
+    with pytest.raises(
+        UserError, match=r"durability is always and redis at .* appendfsync everysec"
+    ):
+        await TransferQueue.open(store_of(server.url, durability="always"))
+    with server.client() as client:
+        client.config_set("maxmemory", 1 << 30)
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(UserError, match="evicts keys"):
+        await TransferQueue.open(store_of(server.url))
+
+
+async def test_rows_may_not_use_the_reserve_of_maxmemory_but_may_leave(server: RedisServer) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory", 64 << 20)
+    actors = Actors(await TransferQueue.open(store_of(server.url, reserve_bytes=0)))
+    await actors.start()
+    await actors.feed(tasks(2))
+    await actors.work()
+    with server.client() as client:
+        client.config_set("maxmemory", 1 << 20)
+    await actors.publish(1)
+    with pytest.raises(CapacityError, match="bytes free of Redis' maxmemory"):
+        await actors.feed(tasks(2, start=2, extra_info={"filler": "x" * (1 << 20)}))
+    await actors.train(0)
+    await actors.commit(1)
+    assert (await actors.ledger()).trained == 4
+    await actors.queue.close()
+
+
+async def test_unknown_formats_and_foreign_keys_are_refused(server: RedisServer) -> None:
+    async with loaded(server.url):
+        pass
+    with server.client() as client:
+        client.hset("meshrl:{q}:head", "format", "99")
+        client.hset("meshrl:{other}:meta", "x", "y")
+    with pytest.raises(UserError, match=r"format 99, this meshrl reads format \d"):
+        await TransferQueue.open(store_of(server.url))
+    with pytest.raises(CorruptError, match="no queue store"):
+        await TransferQueue.open(store_of(server.url, redis_prefix="other"))
+
+
+async def test_passwords_are_taken_from_a_file_and_never_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "OPEN_S", 0.0)
+    secret = folder / "secret"
+    secret.write_text("hunter2\n")
+    with running(folder / "a") as server:
+        with server.client() as client:
+            client.config_set("requirepass", "hunter2")
+        async with loaded(server.url, redis_password_file=secret) as store:
+            await store.apply(put(1))
+        with pytest.raises(UserError, match="refuses us"):
+            await TransferQueue.open(store_of(server.url))
+    address = "redis://:hunter2@127.0.0.1:1/0"
+    with pytest.raises(InfraError, match=r"redis://127\.0\.0\.1:1/0 cannot be reached") as error:
+        await TransferQueue.open(store_of(address))
+    assert "hunter2" not in str(error.value)
+    with pytest.raises(UserError, match="redis_password_file"):
+        store_of(server.url, redis_password_file=folder / "missing")
+    with pytest.raises(UserError, match=r"queue\.redis_url: 'http"):
+        store_of("http://somewhere")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

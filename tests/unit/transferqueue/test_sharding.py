@@ -1,0 +1,365 @@
+"""Several shards: where tasks live, what batches are made of, what is left when somebody dies between two shards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
+from meshrl.contract.nouns import Lease, RunSpec
+from meshrl.transferqueue import admission
+from meshrl.transferqueue.sharding.placing import Members, owner
+from meshrl.transferqueue.sharding.port import Groups
+from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding.taking import split
+from meshrl.transferqueue.stores.disk import DiskStore
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
+
+TASKS = [f"task-{number}" for number in range(6000)]
+
+
+class Failing:
+    """A shard that is away for the next call of one method, before or after it has done what it was asked for."""
+
+    def __init__(self, shard: ShardQueue, method: str, *, after: bool = False) -> None:
+        self._shard, self._method, self._after = shard, method, after
+        self.armed = True
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._shard, name)
+        if name != self._method or not self.armed:
+            return found
+        self.armed = False
+
+        async def call(*given: Any, **named: Any) -> Any:
+            if self._after:
+                await found(*given, **named)
+            raise UnavailableError("killed")
+
+        return call
+
+
+@pytest.fixture
+async def shards() -> AsyncIterator[list[ShardQueue]]:
+    opened = [await ShardQueue.open(MemoryStore()) for _ in range(3)]
+    yield opened
+    for shard in opened:
+        await shard.close()
+
+
+def open_groups(shards: list[ShardQueue]) -> int:
+    return sum(admission.unconsumed(shard._runs["run"]) for shard in shards)
+
+
+# --- where tasks live
+
+
+def test_the_place_of_a_task_is_the_same_in_every_process_and_release() -> None:
+    assert [owner(f"t{number}", 3) for number in range(12)] == [1, 0, 1, 0, 1, 0, 2, 1, 1, 0, 0, 2]
+
+
+def test_tasks_are_spread_evenly() -> None:
+    counts = Counter(owner(task, 4) for task in TASKS)
+    assert all(abs(count - len(TASKS) / 4) < 0.08 * len(TASKS) / 4 for count in counts.values())
+
+
+def test_a_shard_more_moves_its_share_of_tasks_and_only_to_itself() -> None:
+    moved = [task for task in TASKS if owner(task, 3) != owner(task, 4)]
+    assert {owner(task, 4) for task in moved} == {3}
+    assert abs(len(moved) - len(TASKS) / 4) < 0.08 * len(TASKS) / 4
+
+
+def test_a_task_is_looked_for_wherever_it_may_have_been_admitted() -> None:
+    members = Members(2, 4)
+    for task in TASKS[:200]:
+        homes = list(members.homes(task))
+        assert homes[0] == members.home(task) == owner(task, 4)
+        assert homes[-1] == owner(task, 2)
+        assert len(set(homes)) == len(homes)
+    assert Members.parse(str(members)) == members
+
+
+# --- what a batch is made of
+
+
+def told(fresh: int, *replays: tuple[int, int]) -> Groups:
+    return Groups(plan="", replays=replays, fresh=fresh, unfinished=0, feed_closed=False)
+
+
+@pytest.mark.parametrize(
+    ("shards", "count", "expected"),
+    [
+        ([told(8), told(8)], 8, (4, 4)),
+        ([told(1), told(9)], 8, (1, 7)),
+        ([told(0), told(9)], 8, (0, 8)),
+        ([told(2), told(1)], 8, (2, 1)),
+        ([told(8), told(8), told(8)], 2, (0, 1, 1)),
+        ([told(9, (3, 5)), told(9, (3, 3))], 8, (5, 3)),
+        ([told(9, (4, 5)), told(9, (3, 3))], 4, (1, 3)),
+        ([told(9, (3, 1)), told(9, (3, 1))], 4, (2, 2)),
+    ],
+)
+def test_replays_come_first_by_step_then_even_shares(
+    shards: list[Groups], count: int, expected: tuple[int, ...]
+) -> None:
+    assert split(shards, count, step=1) == expected
+
+
+# --- somebody dies between two shards
+
+
+async def test_a_batch_that_was_half_taken_is_the_same_batch_when_taken_again(
+    shards: list[ShardQueue],
+) -> None:
+    for after in (False, True):
+        run = f"run-{after}"
+        dying = ShardedQueue([shards[0], Failing(shards[1], "take", after=after), shards[2]])  # type: ignore[list-item]
+        actors = Actors(dying, run)
+        await actors.start(spec(run, batch_groups=9, max_staleness=1.0))
+        await actors.feed(tasks(18, run=run))
+        await actors.work()
+        with pytest.raises(UnavailableError):
+            await actors.take(0, groups=9)
+        half = {
+            (number, name): len(batch.groups)
+            for number, shard in enumerate(shards)
+            for name, batch in shard._runs[run].batches.items()
+        }
+        again = Actors(ShardedQueue(shards), run, epoch=actors.epoch)
+        batch = await again.take(0, groups=9)
+        assert len(batch.rows) == 18
+        assert await again.take(0, groups=9) == batch
+        assert await actors.take(0, groups=9) == batch
+        for (number, name), groups in half.items():
+            assert len(shards[number]._runs[run].batches[name].groups) == groups
+        await again.settle(0)
+        assert await again.resident() == {"settled": 18, "ready": 18}
+
+
+async def test_after_a_rewind_batches_of_uneven_shares_come_again_as_they_were(
+    shards: list[ShardQueue],
+) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start(spec(batch_groups=5, max_staleness=5.0))
+    await actors.feed(tasks(30))
+    batches = []
+    for step in range(5):
+        await actors.work(limit=14)
+        batches.append(await actors.take(step, groups=5))
+        await actors.settle(step)
+        await actors.publish(step + 1)
+    for shard in shards[1:]:
+        # As if the first trainer to resume had died between two shards.
+        await shard.acquire("run", "dying")
+    actors = Actors(ShardedQueue(shards))
+    actors.epoch = (await actors.queue.acquire("run", "second")).epoch
+    await actors.queue.rewind("run", epoch=actors.epoch, step=1)
+    for step in range(1, 5):
+        again = await actors.take(step, groups=5, name=f"again-{step}")
+        assert again.rows == batches[step].rows
+        await actors.settle(step, name=f"again-{step}")
+
+
+async def test_the_cursor_never_runs_ahead_of_a_task_that_is_lost(shards: list[ShardQueue]) -> None:
+    for number in range(3):
+        for after in (False, True):
+            run = f"run-{number}-{after}"
+            dying: list[Any] = list(shards)
+            dying[number] = Failing(shards[number], "admit_in_turn", after=after)
+            actors = Actors(ShardedQueue(dying), run)
+            await actors.start(spec(run, batch_groups=20))
+            with pytest.raises(UnavailableError):
+                await actors.feed(tasks(12, run=run), cursor="twelve")
+            reached = (await actors.queue.run_state(run)).cursor == "twelve"
+            assert not reached or (await actors.ledger()).admitted == 24
+            assert await actors.feed(tasks(12, run=run), cursor="twelve") == 12
+            assert (await actors.ledger()).admitted == 24
+            assert (await actors.queue.run_state(run)).cursor == "twelve"
+
+
+@pytest.mark.parametrize(
+    "method", ["follow", "publish", "commit", "rewind", "close_feed", "settle"]
+)
+async def test_a_call_that_reached_some_shards_is_repaired_by_repeating_it(
+    shards: list[ShardQueue], method: str
+) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start(spec(batch_groups=6, max_staleness=1.0))
+    await actors.feed(tasks(12))
+    await actors.work()
+    dying = ShardedQueue([shards[0], shards[1], Failing(shards[2], method)])  # type: ignore[list-item]
+    epoch = actors.epoch
+
+    async def run(queue: ShardedQueue) -> None:
+        held = (await queue.acquire("run", "second")).epoch
+        await queue.take("run", epoch=held, step=0, groups=6, batch_id=f"b{held}", wait_s=0)
+        await queue.settle("run", epoch=held, step=0, batch_id=f"b{held}")
+        await queue.commit("run", epoch=held, step=0)
+        await queue.rewind("run", epoch=held, step=0)
+        await queue.publish("run", type(actors.version)(held, 1))
+        await queue.close_feed("run")
+
+    with pytest.raises(UnavailableError):
+        await run(dying)
+    await ShardedQueue(shards).open_run((await actors.queue.run_state("run")).spec)
+    await run(ShardedQueue(shards))
+    states = [await shard.run_state("run") for shard in shards]
+    assert states[0].epoch > epoch
+    assert {(s.epoch, s.published, s.committed_step, s.feed_closed) for s in states} == {
+        (states[0].epoch, states[0].published, 0, True)
+    }
+    assert await actors.resident() == {"ready": 24}
+
+
+# --- credits
+
+
+async def test_two_feeders_at_once_admit_exactly_as_many_groups_as_there_are_credits(
+    shards: list[ShardQueue],
+) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start(spec(batch_groups=8, max_staleness=1.0))
+    feeders = [ShardedQueue(shards), ShardedQueue(shards)]
+    most = 0
+
+    async def feed(queue: ShardedQueue, start: int) -> int:
+        nonlocal most
+        admitted = 0
+        while admitted < 40:
+            chunk = tasks(5, start=start + admitted)
+            try:
+                admitted += await queue.admit("run", chunk, cursor="", wait_s=0)
+            except WaitTimeoutError:
+                return admitted
+            most = max(most, open_groups(shards))
+        return admitted
+
+    both = await asyncio.gather(feed(feeders[0], 0), feed(feeders[1], 1000))
+    assert sum(both) == open_groups(shards) == most == 16
+
+
+async def test_an_admission_of_a_turn_that_is_over_is_refused(shards: list[ShardQueue]) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start()
+    await shards[0].room("run", turn="old")
+    await shards[0].room("run", turn="new")
+    with pytest.raises(FencedError, match="another feeder"):
+        await shards[0].admit_in_turn("run", tasks(1), cursor="", turn="old")
+    assert (await actors.ledger()).admitted == 0
+
+
+# --- leases
+
+
+async def test_what_a_shard_grants_too_late_is_given_back_and_counts_as_no_attempt(
+    shards: list[ShardQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.transferqueue.sharding.leasing.LAG_S", 0.01)
+    hold, granted = asyncio.Event(), asyncio.Event()
+
+    class Slow(Failing):
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self._shard, name)
+            if name != "lease" or not self.armed:
+                return found
+
+            async def lease(*given: Any, **named: Any) -> Lease:
+                self.armed = False
+                got: Lease = await found(*given, **named)
+                granted.set()
+                await hold.wait()
+                return got
+
+            return lease
+
+    queue = ShardedQueue([Slow(shards[0], "lease"), shards[1]])  # type: ignore[list-item]
+    actors = Actors(queue)
+    await actors.start(spec(batch_groups=20, max_attempts=1))
+    await actors.feed(tasks(10))
+    first = await actors.lease()
+    assert granted.is_set()
+    assert {owner(row.uid.task, 2) for row in first.rows} == {1}
+    hold.set()
+    rest = await actors.lease(wait_s=WAIT_S)
+    assert {row.delivery for row in rest.rows} == {1}
+    assert len(first.rows) + len(rest.rows) == 20
+    await queue.close()
+
+
+async def test_a_lease_that_waits_is_answered_by_whichever_shard_has_rows_first(
+    shards: list[ShardQueue],
+) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start(spec(batch_groups=20))
+    for number in range(6):
+        waiting = asyncio.ensure_future(actors.lease(wait_s=WAIT_S))
+        await asyncio.sleep(0)
+        await actors.feed(tasks(1, start=number))
+        assert len((await waiting).rows) == 2
+    assert not any(shard._waits.of("run") for shard in shards)
+    assert await actors.resident() == {"leased": 12}
+
+
+# --- a shard restarts, a shard is added
+
+
+async def test_a_shard_that_restarts_goes_on_where_it_was(tmp_path: Path) -> None:
+    opened = [await ShardQueue.open(DiskStore(tmp_path / str(n), reserve_bytes=0)) for n in (0, 1)]
+    actors = Actors(ShardedQueue(opened))
+    await actors.start(spec(batch_groups=6, max_staleness=1.0))
+    assert await actors.feed(tasks(20), cursor="c") == 12
+    await actors.work()
+    batch = await actors.take(0, groups=6)
+    await opened[1].close()
+    opened[1] = await ShardQueue.open(DiskStore(tmp_path / "1", reserve_bytes=0))
+    actors.queue = ShardedQueue(opened)
+    assert await actors.take(0, groups=6) == batch
+    with pytest.raises(WaitTimeoutError, match="12 of 12"):
+        await actors.feed(tasks(8, start=12))
+    await actors.settle(0)
+    await actors.publish(1)
+    assert await actors.feed(tasks(20)) == 18
+    await actors.ledger()
+    for shard in opened:
+        await shard.close()
+
+
+@pytest.mark.parametrize("before", [1, 2])
+async def test_a_shard_that_is_added_takes_new_groups_and_old_ones_are_found_where_they_are(
+    shards: list[ShardQueue], before: int
+) -> None:
+    """Also when the run began on one queue that nobody called a shard."""
+    first: Any = shards[0] if before == 1 else ShardedQueue(shards[:before])
+    actors = Actors(first)
+    given: RunSpec = spec(batch_groups=12, max_staleness=1.0)
+    await actors.start(given)
+    await actors.feed(tasks(12), cursor="twelve")
+    held = await actors.lease(limit=8)
+
+    actors.queue = ShardedQueue(shards)
+    await actors.queue.open_run(given)
+    assert await actors.feed(tasks(30), cursor="thirty") == 24
+    assert (await actors.ledger()).admitted == 48
+    states = [await shard.run_state("run") for shard in shards]
+    assert len({(state.epoch, state.published) for state in states}) == 1
+    assert (await shards[-1].ledger("run")).admitted > 0
+    await actors.write(held)
+    await actors.work()
+    batch = await actors.take(0, groups=24)
+    assert sorted({row.group for row in batch.rows}) == sorted(f"t{n}" for n in range(24))
+    rows = await actors.queue.fetch("run", [row.uid for row in batch.rows], ["response_text"])
+    texts = [row["response_text"].tobytes().decode() for row in rows]
+    assert texts == [f"answer to {row.uid}" for row in batch.rows]
+    await actors.settle(0)
+    assert await actors.resident() == {"settled": 48}
+    with pytest.raises(UserError, match="is on 3 queue shards"):
+        await ShardedQueue(shards[:2]).open_run(given)
+    assert batch_uids(await actors.take(0, groups=24)) == batch_uids(batch)

@@ -1,0 +1,1 @@
+"""Orders of an epoch, one file each: `order(prompts, epoch, seed)` gives each place once."""

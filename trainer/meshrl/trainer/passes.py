@@ -1,0 +1,49 @@
+"""A rank's rows of one batch, ready for forward passes: what policy, critic and reward model have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshrl.contract.nouns import Trajectory
+from meshrl.trainer.batch import Schedule, gather_tokens
+from meshrl.trainer.distributed import World
+from meshrl.trainer.packing import Pack, pack
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnRows:
+    """The rows that this rank forwards."""
+
+    made: Schedule
+    rows: Mapping[int, Trajectory]
+    """By their index in the schedule."""
+    world: World
+
+    @classmethod
+    def of(cls, made: Schedule, own: Sequence[Trajectory], world: World) -> OwnRows:
+        """`own` are the rows of `made.own(world.rank)`, in order."""
+        return cls(made, dict(zip(made.own(world.rank), own, strict=True)), world)
+
+    def pack(self, chosen: Sequence[int]) -> Pack:
+        """One micro-batch, on the device."""
+        picked = [self.rows[row] for row in chosen]
+        packed = pack([row.tokens for row in picked], [row.prompt_length for row in picked])
+        return packed.to(self.world.device)
+
+    def split(self, values: torch.Tensor, chosen: Sequence[int]) -> Sequence[torch.Tensor]:
+        """A micro-batch's [n], cut into its rows, on the CPU."""
+        sizes = [len(self.rows[row].tokens) - self.rows[row].prompt_length for row in chosen]
+        return torch.split(values.detach().cpu(), sizes) if chosen else ()
+
+    @torch.no_grad()
+    def forward(self, function: Callable[[Pack], torch.Tensor]) -> torch.Tensor:
+        """float32[N] of the whole batch from a function of packs; every rank calls this."""
+        found: dict[int, torch.Tensor] = {}
+        for mini in self.made.mini_batches:
+            for chosen in mini.ranks[self.world.rank]:
+                parts = self.split(function(self.pack(chosen)), chosen)
+                found.update(zip(chosen, parts, strict=True))
+        return gather_tokens(self.made, [found[row] for row in self.rows], self.world)

@@ -1,0 +1,163 @@
+"""Admission over several shards: credits are counted over all of them, then spent where each task lives.
+
+    turn begins on every shard, which tells its open groups and the tasks it knows
+      └▶ room = limit - sum of open groups; the longest prefix of unknown tasks that fits
+           └▶ admitted on their shards under this turn ──▶ shard 0 last, with the cursor
+
+**The bound is exact.** Let `limit = (max_staleness + 1) x batch_groups` (see ../admission.py). A shard admits under a
+turn only while no other turn has begun there, and a turn admits only after it has begun on *every* shard. So of two
+turns one has, on each shard where it admitted, done so before the other was told the number of open groups: the
+other has counted it. Hence open groups over all shards never exceed `limit` by admission. What else opens groups (a
+rewind, a replay) does so without asking, on one queue as on several. A group that leaves gives its credit back by no
+longer being counted: credits are nowhere stored, so no restart can leak one.
+
+**Staleness** does not rest on it: each shard lets a group that is too old for a step leave in `take`, and gives
+rollout rows only to engines fresh enough, as a single queue does.
+
+**The cursor** is on shard 0 and moves in the last transaction of a call, once every other shard has made its tasks
+durable. A kill before that leaves tasks ahead of the cursor, which the feeder repeats and their shards know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
+from meshrl.contract.nouns import RunSpec, Task
+from meshrl.transferqueue import admission
+from meshrl.transferqueue.sharding.asking import all_of, any_of, by_key
+from meshrl.transferqueue.sharding.placing import Members
+from meshrl.transferqueue.sharding.port import Room, Rows, Shard
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.run import Run
+
+
+def free(
+    spec: RunSpec, told: Sequence[Room] | Sequence[Rows], groups: int = 0, size: int = 0
+) -> int:
+    """Groups that may come in now (`admission.room`, over all shards), beside `groups` of `size` bytes."""
+    limit = spec.admission_groups
+    if sum(one.open_bytes for one in told) + size >= spec.resident_bytes:
+        limit = min(limit, spec.batch_groups)
+    return max(0, math.floor(limit) - groups - sum(one.open_groups for one in told))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feeding:
+    """One run's admission."""
+
+    shards: Sequence[Shard]
+    members: Members
+    spec: RunSpec
+
+    async def admit(self, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
+        """See Queue."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + max(0.0, wait_s)
+        asked = self._asked(tasks)
+        while True:
+            turn = uuid.uuid4().hex
+            rooms = await all_of(
+                shard.room(self.spec.run, turn=turn, tasks=asked.get(number, ()))
+                for number, shard in enumerate(self.shards)
+            )
+            prefix, new = self._fitting(tasks, rooms)
+            if prefix or not tasks:
+                try:
+                    admitted = await self._spend(tasks[:prefix], new, turn, cursor, len(tasks))
+                except FencedError:
+                    continue  # another turn has begun: count anew, with what it admitted
+                if admitted or not tasks:
+                    return admitted
+            else:
+                await self._until_room(rooms, deadline - clock())
+
+    def _asked(self, tasks: Sequence[Task]) -> Mapping[int, Sequence[str]]:
+        """Which shards may know which tasks."""
+        return by_key(
+            (number, task.task_id) for task in tasks for number in self.members.homes(task.task_id)
+        )
+
+    def _fitting(self, tasks: Sequence[Task], rooms: Sequence[Room]) -> tuple[int, list[Task]]:
+        """How many of the first tasks can be in after this call, and which of them are new.
+
+        Raises:
+            UserError: a task can never be answered. ConflictError: the feed is closed and a task is unknown.
+        """
+        known = set().union(*(room.known for room in rooms))
+        packed = admission.frames(cast("Run", _AsRun(self.spec.run, self.spec, known)), tasks)
+        new: dict[str, Task] = {}
+        size = 0
+        for count, task in enumerate(tasks):
+            if task.task_id not in packed or task.task_id in new:
+                continue
+            if any(room.feed_closed for room in rooms):
+                raise ConflictError(
+                    f"run {self.spec.run}: the feed is closed, {task.task_id} is too late"
+                )
+            if not free(self.spec, rooms, len(new), size):
+                return count, list(new.values())
+            new[task.task_id] = task
+            size += len(packed[task.task_id])
+        return len(tasks), list(new.values())
+
+    async def _spend(
+        self, prefix: Sequence[Task], new: Sequence[Task], turn: str, cursor: str, wanted: int
+    ) -> int:
+        """Admit the new tasks where they live, shard 0 last; the length of the prefix that is in.
+
+        Raises:
+            FencedError: another turn has begun meanwhile.
+        """
+        run = self.spec.run
+        parts = by_key((self.members.home(task.task_id), task) for task in new)
+        others = [number for number in parts if number]
+        counts = await all_of(
+            self.shards[number].admit_in_turn(run, parts[number], cursor=None, turn=turn)
+            for number in others
+        )
+        missing = [
+            task
+            for number, count in zip(others, counts, strict=True)
+            for task in parts[number][count:]
+        ]
+        last = parts.get(0, ())
+        whole = len(prefix) == wanted and not missing
+        if last or whole:
+            moved = cursor if whole else None
+            count = await self.shards[0].admit_in_turn(run, last, cursor=moved, turn=turn)
+            missing += last[count:]
+        lost = {task.task_id for task in missing}
+        return next(
+            (count for count, task in enumerate(prefix) if task.task_id in lost), len(prefix)
+        )
+
+    async def _until_room(self, rooms: Sequence[Room], wait_s: float) -> None:
+        """Wait until a group leaves or is consumed anywhere. Raises WaitTimeoutError."""
+        spec = self.spec
+        why = (
+            f"room: {sum(room.open_groups for room in rooms)} of {spec.admission_groups:g} groups are admitted"
+            f" and not consumed on {len(rooms)} shards,"
+            f" {sum(room.open_bytes for room in rooms)} of {spec.resident_bytes} bytes"
+        )
+        if wait_s <= 0:
+            raise WaitTimeoutError(f"timed out waiting for {why}")
+        await any_of(
+            shard.room(spec.run, fewer_than=room.open_groups, why=why, wait_s=wait_s)
+            for shard, room in zip(self.shards, rooms, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _AsRun:
+    """What `admission.frames` reads of a run."""
+
+    name: str
+    spec: RunSpec
+    seen: set[str]

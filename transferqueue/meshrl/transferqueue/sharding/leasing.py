@@ -1,0 +1,275 @@
+"""Leases from several shards: one shard after the other while there is work, all at once when there is none.
+
+    sweep   each shard in turn until the limit is reached, without a wait; the next call begins with the next shard
+    park    a lease waits on every shard; the first answer wins, the others are cancelled
+
+A shard that does not answer a sweep soon (it restarts) is passed over until it does. A lease that a cancelled call
+got nevertheless is given back untouched; where even that fails, it ends by its time to live, as any worker's would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from meshrl.contract.errors import EndOfDataError, MeshError, UserError, WaitTimeoutError
+from meshrl.contract.nouns import Lease, RunSpec, Version
+from meshrl.transferqueue.sharding.asking import any_of
+from meshrl.transferqueue.sharding.feeding import free
+from meshrl.transferqueue.sharding.port import Rows, Shard
+
+LAG_S = 0.5
+"""A shard that takes longer for a question without a wait is passed over until it answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a caller of `lease` wants."""
+
+    runs: tuple[str, ...]
+    stage: str
+    worker: str
+    limit: int
+    at_least: int
+    version: Version | None
+
+    def of(
+        self, shard: Shard, wait_s: float, *, runs: Sequence[str] = (), limit: int = 0
+    ) -> Coroutine[Any, Any, Lease]:
+        """The lease that one shard is asked for."""
+        return shard.lease(
+            list(runs) or list(self.runs),
+            self.stage,
+            worker=self.worker,
+            limit=limit or self.limit,
+            version=self.version,
+            wait_s=wait_s,
+        )
+
+    @property
+    def why(self) -> str:
+        """What is waited for."""
+        at = f" at version {self.version}" if self.version else ""
+        return f"{self.at_least} rows of stage {self.stage}{at}"
+
+
+class Leasing:
+    """The leases of one router."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._next = 0
+        self._lagging: dict[int, asyncio.Task[Lease]] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = [*self._lagging.values(), *self._chores]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def lease(self, ask: Ask, specs: Mapping[str, RunSpec], wait_s: float) -> Lease:
+        """See Queue. `specs` are those of the runs that are open."""
+        deadline = asyncio.get_running_loop().time() + max(0.0, wait_s)
+        if ask.at_least > 1:
+            return await self._fixed(ask, specs, deadline)
+        lease = await self._sweep(ask, specs)
+        return lease if lease is not None else await self._park(ask, deadline)
+
+    # --- any rows
+
+    async def _sweep(self, ask: Ask, specs: Mapping[str, RunSpec]) -> Lease | None:
+        """Rows that are there now, of the run with the highest priority that has some on any shard."""
+        first, self._next = self._next, self._next + 1
+        turns = [(first + turn) % len(self._shards) for turn in range(len(self._shards))]
+        ranked = sorted(ask.runs, key=lambda run: -_priority(specs, run))
+        for _, equals in groupby(ranked, key=lambda run: _priority(specs, run)):
+            parts = await self._gathered(ask, tuple(equals), turns)
+            if parts:
+                return _joined([part for _, part in parts])
+        return None
+
+    async def _gathered(
+        self, ask: Ask, runs: tuple[str, ...], turns: Sequence[int]
+    ) -> list[tuple[int, Lease]]:
+        """Leases of one of `runs` by shard, together at most `limit` rows; maybe none."""
+        parts: list[tuple[int, Lease]] = []
+        left = ask.limit
+        try:
+            for number in turns:
+                if not left or number in self._lagging:
+                    continue
+                question = ask.of(self._shards[number], 0.0, runs=runs, limit=left)
+                try:
+                    lease = await self._soon(number, question)
+                except (WaitTimeoutError, EndOfDataError, UserError):
+                    continue  # what is wrong with the whole question is told to who parks
+                if lease is not None:
+                    parts.append((number, lease))
+                    left -= len(lease.rows)
+                    runs = (lease.rows[0].uid.run,)
+        except BaseException:
+            self._give_all_back(parts)
+            raise
+        return parts
+
+    async def _soon(self, number: int, question: Coroutine[Any, Any, Lease]) -> Lease | None:
+        """The lease, or None from a shard that lags: what it grants later is given back."""
+        task = asyncio.ensure_future(question)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=LAG_S)
+        except asyncio.CancelledError:
+            await self._drop({task: number})
+            raise
+        if done:
+            return task.result()
+        self._lagging[number] = task
+        task.add_done_callback(lambda late: self._caught_up(number, late))
+        return None
+
+    def _caught_up(self, number: int, late: asyncio.Task[Lease]) -> None:
+        self._lagging.pop(number, None)
+        if not late.cancelled() and late.exception() is None:
+            self._give_back(number, late.result())
+
+    async def _park(self, ask: Ask, deadline: float) -> Lease:
+        left = deadline - asyncio.get_running_loop().time()
+        waiting = {
+            asyncio.ensure_future(ask.of(shard, max(0.0, left))): number
+            for number, shard in enumerate(self._shards)
+        }
+        ended: EndOfDataError | None = None
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: task.exception() is not None):
+                    del waiting[task]
+                    try:
+                        return task.result()
+                    except EndOfDataError as error:
+                        ended = error
+        finally:
+            await self._drop(waiting)
+        assert ended is not None
+        raise ended
+
+    async def _drop(self, asked: Mapping[asyncio.Task[Lease], int]) -> None:
+        """Cancel; give back what was granted all the same."""
+        for task in asked:
+            task.cancel()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for number, answer in zip(asked.values(), answers, strict=True):
+            if isinstance(answer, Lease):
+                self._give_back(number, answer)
+
+    def _give_all_back(self, parts: Sequence[tuple[int, Lease]]) -> None:
+        for number, part in parts:
+            self._give_back(number, part)
+
+    def _give_back(self, number: int, lease: Lease) -> None:
+        """In the background: nobody waits for it, and the time to live stands behind it."""
+        chore = asyncio.ensure_future(self._release(self._shards[number], lease))
+        self._chores.add(chore)
+        chore.add_done_callback(self._chores.discard)
+
+    @staticmethod
+    async def _release(shard: Shard, lease: Lease) -> None:
+        if lease.rows:
+            tokens = {row.uid: row.token for row in lease.rows}
+            try:
+                await shard.release(lease.rows[0].uid.run, lease.stage, tokens)
+            except MeshError:
+                return  # it expires
+
+    # --- a fixed number of rows
+
+    async def _fixed(self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float) -> Lease:
+        """`at_least` rows of one run together, whichever shards they are on; from shard 0 up."""
+        clock = asyncio.get_running_loop().time
+        seen: dict[str, Version] = {}
+        while True:
+            told = [await self._rows(shard, ask) for shard in self._shards]
+            for run in ask.runs:
+                parts = [row for rows in told for row in rows or () if row.run == run]
+                if len(parts) < len(self._shards):
+                    continue
+                spec = specs.get(run)
+                if (
+                    spec is None
+                    or not _open(ask, spec, parts, seen)
+                    or not _enough(ask, spec, parts)
+                ):
+                    continue
+                lease = await self._together(
+                    ask, run, min(ask.at_least, sum(p.ready for p in parts))
+                )
+                if lease is not None:
+                    return lease
+            if all(rows is None for rows in told):
+                raise EndOfDataError(f"nothing is left to lease in {', '.join(ask.runs)}")
+            left = deadline - clock()
+            if left <= 0:
+                raise WaitTimeoutError(f"timed out waiting for {ask.why}")
+            await any_of(
+                shard.rows(
+                    ask.runs, ask.stage, worker=ask.worker, unlike=rows, why=ask.why, wait_s=left
+                )
+                for shard, rows in zip(self._shards, told, strict=True)
+                if rows is not None
+            )
+
+    async def _rows(self, shard: Shard, ask: Ask) -> Sequence[Rows] | None:
+        """None where nothing is left and nothing will come."""
+        try:
+            return await shard.rows(ask.runs, ask.stage, worker=ask.worker)
+        except EndOfDataError:
+            return None
+
+    async def _together(self, ask: Ask, run: str, wanted: int) -> Lease | None:
+        """At least `wanted` rows, or None when somebody else was faster: then none is kept."""
+        parts = await self._gathered(ask, (run,), range(len(self._shards)))
+        if sum(len(part.rows) for _, part in parts) < wanted:
+            self._give_all_back(parts)
+            return None
+        return _joined([part for _, part in parts])
+
+
+def _joined(parts: Sequence[Lease]) -> Lease:
+    return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
+
+
+def _priority(specs: Mapping[str, RunSpec], run: str) -> int:
+    return specs[run].priority if run in specs else 0
+
+
+def _open(ask: Ask, spec: RunSpec, parts: Sequence[Rows], seen: dict[str, Version]) -> bool:
+    """`leases.open_to`, on every shard; a publish that makes the version too old ends the wait."""
+    if not spec.gated or any(stage.reads for stage in spec.stages if stage.name == ask.stage):
+        return True
+    if ask.version is None:
+        raise UserError(
+            f"run {spec.run} is gated: a lease of stage {ask.stage} must name its engine's version"
+        )
+    published = max(part.published for part in parts)
+    behind = published.step - ask.version.step
+    if ask.version.epoch == max(p.epoch for p in parts) and behind <= spec.max_staleness:
+        return True
+    if published != seen.setdefault(spec.run, published):
+        raise WaitTimeoutError(
+            f"version {ask.version} is too old for run {spec.run} at {published}:"
+            " ask again with the engine's version"
+        )
+    return False
+
+
+def _enough(ask: Ask, spec: RunSpec, parts: Sequence[Rows]) -> bool:
+    """`leases.enough`, over all shards."""
+    ready = sum(part.ready for part in parts)
+    if ready == 0 or ready >= ask.at_least or not spec.gated:
+        return ready > 0
+    can_grow = not all(part.feed_closed for part in parts) and free(spec, parts) > 0
+    return not sum(part.upstream for part in parts) and not can_grow

@@ -1,0 +1,146 @@
+"""What a shard is: a queue that also tells, without handing anything out, what it could hand out.
+
+The router decides on these figures and then acts through the Queue port with no wait. Asking changes nothing that
+anybody could miss, so a question may be cancelled at any moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshrl.contract.nouns import RunState, Task, Version
+from meshrl.contract.ports import Queue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What admission must know of a run on one shard."""
+
+    open_groups: int
+    """Admitted and not consumed (see admission.py)."""
+    open_bytes: int
+    """Payload of these groups."""
+    feed_closed: bool
+    known: frozenset[str]
+    """Those of the tasks asked about that were ever admitted here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """What a take must know of a run on one shard."""
+
+    plan: str
+    """Of the batch asked about, if any of its groups were taken here; else empty."""
+    replays: tuple[tuple[int, int], ...]
+    """(step, groups): complete groups that were taken before, by the step they were first taken for, in order."""
+    fresh: int
+    """Complete groups that were never taken; counted together with the replays up to the number asked for."""
+    unfinished: int
+    """Groups that are in no batch and not complete."""
+    feed_closed: bool
+
+    @property
+    def complete(self) -> int:
+        """Groups that a take would get now."""
+        return self.fresh + sum(groups for _, groups in self.replays)
+
+    @property
+    def done(self) -> bool:
+        """True when no more groups can become complete."""
+        return self.feed_closed and self.unfinished == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What a lease of a fixed number of rows must know of one run on one shard."""
+
+    run: str
+    ready: int
+    """Rows that the stage could lease now."""
+    upstream: int
+    """Rows without any column: they may still come to a later stage."""
+    open_groups: int
+    open_bytes: int
+    feed_closed: bool
+    epoch: int
+    published: Version
+
+
+class Shard(Queue, Protocol):
+    """One of several queues that a router speaks for."""
+
+    async def follow(self, state: RunState, owner: str) -> None:
+        """Bring the run's epoch, published version, committed step and closed feed up to `state`; idempotent.
+
+        A newer epoch is what `acquire` makes it. Raises FencedError when the run has a newer one here.
+        """
+        ...
+
+    async def room(
+        self,
+        run: str,
+        *,
+        turn: str = "",
+        tasks: Sequence[str] = (),
+        fewer_than: int = -1,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Room:
+        """How full the run is, and which of `tasks` it knows. A `turn` begins: earlier turns may admit no more.
+
+        With `fewer_than` the answer waits until fewer groups are open (or the feed is closed); `why` is what
+        `why_waiting` says meanwhile. Raises WaitTimeoutError.
+        """
+        ...
+
+    async def admit_in_turn(
+        self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
+    ) -> int:
+        """`admit` without a wait; 0 where there is no room. None leaves the cursor where it is.
+
+        Raises FencedError when another turn has begun.
+        """
+        ...
+
+    async def groups(
+        self,
+        run: str,
+        *,
+        epoch: int,
+        step: int,
+        batch_id: str,
+        groups: int,
+        more_than: int = -1,
+        done: bool = False,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Groups:
+        """Which of the next `groups` groups a take for `step` would get. Groups grown too old leave as stale.
+
+        Waits until more than `more_than` are complete, or `Groups.done` is no longer `done`.
+        Raises FencedError, WaitTimeoutError.
+        """
+        ...
+
+    async def plan_of(self, run: str, batch_id: str) -> str:
+        """The plan under which groups of the batch were taken here; empty when none were."""
+        ...
+
+    async def rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        unlike: Sequence[Rows] | None = None,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Sequence[Rows]:
+        """Figures of those of `runs` that are open and have the stage, highest priority first.
+
+        With `unlike` the answer waits until it differs. Raises UserError, EndOfDataError (as `lease`),
+        WaitTimeoutError.
+        """
+        ...

@@ -1,0 +1,226 @@
+"""A transfer queue that can be one of several: it tells what it could hand out, and takes groups by plan.
+
+    batch id on a shard:  <batch id>#<groups of shard 0>.<groups of shard 1>. ...
+
+The plan is part of the id under which a shard records its groups of a batch. So the first shard that has recorded
+them has recorded the plan, in the same transaction and under the trainer's epoch: whoever asks for the batch again
+finds it, whatever died in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from meshrl.contract.errors import FencedError, WaitTimeoutError
+from meshrl.contract.nouns import Batch, RunState, Task
+from meshrl.transferqueue import admission, batches, leases
+from meshrl.transferqueue.ledger import State
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.port import Groups, Room, Rows
+from meshrl.transferqueue.store import Store
+from meshrl.transferqueue.waiting import Bell, any_bell
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.stages import Stage
+
+STEP_BITS = 24
+"""A position is `step << STEP_BITS` and a number: whatever was taken for one step stands together on every shard."""
+
+
+class ShardQueue(TransferQueue):
+    """A Queue and a Shard. By itself it is a TransferQueue like any other."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._turns: dict[str, str] = {}
+        """Whose turn it is to admit, by run. In RAM: after a restart nobody has the turn, and feeders begin anew."""
+
+    async def follow(self, state: RunState, owner: str) -> None:
+        """See the port."""
+        run = self._run(state.spec.run)
+        if state.epoch < run.epoch:
+            run.check_epoch(state.epoch)
+        if state.epoch > run.epoch:
+            run.epoch, run.owner = state.epoch, owner
+            batches.give_back_taken(run)
+        if state.published > run.published:
+            run.published = state.published
+            run.publishes += 1
+            admission.recount(run)
+        batches.commit(run, state.committed_step)
+        run.feed_closed |= state.feed_closed
+        run.save()
+        run.ring_all()
+        await self._journal.flush()
+
+    async def room(
+        self,
+        run: str,
+        *,
+        turn: str = "",
+        tasks: Sequence[str] = (),
+        fewer_than: int = -1,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Room:
+        """See the port."""
+        if fewer_than >= 0:
+            await self._until(
+                lambda: self._has_room(run, fewer_than),
+                lambda: [self._run(run).room_bell],
+                ("admit", (run,), "feeder", why),
+                wait_s,
+            )
+        state = self._run(run)
+        if turn:
+            self._turns[run] = turn
+        answer = Room(
+            open_groups=admission.unconsumed(state),
+            open_bytes=state.open_bytes,
+            feed_closed=state.feed_closed,
+            known=frozenset(task for task in tasks if task in state.seen),
+        )
+        # A task that is told to be known must stay known.
+        await self._journal.flush()
+        return answer
+
+    def _has_room(self, run: str, fewer_than: int) -> bool:
+        state = self._run(run)
+        return state.feed_closed or admission.unconsumed(state) < fewer_than
+
+    async def admit_in_turn(
+        self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
+    ) -> int:
+        """See the port."""
+        if self._turns.get(run) != turn:
+            raise FencedError(f"run {run}: another feeder has begun to admit", turn=turn)
+        if cursor is None:
+            cursor = self._run(run).cursor
+        try:
+            # Nothing is awaited between this check and the transition.
+            return await self.admit(run, tasks, cursor=cursor, wait_s=0.0)
+        except WaitTimeoutError:
+            return 0
+
+    async def groups(
+        self,
+        run: str,
+        *,
+        epoch: int,
+        step: int,
+        batch_id: str,
+        groups: int,
+        more_than: int = -1,
+        done: bool = False,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Groups:
+        """See the port."""
+        found: list[Groups] = []
+
+        def look() -> bool:
+            state = self._run(run)
+            state.check_epoch(epoch)
+            now = _groups(state, step, groups, _plan(state, batch_id))
+            found[:] = [now]
+            return now.complete > more_than or now.done is not done
+
+        who = f"trainer of epoch {epoch}, batch {batch_id}"
+        await self._until(
+            look, lambda: [self._run(run).complete_bell], ("take", (run,), who, why), wait_s
+        )
+        await self._journal.flush()
+        return found[0]
+
+    async def plan_of(self, run: str, batch_id: str) -> str:
+        """See the port."""
+        plan = _plan(self._run(run), batch_id)
+        await self._journal.flush()
+        return plan
+
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """See Queue. What is taken first for a step stands before all that is taken first for a later one."""
+        state = self._run(run)
+        state.check_epoch(epoch)
+        state.next_position = max(state.next_position, step << STEP_BITS)
+        return await super().take(
+            run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
+        )
+
+    async def rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        unlike: Sequence[Rows] | None = None,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Sequence[Rows]:
+        """See the port."""
+        found: list[Rows] = []
+
+        def look() -> bool:
+            self._check_open()
+            found[:] = [_rows(run, spec) for run, spec in leases.leasable(self._runs, runs, stage)]
+            return unlike is None or found != list(unlike)
+
+        def bells() -> list[Bell]:
+            candidates = leases.leasable(self._runs, runs, stage)
+            return [*(run.rows_bell[spec.number] for run, spec in candidates), self._opened]
+
+        await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
+        return found
+
+    async def _until(
+        self,
+        true: Callable[[], bool],
+        bells: Callable[[], Sequence[Bell]],
+        wait: tuple[str, tuple[str, ...], str, str],
+        wait_s: float,
+    ) -> None:
+        """Return once `true()`, looking again whenever a bell rings. Raises WaitTimeoutError."""
+        if true():
+            return
+        kind, runs, who, why = wait
+        deadline = self._deadline(wait_s)
+        with self._waits.tracked(self._wait(kind, runs, who, lambda: why)):
+            while not true():
+                await any_bell(bells(), deadline, lambda: why)
+
+
+def _plan(run: Run, batch_id: str) -> str:
+    names = (name.rpartition("#") for name in run.batches)
+    return next((plan for name, _, plan in names if name == batch_id), "")
+
+
+def _groups(run: Run, step: int, count: int, plan: str) -> Groups:
+    """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
+    found = [] if plan else batches._fresh_enough(run, step, count)
+    replays = Counter(g.position >> STEP_BITS for g in found if g.position >= 0)
+    return Groups(
+        plan=plan,
+        replays=tuple(sorted(replays.items())),
+        fresh=len(found) - replays.total(),
+        unfinished=len(run.groups) - run.in_batches - run.complete,
+        feed_closed=run.feed_closed,
+    )
+
+
+def _rows(run: Run, stage: Stage) -> Rows:
+    resident = run.books.resident
+    return Rows(
+        run=run.name,
+        ready=len(run.ready[stage.number]),
+        upstream=0 if stage.first else resident[State.QUEUED] + resident[State.LEASED],
+        open_groups=admission.unconsumed(run),
+        open_bytes=run.open_bytes,
+        feed_closed=run.feed_closed,
+        epoch=run.epoch,
+        published=run.published,
+    )

@@ -1,0 +1,161 @@
+"""Batches over several shards: a plan says how many groups each gives, and is recorded with them.
+
+    shards tell their complete groups ──▶ enough? ──▶ plan "5.3" ──▶ take 5 and 3 under the id "<batch id>#5.3"
+
+**Exactly once, whatever dies.** A group that is complete and fresh enough for a step stays so until it is taken, so
+the parts of a plan can always be taken. The first part that a shard records carries the plan: whoever asks for the
+batch again, before or after a kill, follows it, and a shard that has given its part gives the same one again. Parts
+of an older epoch that were not settled come back at `acquire`, as from a single queue.
+
+**Order.** What was taken before is taken first, by the step that it was first taken for, then by shard, then in its
+old order: a rewound trainer gets the same batches. What is new is taken in even shares, each shard's in its
+sampler's order; where one has fewer, the others give more. So batches are in order of admission (or the sampler's) on
+each shard, and about so over all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshrl.contract.errors import EndOfDataError, UserError, WaitTimeoutError
+from meshrl.contract.nouns import Batch
+from meshrl.transferqueue.sharding.asking import all_of, any_of
+from meshrl.transferqueue.sharding.port import Groups, Shard
+
+PLANS = 64
+"""Plans that a router keeps in mind; older ones are asked for again."""
+
+
+def split(told: Sequence[Groups], count: int, step: int) -> tuple[int, ...]:
+    """How many of `count` groups each shard gives; together fewer only when there are fewer."""
+    given = [0] * len(told)
+    left = count
+    for first in sorted({at for one in told for at, _ in one.replays}):
+        for number, one in enumerate(told):
+            part = min(left, dict(one.replays).get(first, 0))
+            given[number] += part
+            left -= part
+    fresh = [one.fresh for one in told]
+    # One group from each in turn; who begins changes with the step, so that no shard is always the last.
+    turn = [(step + number) % len(told) for number in range(len(told))]
+    while left and any(fresh):
+        for number in turn:
+            if left and fresh[number]:
+                fresh[number] -= 1
+                given[number] += 1
+                left -= 1
+    return tuple(given)
+
+
+@dataclass(slots=True, eq=False)
+class Taking:
+    """One run's batches."""
+
+    run: str
+    shards: Sequence[Shard]
+    plans: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    """Of batches whose parts are all taken."""
+
+    async def take(
+        self, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """See Queue."""
+        if groups < 1 or not batch_id:
+            raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
+        plan = self.plans.get(batch_id)
+        if plan is None:
+            plan = await self._agree(epoch, step, groups, batch_id, wait_s)
+        parts = await all_of(
+            self.shards[number].take(
+                self.run,
+                epoch=epoch,
+                step=step,
+                groups=count,
+                batch_id=f"{batch_id}#{plan}",
+                wait_s=0.0,
+            )
+            for number, count in enumerate(map(int, plan.split(".")))
+            if count
+        )
+        self._keep(batch_id, plan)
+        rows = tuple(row for part in parts for row in part.rows)
+        return Batch.of_rows(rows, batch_id=batch_id, run=self.run, step=step)
+
+    async def settle(self, *, epoch: int, step: int, batch_id: str) -> None:
+        """See Queue."""
+        plan = self.plans.get(batch_id) or await self._recorded(batch_id)
+        if not plan:
+            # Committed long ago, or nobody's: a shard by itself knows what to say.
+            await self.shards[0].settle(self.run, epoch=epoch, step=step, batch_id=batch_id)
+            return
+        await all_of(
+            self.shards[number].settle(
+                self.run, epoch=epoch, step=step, batch_id=f"{batch_id}#{plan}"
+            )
+            for number, count in enumerate(map(int, plan.split(".")))
+            if count
+        )
+
+    async def _recorded(self, batch_id: str) -> str:
+        plans = await all_of(shard.plan_of(self.run, batch_id) for shard in self.shards)
+        return next(filter(None, plans), "")
+
+    def _keep(self, batch_id: str, plan: str) -> None:
+        self.plans[batch_id] = plan
+        while len(self.plans) > PLANS:
+            self.plans.popitem(last=False)
+
+    async def _agree(self, epoch: int, step: int, groups: int, batch_id: str, wait_s: float) -> str:
+        """The plan on record, or a new one once there are enough groups.
+
+        A shard is heard of again when it has its share of what is missing: when enough have come in, some shard has.
+
+        Raises:
+            WaitTimeoutError, EndOfDataError, FencedError.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + max(0.0, wait_s)
+        asked = {"epoch": epoch, "step": step, "batch_id": batch_id, "groups": groups}
+        while True:
+            told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)  # type: ignore[arg-type]
+            plan = next((one.plan for one in told if one.plan), "")
+            if plan:
+                return plan
+            complete = sum(one.complete for one in told)
+            done = all(one.done for one in told)
+            if complete >= groups or (done and complete):
+                return ".".join(map(str, split(told, groups, step)))
+            if done:
+                raise EndOfDataError(
+                    f"run {self.run}: the feed is closed and every group is taken or has left"
+                )
+            left = deadline - clock()
+            why = self._why(told, groups, step)
+            if left <= 0:
+                raise WaitTimeoutError(f"timed out waiting for {why}")
+            share = -(-(groups - complete) // len(told))
+            await any_of(
+                shard.groups(
+                    self.run,
+                    **asked,  # type: ignore[arg-type]
+                    more_than=one.complete + share - 1,
+                    done=one.done,
+                    why=why,
+                    wait_s=left,
+                )
+                for shard, one in zip(self.shards, told, strict=True)
+            )
+
+    @staticmethod
+    def _why(told: Sequence[Groups], groups: int, step: int) -> str:
+        complete = sum(one.complete for one in told)
+        open_groups = complete + sum(one.unfinished for one in told)
+        feeds = "closed" if all(one.feed_closed for one in told) else "open"
+        shards = ", ".join(str(one.complete) for one in told)
+        return (
+            f"{groups} complete groups for step {step}: {complete} are (by shard: {shards}),"
+            f" of {open_groups} open; the feed is {feeds}"
+        )

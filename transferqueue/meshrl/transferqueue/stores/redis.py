@@ -1,0 +1,382 @@
+"""The shared store: one Redis (or Valkey), 7.0 or later, with its append-only file; a commit is one script.
+
+    event loop ──apply──▶ stage … stage ──▶ commit script: fencing token? number? then everything ──▶ answered
+               ──read───▶ HMGET
+
+Exactly once: every commit has a number, which changes in the commit's own script. An answer that was lost is asked
+for again; a commit that is there already changes nothing.
+
+One owner: a queue holds a subscription, which dies with its connection, so a second queue is refused while the first
+one lives; whoever owned the store before has an older fencing token, which every script compares.
+
+A server that forgot acknowledged commits (failover, power cut under `everysec`) shows an older number: the commit in
+hand is refused, and `load` goes back to what the server has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, ResponseError
+
+from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.store import FORMAT, Operation, OwnerLostError, Table
+from meshrl.transferqueue.stores._redis_link import Link
+from meshrl.transferqueue.stores._redis_scripts import CLAIM, COMMIT, RELEASE, STAGE
+
+log = logging.getLogger(__name__)
+
+OPEN_S: Final = 5.0
+"""How long a queue that opens waits for a Redis that starts."""
+RESTART_S: Final = 30.0
+"""How long a commit waits for a Redis that restarts or fails over; then it is refused. The queue goes on trying."""
+OWNER_GONE_S: Final = 0.5
+"""How long a queue that opens waits for Redis to notice that the former owner's connection is closed."""
+PART_BYTES: Final = 16 << 20
+"""A commit beyond it is staged in parts, so that no command grows without bound."""
+READ_KEYS: Final = 1024
+SCAN_RECORDS: Final = 2000
+_RANK: Final = {"none": 0, "no": 0, "everysec": 1, "always": 2}
+"""Of our words and of Redis'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one queue; the braces keep them on one slot."""
+
+    prefix: str
+
+    def __getitem__(self, name: str) -> str:
+        return f"meshrl:{{{self.prefix}}}:{name}"
+
+    def tables(self) -> list[str]:
+        """META and PAYLOAD, as the scripts want them."""
+        return [self[table] for table in Table]
+
+    def staged(self) -> list[str]:
+        """Likewise."""
+        return [self[f"staged:{table}"] for table in Table]
+
+
+class RedisStore:
+    """Two hashes of a Redis under one prefix."""
+
+    def __init__(
+        self,
+        link: Link,
+        prefix: str,
+        *,
+        durability: str = "everysec",
+        reserve_bytes: int = 0,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self._link = link
+        self._keys = Keys(prefix)
+        self._durability = durability
+        self._reserve_bytes = reserve_bytes
+        self._part_bytes = part_bytes
+        self._owner = uuid4().hex
+        self._generation = 0
+        """The fencing token; 0 before the first claim."""
+        self._sequence = 0
+        """The number of the last commit that was acknowledged."""
+        self._applying = asyncio.Lock()
+        """Held by a commit, and by an export, which shows one moment."""
+        self._free: float = float("inf")
+        self._used = 0
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"queue store {self._link.name} {self._keys.prefix}"
+
+    # --- the port
+
+    async def load(self) -> Sequence[tuple[bytes, bytes]]:
+        """Own the store (anew: whatever is still on its way from before is fenced) and return META.
+
+        Raises:
+            UserError: owned by a queue that lives, another format, wrong password, a Redis that promises less than
+                `durability` asks. OwnerLostError: another queue took over. InfraError: no master can be reached.
+        """
+        patience_s = RESTART_S if self._generation else OPEN_S
+        await self._link.call(self._check_server, patience_s)
+        await self._link.hold(self._channel + self._owner, patience_s)
+        await self._claim(patience_s)
+        found = [pair async for part in self._scan(Table.META) for pair in part]
+        return sorted(dict(found).items())
+
+    async def apply(self, operations: Sequence[Operation]) -> None:
+        """One script. Raises CapacityError, InfraError, OwnerLostError; none of `operations` was done then."""
+        async with self._applying:
+            number = self._sequence + 1
+            state = await self._write(operations, number)
+            if state == "unstaged":
+                # The server restarted with part of what was staged: from the beginning.
+                await self._clear_staged()
+                state = await self._write(operations, number)
+            if state != "done":
+                raise InfraError(f"{self.name}: commit {number} ended as {state!r}")
+            self._sequence = number
+
+    async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
+        """The PAYLOAD values. Raises InfraError, also for a server that forgot acknowledged commits."""
+        parts = [keys[at : at + READ_KEYS] for at in range(0, len(keys), READ_KEYS)]
+
+        async def ask(client: Redis) -> list[Any]:
+            async with client.pipeline(transaction=False) as pipe:
+                pipe.hget(self._keys["head"], "sequence")
+                for part in parts:
+                    pipe.hmget(self._keys[Table.PAYLOAD], list(part))
+                return await pipe.execute()
+
+        if not parts:
+            return []
+        sequence = self._sequence
+        found, *values = await self._link.call(ask, RESTART_S)
+        if int(found or 0) < sequence:
+            raise self._forgotten(found)
+        return [value for part in values for value in part]
+
+    def check_room(self, nbytes: int) -> None:
+        """Compare with `maxmemory`, as it was after the last commit. Raises CapacityError."""
+        if self._free < nbytes + self._reserve_bytes:
+            raise CapacityError(
+                f"{self.name}: {self._free:.0f} bytes free of Redis' maxmemory, {nbytes} wanted and"
+                f" {self._reserve_bytes} kept in reserve; rows get in again once there is room",
+                free=self._free,
+                wanted=nbytes,
+            )
+
+    def size_bytes(self) -> int:
+        """Memory that Redis uses, as of the last commit; all its users together."""
+        return self._used
+
+    async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
+        """Every record of this moment; commits wait until it is over, since Redis has no snapshots to read."""
+        async with self._applying:
+            for table in Table:
+                async for part in self._scan(table):
+                    yield [Operation(table, key, value) for key, value in part]
+
+    async def close(self) -> None:
+        """Let another queue own the store, hang up; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._generation:
+            keys = [self._keys["head"]]
+            try:
+                await self._script(RELEASE, keys, [self._owner, self._generation], OPEN_S)
+            except InfraError as error:
+                log.warning(
+                    "%s: not given back, its end of the connection will tell: %s", self.name, error
+                )
+        await self._link.close()
+
+    # --- owning
+
+    @property
+    def _channel(self) -> str:
+        return self._keys["owner:"]
+
+    async def _claim(self, patience_s: float) -> None:
+        keys = [self._keys["head"], *self._keys.tables(), *self._keys.staged()]
+        who = f"{os.getpid()} on {socket.gethostname()}"
+        clock = asyncio.get_running_loop().time
+        give_up_at, pause_s = clock() + OWNER_GONE_S, 0.02
+        while True:
+            given = [FORMAT, self._owner, who, self._generation, self._channel]
+            state, *rest = await self._script(CLAIM, keys, given, patience_s)
+            # A former owner that was killed a moment ago may still look alive.
+            if state != b"owned" or clock() > give_up_at:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        if state != b"ok":
+            raise self._not_ours(state, rest)
+        self._generation, sequence = map(int, rest)
+        if sequence < self._sequence:
+            log.error(
+                "%s: the server forgot %d acknowledged commits; the queue goes back to commit %d",
+                *(self.name, self._sequence - sequence, sequence),
+            )
+        self._sequence = sequence
+
+    def _not_ours(self, state: bytes, rest: Sequence[bytes]) -> Exception:
+        detail = rest[0].decode(errors="replace") if rest else ""
+        match state:
+            case b"owned":
+                return UserError(f"{self.name} is already open in process {detail}")
+            case b"fenced":
+                return OwnerLostError(
+                    f"{self.name}: process {detail} took it over, this one is done"
+                )
+            case b"format":
+                return UserError(
+                    f"{self.name} is stored in format {detail}, this meshrl reads format {FORMAT}:"
+                    " finish the run with the version that wrote it, or choose another redis_prefix"
+                )
+            case b"empty":
+                return InfraError(
+                    f"{self.name}: the server holds nothing of this queue any more, which was at commit"
+                    f" {self._sequence}: bring its append-only file or a replica back, or restore a backup"
+                )
+        return CorruptError(f"{self.name}: these keys exist and are no queue store")
+
+    async def _check_server(self, client: Redis) -> None:
+        """Raises UserError for a server that is too old, evicts, or promises less than we do."""
+        info = await client.info("server")
+        version = str(info.get("redis_version", "0"))
+        if int(version.split(".")[0]) < 7:
+            raise UserError(f"redis at {self._link.name} is version {version}; want 7.0 or later")
+        try:
+            told = await client.config_get("append*") | await client.config_get("maxmemory*")
+        except (NoPermissionError, ResponseError) as error:
+            log.warning("redis at %s does not tell its settings: %s", self._link.name, error)
+            return
+        found = {key: str(value) for key, value in told.items()}
+        has = found["appendfsync"] if found["appendonly"] == "yes" else "no"
+        if _RANK[self._durability] > _RANK[has]:
+            raise UserError(
+                f"queue.durability is {self._durability} and redis at {self._link.name} has appendonly"
+                f" {found['appendonly']}, appendfsync {found['appendfsync']}: CONFIG SET it to"
+                f" appendonly yes, appendfsync {self._durability}, or ask for less"
+            )
+        if int(found["maxmemory"]) and found["maxmemory-policy"].startswith("allkeys"):
+            raise UserError(
+                f"redis at {self._link.name} evicts keys when it is full (maxmemory-policy"
+                f" {found['maxmemory-policy']}): rows would be lost; want noeviction"
+            )
+
+    # --- writing
+
+    async def _write(self, operations: Sequence[Operation], number: int) -> str:
+        """Stage what is too big for one command, then commit; the script's answer."""
+        fence = [self._owner, self._generation, number]
+        puts: dict[Table, list[bytes]] = {}
+        staged: list[int] = []
+        for table, list_key in zip(Table, self._keys.staged(), strict=True):
+            *full, puts[table] = _parts(operations, table, self._part_bytes)
+            length = 0
+            for part in full:
+                state = await self._answer(
+                    STAGE, [self._keys["head"], list_key], [*fence, length, *part]
+                )
+                if state != "ok":
+                    return state
+                length += len(part)
+            staged.append(length)
+        gone = {
+            t: [op.key for op in operations if op.table is t and op.value is None] for t in Table
+        }
+        counts = [len(puts[Table.META]), len(puts[Table.PAYLOAD]), len(gone[Table.META])]
+        items = [item for found in (puts, gone) for table in Table for item in found[table]]
+        keys = [self._keys["head"], *self._keys.tables(), *self._keys.staged()]
+        return await self._answer(COMMIT, keys, [*fence, *staged, *counts, *items], watch_room=True)
+
+    async def _answer(
+        self, script: str, keys: list[str], arguments: list[Any], *, watch_room: bool = False
+    ) -> str:
+        state, *rest = await self._script(script, keys, arguments, RESTART_S, watch_room=watch_room)
+        if state == b"lost":
+            generation, sequence, name = int(rest[0]), rest[1], rest[2].decode()
+            if generation > self._generation:
+                raise OwnerLostError(f"{self.name}: process {name} took it over, this one is done")
+            raise self._forgotten(sequence)
+        return str(state, "ascii")
+
+    def _forgotten(self, sequence: bytes | None) -> InfraError:
+        return InfraError(
+            f"{self.name}: the server is at commit {int(sequence or 0)}, this queue was told that commit"
+            f" {self._sequence} is stored: the server lost what came in between"
+        )
+
+    async def _clear_staged(self) -> None:
+        await self._link.call(lambda client: client.delete(*self._keys.staged()), RESTART_S)
+
+    async def _script(
+        self,
+        script: str,
+        keys: list[str],
+        arguments: list[Any],
+        patience_s: float,
+        *,
+        watch_room: bool = False,
+    ) -> list[bytes]:
+        # EVAL, not EVALSHA: a promoted replica or a restarted server would not know the script.
+        async def ask(client: Redis) -> list[Any]:
+            async with client.pipeline(transaction=False) as pipe:
+                pipe.eval(script, len(keys), *keys, *arguments)
+                if watch_room:
+                    pipe.info("memory")
+                return await pipe.execute()
+
+        answers = await self._link.call(ask, patience_s)
+        if watch_room:
+            self._used = int(answers[1]["used_memory"])
+            limit = int(answers[1].get("maxmemory", 0))
+            self._free = limit - self._used if limit else float("inf")
+        found: list[bytes] = answers[0]
+        return found
+
+    async def _scan(self, table: Table) -> AsyncGenerator[list[tuple[bytes, bytes]], None]:
+        cursor = 0
+        while True:
+
+            async def ask(client: Redis, at: int = cursor) -> Any:
+                return await client.hscan(self._keys[table], at, count=SCAN_RECORDS)
+
+            cursor, part = await self._link.call(ask, RESTART_S)
+            if part:
+                yield list(part.items())
+            if cursor == 0:
+                return
+
+
+def _parts(operations: Sequence[Operation], table: Table, limit: int) -> Iterator[list[bytes]]:
+    """Keys and values put into `table`, in lists of up to `limit` bytes; the last may be empty."""
+    part: list[bytes] = []
+    size = 0
+    for operation in operations:
+        if operation.table is not table or operation.value is None:
+            continue
+        if part and size + len(operation.value) > limit:
+            yield part
+            part, size = [], 0
+        part += [operation.key, operation.value]
+        size += len(operation.key) + len(operation.value)
+    yield part
+
+
+def build(config: QueueConfig, path: Path) -> RedisStore:
+    """The store at `config.redis_url`, under `config.redis_prefix` or else the run's path.
+
+    Raises:
+        UserError: a URL that makes no sense, or a password file that cannot be read.
+    """
+    password = None
+    if config.redis_password_file is not None:
+        try:
+            password = config.redis_password_file.read_text().strip()
+        except OSError as error:
+            raise UserError(
+                f"queue.redis_password_file: {config.redis_password_file}: {error.strerror}"
+            ) from error
+    return RedisStore(
+        Link([url.strip() for url in config.redis_url.split(",")], password),
+        config.redis_prefix or str(path.absolute()),
+        durability=config.durability,
+        reserve_bytes=config.reserve_bytes,
+    )
