@@ -1,0 +1,175 @@
+"""The Shard port over gRPC: a QueueWire that also asks what a router must know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshrl.contract import codec
+from meshrl.contract.nouns import RunState, Task
+from meshrl.services.wires.peer import STAGE_PATIENCE_S, nothing
+from meshrl.services.wires.queue import QueueWire
+from meshrl.transferqueue.sharding.port import Groups, Room, Rows
+from meshrl.v1 import shard_pb2 as pb
+from meshrl.v1 import shard_pb2_grpc as rpc
+
+
+class ShardWire(QueueWire):
+    """A Shard elsewhere. Everything is asked again when the shard goes away before it answers."""
+
+    def __init__(self, address: str, *, patience_s: float = STAGE_PATIENCE_S) -> None:
+        super().__init__(address, patience_s=patience_s)
+        self._shard = rpc.ShardStub(self._peer.channel)
+
+    async def follow(self, state: RunState, owner: str) -> None:
+        """See Shard."""
+        request = pb.FollowRequest(state=codec.encode_run_state(state), owner=owner)
+        await self._peer.ask(self._shard.Follow, request, nothing)
+
+    async def room(
+        self,
+        run: str,
+        *,
+        turn: str = "",
+        tasks: Sequence[str] = (),
+        fewer_than: int = -1,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Room:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Room:
+            request = pb.RoomRequest(
+                run=run, turn=turn, tasks=tasks, fewer_than=fewer_than, why=why, wait_s=seconds
+            )
+            return await self._peer.ask(self._shard.Room, request, _room, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def admit_in_turn(
+        self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
+    ) -> int:
+        """See Shard."""
+        call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor or "", wait_s=0.0)
+        requests = [
+            pb.AdmitInTurnRequest(turn=turn, move_cursor=cursor is not None, admit=part)
+            for part in codec.encode_admit(call)
+        ]
+        return await self._peer.tell_stream(
+            self._shard.AdmitInTurn, requests, lambda answer: answer.admitted
+        )
+
+    async def groups(
+        self,
+        run: str,
+        *,
+        epoch: int,
+        step: int,
+        batch_id: str,
+        groups: int,
+        more_than: int = -1,
+        done: bool = False,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Groups:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Groups:
+            request = pb.GroupsRequest(
+                run=run,
+                epoch=epoch,
+                step=step,
+                batch_id=batch_id,
+                groups=groups,
+                more_than=more_than,
+                done=done,
+                why=why,
+                wait_s=seconds,
+            )
+            return await self._peer.ask(self._shard.Groups, request, _groups, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def plan_of(self, run: str, batch_id: str) -> str:
+        """See Shard."""
+        request = pb.PlanOfRequest(run=run, batch_id=batch_id)
+        return await self._peer.ask(self._shard.PlanOf, request, lambda answer: answer.plan)
+
+    async def rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        unlike: Sequence[Rows] | None = None,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Sequence[Rows]:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Sequence[Rows]:
+            request = pb.RowsRequest(
+                runs=runs,
+                stage=stage,
+                worker=worker,
+                unlike=None if unlike is None else encode_rows(unlike),
+                why=why,
+                wait_s=seconds,
+            )
+            return await self._peer.ask(self._shard.Rows, request, decode_rows, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+
+def _room(answer: pb.RoomResponse) -> Room:
+    return Room(
+        open_groups=answer.open_groups,
+        open_bytes=answer.open_bytes,
+        feed_closed=answer.feed_closed,
+        known=frozenset(answer.known),
+    )
+
+
+def _groups(answer: pb.GroupsResponse) -> Groups:
+    return Groups(
+        plan=answer.plan,
+        replays=tuple((replay.step, replay.groups) for replay in answer.replays),
+        fresh=answer.fresh,
+        unfinished=answer.unfinished,
+        feed_closed=answer.feed_closed,
+    )
+
+
+def encode_rows(rows: Sequence[Rows]) -> pb.RowsResponse:
+    """Figures of several runs."""
+    return pb.RowsResponse(
+        runs=[
+            pb.RowsResponse.Run(
+                run=one.run,
+                ready=one.ready,
+                upstream=one.upstream,
+                open_groups=one.open_groups,
+                open_bytes=one.open_bytes,
+                feed_closed=one.feed_closed,
+                epoch=one.epoch,
+                published=codec.encode_version(one.published),
+            )
+            for one in rows
+        ]
+    )
+
+
+def decode_rows(message: pb.RowsResponse) -> list[Rows]:
+    """The inverse of `encode_rows`."""
+    return [
+        Rows(
+            run=one.run,
+            ready=one.ready,
+            upstream=one.upstream,
+            open_groups=one.open_groups,
+            open_bytes=one.open_bytes,
+            feed_closed=one.feed_closed,
+            epoch=one.epoch,
+            published=codec.decode_version(one.published),
+        )
+        for one in message.runs
+    ]
