@@ -10,11 +10,22 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import FencedError
-from meshrl.contract.nouns import Batch, Columns, Lease, Ledger, RowWrite, Task, Uid
+from meshrl.contract.frames import pack
+from meshrl.contract.nouns import (
+    Batch,
+    Lease,
+    Ledger,
+    PackedGroup,
+    Part,
+    PayloadGroup,
+    Siblings,
+    Task,
+)
 from meshrl.contract.ports import Queue
+from meshrl.contract.rowwise import RowVerbs
 
 
-class Wrong:
+class Wrong(RowVerbs):
     """Passes everything on. `due` is true once, at the fifth opportunity."""
 
     def __init__(self, queue: Queue) -> None:
@@ -24,6 +35,14 @@ class Wrong:
     def __getattr__(self, verb: str) -> Any:
         return getattr(self.queue, verb)
 
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        await self.queue.write_packed(run, stage, groups)
+
+    async def fetch_packed(
+        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        return await self.queue.fetch_packed(run, groups, columns)
+
     def due(self) -> bool:
         self._chances += 1
         return self._chances == 5
@@ -32,27 +51,23 @@ class Wrong:
 class DropsAWrite(Wrong):
     """Acknowledges a write and forgets it."""
 
-    async def write(
-        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
-    ) -> None:
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         if stage != "reward" or not self.due():
-            await self.queue.write(run, stage, token_of, rows)
+            await self.queue.write_packed(run, stage, groups)
 
 
 class TakesFencedWrites(Wrong):
     """Lets a lease expire under its holder, and acknowledges the write that comes too late."""
 
-    async def write(
-        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
-    ) -> None:
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         if stage == "rollout" and self.due():
             ledger = await self.queue.run_state(run)
             await asyncio.sleep(3 * ledger.spec.lease_ttl_s)
             try:
-                await self.queue.write(run, stage, token_of, rows)
+                await self.queue.write_packed(run, stage, groups)
             except FencedError:
                 return
-        await self.queue.write(run, stage, token_of, rows)
+        await self.queue.write_packed(run, stage, groups)
 
 
 class GrantsTwice(Wrong):
@@ -99,21 +114,23 @@ class ResurrectsACommittedRow(Wrong):
         if self._first is None:
             self._first = lease
         if self._committed and self.due():
-            ghosts = tuple(replace(row, token=row.token + 10**6) for row in self._first.rows)
-            return replace(lease, rows=(*lease.rows, *ghosts))
+            ghosts = tuple(replace(g, token=g.token + 10**6) for g in self._first.groups)
+            return replace(lease, groups=(*lease.groups, *ghosts))
         return lease
 
 
 class AltersContent(Wrong):
     """Flips a bit of what was stored."""
 
-    async def fetch(
-        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
-    ) -> Sequence[Columns]:
-        first, *rest = await self.queue.fetch(run, uids, columns)
+    async def fetch_packed(
+        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        first, *rest = await self.queue.fetch_packed(run, groups, columns)
         if self.due():
-            tokens: Any = first["tokens"] ^ np.int32(1)
-            first = {**first, "tokens": tokens}
+            rows = first.columns()
+            tokens: Any = rows[0]["tokens"] ^ np.int32(1)
+            frame = pack([{**rows[0], "tokens": tokens}, *rows[1:]])
+            first = replace(first, parts=(Part(rows=tuple(range(len(rows))), frame=frame),))
         return [first, *rest]
 
 
@@ -122,11 +139,11 @@ class ForgetsABatch(Wrong):
 
     async def take(self, run: str, **rest: Any) -> Batch:
         batch: Batch = await self.queue.take(run, **rest)
-        half = len(batch.rows) // 2
+        half = len(batch.groups) // 2
         self._chances += 1
         if self._chances % 2:
             return batch
-        return replace(batch, rows=(*batch.rows[half:], *batch.rows[:half]))
+        return replace(batch, groups=(*batch.groups[half:], *batch.groups[:half]))
 
 
 class LosesATask(Wrong):
@@ -161,10 +178,10 @@ class MixesUpReplays(Wrong):
 
     async def take(self, run: str, **rest: Any) -> Batch:
         batch: Batch = await self.queue.take(run, **rest)
-        half = len(batch.rows) // 2
+        half = len(batch.groups) // 2
         if not self._rewound:
             return batch
-        return replace(batch, rows=(*batch.rows[half:], *batch.rows[:half]))
+        return replace(batch, groups=(*batch.groups[half:], *batch.groups[:half]))
 
 
 BUGS: Mapping[str, tuple[type[Wrong], str]] = {

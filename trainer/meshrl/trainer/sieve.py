@@ -75,7 +75,7 @@ class Sieve:
         assert self._at is not None
         rows = tuple(row for part in self._parts for row in part.rows)
         first = f"{self._run}/{self._at[0]}.{self._at[1]}"
-        return Batch(batch_id=first, run=self._run, step=self._at[1], rows=rows)
+        return Batch.of_rows(rows, batch_id=first, run=self._run, step=self._at[1])
 
     @property
     def facts(self) -> dict[str, Json]:
@@ -155,7 +155,7 @@ class Sieve:
                 uids=[row.uid for row in rows],
                 reason=reason,
             )
-        return Batch(batch_id=taken.batch_id, run=taken.run, step=taken.step, rows=tuple(kept))
+        return Batch.of_rows(kept, batch_id=taken.batch_id, run=taken.run, step=taken.step)
 
     @property
     def _epoch(self) -> int:

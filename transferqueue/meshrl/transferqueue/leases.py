@@ -84,8 +84,7 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
     available = len(run.ready[stage.number])
     if available == 0 or available >= at_least or not run.spec.gated:
         return available > 0
-    queued, leased, *_ = run.books.resident
-    upstream = 0 if stage.first else queued + leased
+    upstream = 0 if stage.first else run.books.unstarted
     return not upstream and not admission.can_grow(run)
 
 

@@ -53,6 +53,12 @@ class Books:
         self.resident = [0] * len(State)
         """In the order of State."""
 
+    @property
+    def unstarted(self) -> int:
+        """Rows that have no column yet."""
+        queued, leased, *_ = self.resident
+        return queued + leased
+
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
         """A group's rows by state, as they were counted and as they are."""
         for state, (was, is_) in enumerate(zip(old, new, strict=True)):

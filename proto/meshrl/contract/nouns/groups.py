@@ -294,6 +294,20 @@ class Lease:
     ttl_s: float
     groups: tuple[LeasedGroup, ...]
 
+    @property
+    def run(self) -> str:
+        """The run of all its rows; empty where it has none."""
+        return self.groups[0].prompt.run if self.groups else ""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all groups, counted without reading them."""
+        return sum(map(len, self.groups))
+
+    def token_of(self) -> dict[Uid, int]:
+        """The fencing token of each row."""
+        return {uid: group.token for group in self.groups for uid in group.uids(self.run)}
+
     @cached_property
     def rows(self) -> tuple[LeasedRow, ...]:
         """The rows of all groups, in order. Raises CorruptError."""

@@ -110,8 +110,8 @@ class Leasing:
                     continue  # what is wrong with the whole question is told to who parks
                 if lease is not None:
                     parts.append((number, lease))
-                    left -= len(lease.rows)
-                    runs = (lease.rows[0].uid.run,)
+                    left -= lease.num_rows
+                    runs = (lease.run,)
         except BaseException:
             self._give_all_back(parts)
             raise
@@ -178,10 +178,10 @@ class Leasing:
 
     @staticmethod
     async def _release(shard: Shard, lease: Lease) -> None:
-        if lease.rows:
-            tokens = {row.uid: row.token for row in lease.rows}
+        if lease.groups:
+            tokens = lease.token_of()
             try:
-                await shard.release(lease.rows[0].uid.run, lease.stage, tokens)
+                await shard.release(lease.run, lease.stage, tokens)
             except MeshError:
                 return  # it expires
 
@@ -232,14 +232,14 @@ class Leasing:
     async def _together(self, ask: Ask, run: str, wanted: int) -> Lease | None:
         """At least `wanted` rows, or None when somebody else was faster: then none is kept."""
         parts = await self._gathered(ask, (run,), range(len(self._shards)))
-        if sum(len(part.rows) for _, part in parts) < wanted:
+        if sum(part.num_rows for _, part in parts) < wanted:
             self._give_all_back(parts)
             return None
         return _joined([part for _, part in parts])
 
 
 def _joined(parts: Sequence[Lease]) -> Lease:
-    return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
+    return replace(parts[0], groups=tuple(group for part in parts for group in part.groups))
 
 
 def _priority(specs: Mapping[str, RunSpec], run: str) -> int:

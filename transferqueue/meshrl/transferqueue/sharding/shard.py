@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from meshrl.contract.errors import FencedError, WaitTimeoutError
 from meshrl.contract.nouns import Batch, RunState, Task
 from meshrl.transferqueue import admission, batches, leases
-from meshrl.transferqueue.ledger import State
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.port import Groups, Room, Rows
 from meshrl.transferqueue.store import Store
@@ -213,11 +212,10 @@ def _groups(run: Run, step: int, count: int, plan: str) -> Groups:
 
 
 def _rows(run: Run, stage: Stage) -> Rows:
-    resident = run.books.resident
     return Rows(
         run=run.name,
         ready=len(run.ready[stage.number]),
-        upstream=0 if stage.first else resident[State.QUEUED] + resident[State.LEASED],
+        upstream=0 if stage.first else run.books.unstarted,
         open_groups=admission.unconsumed(run),
         open_bytes=run.open_bytes,
         feed_closed=run.feed_closed,

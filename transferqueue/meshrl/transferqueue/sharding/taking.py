@@ -81,8 +81,8 @@ class Taking:
             if count
         )
         self._keep(batch_id, plan)
-        rows = tuple(row for part in parts for row in part.rows)
-        return Batch.of_rows(rows, batch_id=batch_id, run=self.run, step=step)
+        every = tuple(group for part in parts for group in part.groups)
+        return Batch(batch_id=batch_id, run=self.run, step=step, groups=every)
 
     async def settle(self, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
