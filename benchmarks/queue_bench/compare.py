@@ -54,6 +54,7 @@ def parse(description: str) -> argparse.Namespace:
     tuning.add_argument("--in-flight", type=int, default=2, help="calls of each client")
     tuning.add_argument("--admit", type=int, default=64, help="tasks of one call")
     tuning.add_argument("--resident-batches", type=int, default=8, help="bound of admission")
+    tuning.add_argument("--shards", type=int, default=1, help="queue processes (%(default)s)")
     tuning = parser.add_argument_group("tuning of the peer")
     tuning.add_argument("--peer-in-flight", type=int, default=2, help="calls of each client")
     tuning.add_argument(
@@ -80,6 +81,7 @@ def openers(arguments: argparse.Namespace) -> dict[str, Opener]:
         "in_flight": arguments.in_flight,
         "admit": arguments.admit,
         "resident_batches": arguments.resident_batches,
+        "shards": arguments.shards,
     }
     found: dict[str, Opener] = {
         store: partial(systems.ours, store, seed=SEED, tuning=tuning)
@@ -124,7 +126,7 @@ async def compare(arguments: argparse.Namespace) -> None:
             "tuning": {
                 key: value
                 for key, value in vars(arguments).items()
-                if key in ("groups", "in_flight", "admit", "resident_batches")
+                if key in ("groups", "in_flight", "admit", "resident_batches", "shards")
                 or key.startswith("peer_")
             },
             "systems": figures,

@@ -20,10 +20,20 @@ from meshrl.contract.nouns import (
     Version,
 )
 from meshrl.contract.ports import Queue
+from meshrl.services.wires import QueueWire
+from meshrl.services.wires.shard import ShardWire
+from meshrl.transferqueue.sharding.router import ShardedQueue
 
 ROLLOUT = StageSpec(name="rollout", reads=(), writes=("tokens", "loss_mask", "rollout_logprobs"))
 ANNOTATE = StageSpec(name="annotate", reads=("tokens",), writes=("reward", "ref_logprobs"))
 COLUMNS = (*ROLLOUT.writes, *ANNOTATE.writes)
+
+
+def connect(addresses: str) -> Queue:
+    """A queue service, or the router over several, their addresses separated by commas."""
+    if "," not in addresses:
+        return QueueWire(addresses)
+    return ShardedQueue([ShardWire(address) for address in addresses.split(",")])
 
 
 def run_spec(run: str, *, group_size: int, batch_groups: int, batches: int) -> RunSpec:
@@ -38,10 +48,11 @@ def run_spec(run: str, *, group_size: int, batch_groups: int, batches: int) -> R
     )
 
 
-def task(run: str, given: Group) -> Task:
+def task(run: str, number: int, given: Group) -> Task:
+    """The task of this number; its rows are those of `given`."""
     return Task(
         run=run,
-        task_id=str(given.number),
+        task_id=str(number),
         prompt_ids=given.prompt,
         group_size=len(given.tokens),
     )
@@ -50,9 +61,10 @@ def task(run: str, given: Group) -> Task:
 async def write_rollouts(
     queue: Queue, run: str, lease: Lease, groups: Sequence[Group], version: Version
 ) -> None:
+    """Task n is answered with group n, modulo the groups there are."""
     rows = []
     for row in lease.rows:
-        given, index = groups[int(row.uid.task)], row.uid.index
+        given, index = groups[int(row.uid.task) % len(groups)], row.uid.index
         columns = {name: getattr(given, name)[index] for name in ROLLOUT.writes}
         facts = RowFacts(
             outcome=Outcome.OK,

@@ -1,4 +1,4 @@
-"""Our own side: one queue service over gRPC, as `meshrl up` runs it.
+"""Our own side: one queue service over gRPC, as `meshrl up` runs it; it may be one of several shards.
 
     python ours_server.py PATH '{"store": "disk", ...}'
 
@@ -15,16 +15,18 @@ import sys
 from pathlib import Path
 
 from meshrl.services.doors import QueueDoor
+from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.runtime import Server, ServerSettings, run_service
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
 
 
 async def main(path: Path, section: str) -> None:
-    queue = await TransferQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
+    queue = await ShardQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
+    doors = [QueueDoor(queue), ShardDoor(queue)]
     try:
-        async with Server(ServerSettings(drain_grace_s=1), [QueueDoor(queue)]) as server:
+        async with Server(ServerSettings(drain_grace_s=1), doors) as server:
             await server.ready()
             print(json.dumps({"address": server.address, "server": [os.getpid()]}), flush=True)
             await asyncio.to_thread(sys.stdin.read)

@@ -116,28 +116,33 @@ class System:
 
     def __init__(
         self,
-        server: Sequence[str],
+        servers: Sequence[Sequence[str]],
         client: Sequence[str],
         seed: int,
         tuning: dict[str, Any],
         parts: dict[str, list[int]] | None = None,
     ) -> None:
-        """Commands without their arguments; `client` may name "{address}", which the server tells."""
-        self._commands = (server, client)
+        """Commands; `client` lacks the roles and may name "{address}", which the servers tell."""
+        self._commands = (servers, client)
         self._seed, self._tuning = seed, tuning
-        self._parts = dict(parts or {})
+        self.parts = dict(parts or {})
+        """Process ids: server, clients, framework."""
+        self.servers: list[Child] = []
         self.clients: dict[str, Child] = {}
+        self.address = ""
 
     async def __aenter__(self) -> Self:
-        server, client = self._commands
-        self.server = await Child.start("server", server)
+        servers, client = self._commands
         try:
-            about = await self.server.hear()
-            self._parts["server"] = [*self._parts.get("server", []), *about["server"]]
-            self._parts["framework"] = about.get("framework", [])
-            address = about.get("address", "")
+            for command in servers:
+                self.servers.append(await Child.start("server", command))
+            told = [await server.hear() for server in self.servers]
+            for part in ("server", "framework"):
+                pids = [pid for about in told for pid in about.get(part, [])]
+                self.parts[part] = [*self.parts.get(part, []), *pids]
+            self.address = ",".join(about.get("address", "") for about in told)
             for role, number in ROLES:
-                where = [address if word == "{address}" else word for word in client]
+                where = [self.address if word == "{address}" else word for word in client]
                 rest = [role, str(number), *where[2:], str(self._seed), json.dumps(self._tuning)]
                 name = f"{role} {number}"
                 self.clients[name] = await Child.start(name, [*where[:2], *rest])
@@ -146,7 +151,7 @@ class System:
         except BaseException:
             await self._close()
             raise
-        self._parts["clients"] = [child.pid for child in self.clients.values()]
+        self.parts["clients"] = [child.pid for child in self.clients.values()]
         return self
 
     async def __aexit__(
@@ -159,45 +164,48 @@ class System:
 
     async def _close(self) -> None:
         await asyncio.gather(*(child.close() for child in self.clients.values()))
-        await self.server.close()
+        await asyncio.gather(*(server.close() for server in self.servers))
 
     async def run(self, name: str, groups: int) -> Pass:
         """One pass, from the first row offered to the last row consumed. Raises ChildFailed."""
         consumer = self.clients["consumer 0"]
-        for child in reversed(self.clients.values()):  # the consumer opens the run
-            child.tell(do="prepare", name=name, groups=groups)
-            await child.hear()
-        before = {part: total_cpu_s(pids) for part, pids in self._parts.items()}
+        await self.prepare(name, groups=groups)
+        before = {part: total_cpu_s(pids) for part, pids in self.parts.items()}
         for child in self.clients.values():
             child.tell(do="pass")
-        ended = await self._until_consumed(consumer)
-        spent = {part: total_cpu_s(pids) - before[part] for part, pids in self._parts.items()}
-        rss = sum(memory(pid, "VmHWM") for pid in self._parts["server"])
-        reports = [await self._stopped(child) for child in self.clients.values()]
+        ended = await self.until_done(consumer)
+        spent = {part: total_cpu_s(pids) - before[part] for part, pids in self.parts.items()}
+        rss = sum(memory(pid, "VmHWM") for pid in self.parts["server"])
+        reports = [await self.stopped(child) for child in self.clients.values()]
         consumer.tell(do="verify")
         arrived = (await consumer.hear())["arrived"]
         began = min(report["began"] for report in reports[:2])
         puts = [ms for report in reports[:2] for ms in report["ms"]]
         return Pass(ended - began, spent, rss, puts, reports[3]["ms"], arrived)
 
-    async def _until_consumed(self, consumer: Child) -> float:
-        """When the consumer was done; the death of anybody is heard at once."""
-        self._done: set[Child] = set()
+    async def prepare(self, name: str, **order: int) -> None:
+        """Make rows, open the run: what the clock does not see."""
+        for child in reversed(self.clients.values()):  # the consumer opens the run
+            child.tell(do="prepare", name=name, **order)
+            await child.hear()
+
+    async def until_done(self, awaited: Child | None) -> float:
+        """When `awaited` was done; for ever without one. The failure of anybody is heard at once."""
         hearing = {asyncio.create_task(child.hear()): child for child in self.clients.values()}
         try:
-            while True:
+            while hearing:
                 done, _ = await asyncio.wait(hearing, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     child, answer = hearing.pop(task), task.result()
-                    self._done.add(child)
-                    if child is consumer:
+                    if child is awaited:
                         return float(answer["at"])
         finally:
             for task in hearing:
                 task.cancel()
             await asyncio.gather(*hearing, return_exceptions=True)
 
-    async def _stopped(self, child: Child) -> dict[str, Any]:
+    async def stopped(self, child: Child) -> dict[str, Any]:
+        """End its pass; its report."""
         child.tell(do="stop")
         answer = await child.hear()
         while "done" in answer:  # it came to an end by itself, between two looks

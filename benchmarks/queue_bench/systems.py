@@ -22,17 +22,21 @@ PEER_PYTHON = ROOT / ".venv-peer-queue" / "bin" / "python"
 async def ours(
     store: str, folder: Path, seed: int, tuning: dict[str, Any]
 ) -> AsyncIterator[System]:
-    """A queue service on `store`, and its clients."""
-    section: dict[str, Any] = {"store": store, "resident_bytes": 8 << 30}
+    """A queue service on `store`, or as many shards as `tuning` says, and its clients."""
+    section: dict[str, Any] = {"store": store, "durability": "always"}
     redis = None
     if store == "redis":
-        redis, section["url"] = await start_redis(folder / "redis")
+        redis, section["redis_url"] = await start_redis(folder / "redis")
+        section["durability"] = "everysec"
     parts = {"server": [redis.pid]} if redis else {}
-    python = sys.executable
-    server = [python, str(HERE / "ours_server.py"), str(folder / store), json.dumps(section)]
-    client = [python, str(HERE / "ours_client.py"), "{address}"]
+    server = [sys.executable, str(HERE / "ours_server.py")]
+    servers = [
+        [*server, str(folder / f"{store}-{number}"), json.dumps(section)]
+        for number in range(tuning["shards"])
+    ]
+    client = [sys.executable, str(HERE / "ours_client.py"), "{address}"]
     try:
-        async with System(server, client, seed, tuning, parts) as system:
+        async with System(servers, client, seed, tuning, parts) as system:
             yield system
     finally:
         if redis:
@@ -47,7 +51,7 @@ async def peer(rows: int, folder: Path, seed: int, tuning: dict[str, Any]) -> As
     python = str(PEER_PYTHON)
     server = [python, str(HERE / "peer_server.py"), config, str(tuning["units"])]
     client = [python, str(HERE / "peer_client.py"), config]
-    async with System(server, client, seed, {**tuning, "rows": rows}) as system:
+    async with System([server], client, seed, {**tuning, "rows": rows}) as system:
         yield system
 
 

@@ -114,6 +114,8 @@ class ScoringPool:
                 raise UnavailableError("the judge is closed")
             if self._seats:
                 return
+            if self._cell.prepare is not None:
+                await asyncio.to_thread(self._cell.prepare)
             seats = [_Seat(index, self._cell) for index in range(self._config.workers)]
             starts = [asyncio.create_task(s.worker.start(self._rule)) for s in seats]
             try:

@@ -42,12 +42,13 @@ from meshrl.contract.rowwise import RowVerbs
 from meshrl.transferqueue import admission, batches, dead, explain, leases, payload, specs
 from meshrl.transferqueue.group import Grant
 from meshrl.transferqueue.journal import Journal
+from meshrl.transferqueue.measures import Durations
 from meshrl.transferqueue.payload import PayloadReader
 from meshrl.transferqueue.restore import restore
 from meshrl.transferqueue.run import Run
 from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.stages import Stage
-from meshrl.transferqueue.store import Store, Table
+from meshrl.transferqueue.store import OwnerLostError, Store, Table
 from meshrl.transferqueue.waiting import Bell, Expiry, Wait, Waits, any_bell
 
 
@@ -94,6 +95,25 @@ class TransferQueue(RowVerbs):
             await self._committer
         self._expiry.clear()
         await self._store.close()
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The names of the runs that are open."""
+        return tuple(self._runs)
+
+    @property
+    def open_runs(self) -> Sequence[Run]:
+        """What they hold now, for whoever measures: to be read, not kept."""
+        return tuple(self._runs.values())
+
+    @property
+    def commit_s(self) -> Durations:
+        """How long commits have taken."""
+        return self._journal.commit_s
+
+    async def lost(self) -> OwnerLostError:
+        """Wait until another queue owns the store: this one can only end then. For ever, if that never happens."""
+        return await asyncio.shield(self._journal.ended)
 
     # --- runs
 

@@ -11,6 +11,11 @@ from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.registry.nouns import Manifest
 from meshrl.rewardd.registry.store import MANIFEST
 from meshrl.rewardd.rule import FunctionSpec, Rule
+from meshrl.rewardd.sandbox.environment import environment_of
+from meshrl.rewardd.sandbox.submitted import submitted_cell
+
+ENVIRONMENTS = "environments"
+"""Beside the versions: their dependencies."""
 
 
 def version_rule(directory: Path) -> Rule:
@@ -33,5 +38,16 @@ def version_rule(directory: Path) -> Rule:
 
 
 def version_judge(directory: Path, config: RewardConfig) -> PoolJudge:
-    """The judge of a version, not started; its `reward_hash` is the version's."""
-    return PoolJudge(version_rule(directory), config, reward_hash=directory.name)
+    """The judge of a version in its cell, not started; its `reward_hash` is the version's.
+
+    Raises:
+        ConfigError: a dependency that cannot be had, or isolation that this machine cannot give.
+    """
+    manifest = Manifest.from_json(json.loads((directory / MANIFEST).read_bytes()))
+    environments = directory.parent.parent / ENVIRONMENTS
+    cell = submitted_cell(
+        directory,
+        config,
+        environment=environment_of(manifest.deps, config.wheelhouse, environments),
+    )
+    return PoolJudge(version_rule(directory), config, reward_hash=directory.name, cell=cell)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -66,6 +66,8 @@ class Cell(Protocol):
 
     level: Isolation
     limits: Limits
+    prepare: Callable[[], None] | None
+    """Done once, in a thread, before the first process is started: install what `search` names."""
 
     def launch(self) -> Launch:
         """The command for one more process."""
@@ -87,6 +89,7 @@ class OpenCell:
     limits: Limits
     search: tuple[Path, ...] = ()
     """Folders to import from besides this interpreter's own."""
+    prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.OFF
 
     def launch(self) -> Launch:
@@ -113,6 +116,7 @@ class WeakCell:
     limits: Limits
     search: tuple[Path, ...] = ()
     readable: tuple[Path, ...] = ()
+    prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.WEAK
 
     def launch(self) -> Launch:
@@ -152,6 +156,7 @@ class StrictCell:
     search: tuple[Path, ...] = ()
     readable: tuple[Path, ...] = ()
     """Directories that it sees besides Python's and `search`, read-only, at their own places."""
+    prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.STRICT
     _arguments: list[str] = field(default_factory=list)
 
@@ -185,33 +190,42 @@ class StrictCell:
 
 
 def open_cell(
-    level: Isolation, limits: Limits, *, readable: Sequence[Path] = (), search: Sequence[Path] = ()
+    level: Isolation,
+    limits: Limits,
+    *,
+    readable: Sequence[Path] = (),
+    search: Sequence[Path] = (),
+    prepare: Callable[[], None] | None = None,
 ) -> Cell:
-    """The cell of a level.
+    """The cell of a level; `readable` and `search` are folders, and `prepare` makes those of `search`.
 
     Raises:
-        ConfigError: `strict` is wanted and this machine cannot give it; says why and what to do.
+        ConfigError: this machine cannot give the level; says why and what to do.
     """
     if level is Isolation.OFF:
-        return OpenCell(limits=limits, search=tuple(search))
+        return OpenCell(limits=limits, search=tuple(search), prepare=prepare)
     if level is Isolation.WEAK:
         if os.geteuid() == 0 and not landlock.version() and not _readable_for_others():
             raise ConfigError(
                 "reward sandbox 'weak' would run functions as root: this kernel has no Landlock, and others cannot "
                 "read this Python; run the service as an ordinary user"
             )
-        return WeakCell(limits=limits, readable=tuple(readable), search=tuple(search))
+        return WeakCell(
+            limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
+        )
     if (why := no_bubblewrap()) is not None:
         raise ConfigError(
             f"reward sandbox 'strict' cannot be had here: {why} "
             "(install the package bubblewrap, or allow less: reward.sandbox: weak)"
         )
-    closed = [path for path in (*readable, *search) if not _open_to_others(path)]
+    closed = [path for path in readable if not _open_to_others(path)]
     if os.geteuid() == 0 and closed:
         raise ConfigError(
             f"functions of a service that runs as root run as nobody, who cannot read {closed[0]}: chmod -R o+rX it"
         )
-    return StrictCell(limits=limits, readable=tuple(readable), search=tuple(search))
+    return StrictCell(
+        limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
+    )
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshrl.contract.nouns import Json
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.sandbox.cell import Cell, open_cell
+from meshrl.rewardd.sandbox.environment import Environment
 
 
 def submitted_cell(
@@ -15,11 +16,11 @@ def submitted_cell(
     config: RewardConfig,
     *,
     limits: Mapping[str, Json] | None = None,
-    environment: Path | None = None,
+    environment: Environment | None = None,
 ) -> Cell:
     """As strict as `reward.sandbox` says, with `limits` no wider than `reward.limits`.
 
-    `directory` holds the version's content; `environment` is where its dependencies lie (see `environment.py`).
+    `directory` holds the version's content; `environment` is built when the judge starts.
 
     Raises:
         ConfigError: a limit that is unknown or too wide; isolation that this machine cannot give.
@@ -28,5 +29,6 @@ def submitted_cell(
         config.sandbox,
         config.limits.bounded(limits or {}),
         readable=(directory,),
-        search=() if environment is None else (environment,),
+        search=(environment.path,) if environment else (),
+        prepare=environment.build if environment else None,
     )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from meshrl.contract.errors import UserError
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.queue import QueueDoor
-from meshrl.services.runtime import Server
+from meshrl.services.doors.queue_admin import QueueAdminDoor
+from meshrl.services.queue_metrics import QueueCollector
+from meshrl.services.runtime import Door, Server
 from meshrl.services.site import Site
 from meshrl.transferqueue import stores
+from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 
 
@@ -15,16 +22,37 @@ async def run(recipe: Recipe, site: Site) -> None:
     """Serve until stopped. The store is closed last, when no call can write to it any more.
 
     Raises:
-        UserError: the store's directory cannot be made.
+        UserError: the store's directory cannot be made. OwnerLostError: another queue took the store over.
     """
     try:
         recipe.queue_path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"queue.path: {recipe.queue_path}: {error.strerror}") from error
-    queue = await TransferQueue.open(stores.build(recipe.queue, recipe.queue_path))
+    store = stores.build(recipe.queue, recipe.queue_path)
+    queue = await TransferQueue.open(store)
     try:
-        async with Server(site.settings, [QueueDoor(queue)]) as server:
+        doors: list[Door] = [QueueDoor(queue), QueueAdminDoor(QueueAdmin(queue, store))]
+        async with Server(site.settings, doors) as server, _owning(queue, server):
+            server.registry.register(QueueCollector(queue, store))
             await server.ready()
             await server.until_stopped()
     finally:
         await queue.close()
+
+
+@asynccontextmanager
+async def _owning(queue: TransferQueue, server: Server) -> AsyncIterator[None]:
+    """Stop serving when another queue has taken the store over, and say so."""
+
+    async def watch() -> None:
+        error = await queue.lost()
+        server.stop()
+        raise error
+
+    watching = asyncio.create_task(watch(), name="queue-owner")
+    try:
+        yield
+    finally:
+        if watching.done():
+            watching.result()
+        watching.cancel()

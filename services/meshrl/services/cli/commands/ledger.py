@@ -4,27 +4,67 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 import click
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 
-from meshrl.contract.errors import NotFoundError
+from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.nouns import Ledger
 from meshrl.contract.ports import Queue
-from meshrl.services.cli.mesh import find_mesh
+from meshrl.services.cli.commands.queue import tell_audit, verify_all
+from meshrl.services.cli.mesh import Mesh, find_mesh
+from meshrl.services.cli.operator import ask_operator
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.up.exits import Exit
+from meshrl.transferqueue.audit import Audit
+
+WATCH_EVERY_S: Final = 1.0
 
 
 @click.command()
 @mesh_options
 @json_option
-def ledger(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
+@click.option(
+    "--audit",
+    "audited",
+    is_flag=True,
+    help="Derive it anew from every stored row and value, and compare.",
+)
+@click.option("--watch", is_flag=True, help="Show it again each second, until Ctrl-C.")
+def ledger(
+    run_dir: Path | None,
+    queue: str | None,
+    run: str | None,
+    as_json: bool,
+    audited: bool,
+    watch: bool,
+) -> None:
     """Account for every row of the run and of its evaluation, also when it has ended; exit code 1 if it is off."""
+    if audited and watch:
+        raise UserError("--audit reads everything that is stored: not with --watch")
     mesh = find_mesh(run_dir, queue, run, stopped=True)
+    if watch:
+        _watch(mesh, as_json)
+    if audited:
+        found = ask_operator(mesh, verify_all)
+        ledgers = [found.ledgers[name] for name in mesh.runs if name in found.ledgers]
+    else:
+        found = None
+        ledgers = _ledgers(mesh)
+    _show(ledgers, as_json, found)
+    off = found.problems if found else not all(one.balanced for one in ledgers)
+    sys.exit(Exit.FAILED if off else Exit.DONE)
+
+
+def _ledgers(mesh: Mesh) -> list[Ledger]:
+    """Of the run, and of its evaluation if there was one."""
 
     async def ask(asked: Queue) -> list[Ledger]:
         found = [await asked.ledger(mesh.run)]
@@ -35,14 +75,34 @@ def ledger(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
             return found
         return found
 
-    ledgers = mesh.ask_queue(ask)
+    return mesh.ask_queue(ask)
+
+
+def _show(ledgers: Sequence[Ledger], as_json: bool, audited: Audit | None) -> None:
     if as_json:
-        shown = {one.run: asdict(one) | {"balanced": one.balanced} for one in ledgers}
+        shown: dict[str, object] = {
+            one.run: asdict(one) | {"balanced": one.balanced} for one in ledgers
+        }
+        if audited is not None:
+            shown = {"ledgers": shown, "problems": audited.problems}
         click.echo(json.dumps(shown, indent=2))
-    else:
-        for one in ledgers:
-            Console(highlight=False).print(_table(one))
-    sys.exit(Exit.DONE if all(one.balanced for one in ledgers) else Exit.FAILED)
+        return
+    for one in ledgers:
+        Console(highlight=False).print(_table(one))
+    if audited is not None:
+        tell_audit(audited)
+
+
+def _watch(mesh: Mesh, as_json: bool) -> None:
+    """Until Ctrl-C: one table in place, or one line of JSON a second."""
+    if as_json:
+        while True:
+            click.echo(json.dumps({one.run: asdict(one) for one in _ledgers(mesh)}))
+            time.sleep(WATCH_EVERY_S)
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            live.update(Group(*map(_table, _ledgers(mesh))), refresh=True)
+            time.sleep(WATCH_EVERY_S)
 
 
 def _table(one: Ledger) -> Table:

@@ -1,0 +1,116 @@
+"""`meshrl queue`: copies of what a queue stores, and whether it is what it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from meshrl.services.cli.mesh import find_mesh
+from meshrl.services.cli.operator import Operator, ask_operator, ask_store
+from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
+from meshrl.services.config.load import load_recipe
+from meshrl.services.up.book import run_lock
+from meshrl.services.up.exits import Exit
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.audit import Audit
+from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
+
+
+@click.group()
+def queue() -> None:
+    """Back up, restore and verify what a queue stores."""
+
+
+@queue.command()
+@click.argument("folder", type=PATH)
+@mesh_options
+@json_option
+def backup(
+    folder: Path, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
+) -> None:
+    """Copy everything that the queue stores, as of one moment, to FOLDER on this machine; it goes on meanwhile."""
+    mesh = find_mesh(run_dir, queue, run, stopped=True)
+
+    async def copy(operator: Operator) -> Copied:
+        async with aclosing(operator.export()) as pieces:
+            return await back_up(pieces, folder)
+
+    copied = ask_operator(mesh, copy)
+    _tell_copied(f"backed up to {folder}", copied, as_json)
+
+
+@queue.command()
+@click.argument("folder", type=PATH)
+@click.argument("recipe", type=PATH)
+@overrides_argument
+@json_option
+def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Fill the queue of RECIPE, which must be empty and not running, from the backup in FOLDER."""
+    wanted = load_recipe(recipe, overrides, check=False)
+
+    async def fill() -> Copied:
+        store = stores.build(wanted.queue, wanted.queue_path)
+        try:
+            return await restore_backup(folder, store)
+        finally:
+            await store.close()
+
+    wanted.run.path.mkdir(parents=True, exist_ok=True)
+    with run_lock(wanted.run.path):
+        copied = asyncio.run(fill())
+    _tell_copied(f"restored {folder} for run {wanted.run.name}", copied, as_json)
+
+
+@queue.command()
+@click.argument("folder", type=PATH, required=False)
+@mesh_options
+@json_option
+def verify(
+    folder: Path | None, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
+) -> None:
+    """Check every stored value and derive the ledger anew, of a backup or of a mesh; exit code 1 if it is off."""
+    if folder is not None:
+        found = asyncio.run(ask_store(opened(folder), verify_all))
+    else:
+        found = ask_operator(find_mesh(run_dir, queue, run, stopped=True), verify_all)
+    if as_json:
+        ledgers = {
+            name: asdict(one) | {"balanced": one.balanced} for name, one in found.ledgers.items()
+        }
+        click.echo(json.dumps({**asdict(found), "ledgers": ledgers}, indent=2))
+    else:
+        tell_audit(found)
+    sys.exit(Exit.FAILED if found.problems else Exit.DONE)
+
+
+def tell_audit(found: Audit) -> None:
+    """One line, or one a problem."""
+    for problem in found.problems:
+        click.echo(problem)
+    rows = sum(sum(one.resident.values()) for one in found.ledgers.values())
+    click.echo(
+        f"{len(found.problems) or 'no'} problem{'' if len(found.problems) == 1 else 's'}:"
+        f" {len(found.ledgers)} runs, {rows:,} resident rows, {found.records:,} records,"
+        f" {found.values:,} payload values, {found.nbytes:,} bytes"
+    )
+
+
+async def verify_all(operator: Operator) -> Audit:
+    """Ask for an audit."""
+    return await operator.verify()
+
+
+def _tell_copied(what: str, copied: Copied, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(asdict(copied)))
+    else:
+        click.echo(
+            f"{what}: {copied.records:,} records, {copied.values:,} payload values,"
+            f" {copied.nbytes:,} bytes"
+        )

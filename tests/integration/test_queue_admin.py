@@ -1,0 +1,164 @@
+"""`meshrl queue` and the ledger's audit: against a queue that serves, one that was stopped, and a backup."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.errors import UserError
+from meshrl.services.cli import main
+from meshrl.services.config import load_recipe
+from meshrl.services.doors.queue import QueueDoor
+from meshrl.services.doors.queue_admin import QueueAdminDoor
+from meshrl.services.queue_metrics import QueueCollector
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.services.up.book import BOOK_NAME, AddressBook
+from meshrl.services.wires import queue_admin as wire
+from meshrl.services.wires.queue_admin import QueueAdminWire
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.admin import QueueAdmin
+from meshrl.transferqueue.queue import TransferQueue
+
+from ..contract.queue_actors import Actors, spec, tasks
+from ..unit.transferqueue.test_backup import change
+
+RECIPE = """
+model: {path: model}
+run: {name: run, dir: RUNS}
+queue: {reserve_bytes: 0}
+"""
+
+
+@dataclass
+class Mesh:
+    """A served queue with rows in it, and a way to ask about it at the command line."""
+
+    actors: Actors
+    server: Server
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    async def meshrl(self, *arguments: str) -> tuple[int, str, str]:
+        def call() -> int:
+            try:
+                main(arguments)
+            except SystemExit as ended:
+                return int(ended.code or 0)
+
+        self.capsys.readouterr()
+        code = await asyncio.to_thread(call)
+        return code, *self.capsys.readouterr()
+
+    @property
+    def address(self) -> list[str]:
+        return ["--queue", self.server.address, "--run", "run"]
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Mesh]:
+    (tmp_path / "my.yaml").write_text(RECIPE.replace("RUNS", str(tmp_path / "runs")))
+    recipe = load_recipe(tmp_path / "my.yaml", check=False)
+    recipe.run.path.mkdir(parents=True)
+    AddressBook(run="run", recipe=tmp_path / "my.yaml", services={}).save(
+        recipe.run.path / BOOK_NAME
+    )
+    store = stores.build(recipe.queue, recipe.queue_path)
+    queue = await TransferQueue.open(store)
+    doors = [QueueDoor(queue), QueueAdminDoor(QueueAdmin(queue, store))]
+    async with Server(ServerSettings(), doors) as server:
+        server.registry.register(QueueCollector(queue, store))
+        await server.ready()
+        actors = Actors(queue)
+        await actors.start(spec(max_staleness=99.0))
+        await actors.feed(tasks(4))
+        await actors.work(limit=6)
+        yield Mesh(actors, server, tmp_path, capsys)
+    await queue.close()
+
+
+async def test_a_queue_that_serves_is_backed_up_verified_and_restored(mesh: Mesh) -> None:
+    # Larger than one message, so that it travels in parts.
+    await mesh.actors.feed(tasks(1, start=9, extra_info={"filler": "x" * (3 << 20)}))
+    ledger = await mesh.actors.ledger()
+    backup = str(mesh.folder / "backup")
+    code, out, err = await mesh.meshrl("queue", "backup", backup, *mesh.address)
+    assert (code, err) == (0, "") and out.startswith(f"backed up to {backup}: ")
+    code, out, err = await mesh.meshrl("queue", "backup", backup, *mesh.address)
+    assert code == 1 and err.startswith(f"error: {backup} exists")
+
+    for target in ([], [backup]):
+        where = target or mesh.address
+        code, out, _ = await mesh.meshrl("queue", "verify", *where)
+        assert code == 0 and out.startswith("no problems: 1 runs, 10 resident rows")
+        code, out, _ = await mesh.meshrl("queue", "verify", "--json", *where)
+        found = json.loads(out)
+        assert found["problems"] == [] and found["ledgers"]["run"]["admitted"] == ledger.admitted
+
+    recipe = str(mesh.folder / "my.yaml")
+    fresh = f"run.dir={mesh.folder / 'fresh'}"
+    code, out, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh)
+    assert (code, err) == (0, "") and out.startswith(f"restored {backup} for run run: ")
+    code, _, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh)
+    assert code == 1 and "holds a queue already" in err
+    code, _, err = await mesh.meshrl("queue", "restore", backup, recipe)
+    assert code == 2 and "is already open in process" in err
+    restored = load_recipe(mesh.folder / "my.yaml", [fresh], check=False)
+    queue = await TransferQueue.open(stores.build(restored.queue, restored.queue_path))
+    assert await queue.ledger("run") == ledger
+    await queue.close()
+
+
+async def test_the_ledger_is_audited_at_the_command_line(mesh: Mesh) -> None:
+    code, out, _ = await mesh.meshrl("ledger", "--audit", *mesh.address)
+    assert code == 0 and "run: balanced" in out and "no problems" in out
+    mesh.actors.queue.open_runs[0].books.admitted += 1  # type: ignore[attr-defined]
+    code, out, _ = await mesh.meshrl("ledger", "--audit", "--json", *mesh.address)
+    assert code == 1 and "the queue tells" in json.loads(out)["problems"][0]
+    code, _, err = await mesh.meshrl("ledger", "--audit", "--watch", *mesh.address)
+    assert code == 2 and "not with --watch" in err
+
+
+async def test_a_queue_that_was_stopped_is_audited_from_its_store(mesh: Mesh) -> None:
+    await mesh.actors.queue.close()
+    run_dir = ["--run-dir", str(mesh.folder / "runs")]
+    code, out, err = await mesh.meshrl("queue", "verify", *run_dir)
+    assert (code, err) == (0, "") and out.startswith("no problems")
+    queue = load_recipe(mesh.folder / "my.yaml", check=False).queue_path
+    change(queue, "meta", lambda key: key[:1] == b"g", b"12345678[]")
+    code, out, _ = await mesh.meshrl("queue", "verify", *run_dir)
+    assert code == 1 and "do not match their checksum" in out
+
+
+async def test_a_queue_of_another_format_is_refused(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "FORMAT", 99)
+    async with QueueAdminWire(mesh.server.address) as admin:
+        with pytest.raises(UserError, match="this meshrl reads format 99"):
+            await anext(admin.export())
+
+
+async def test_prometheus_sees_rows_commits_and_bytes(mesh: Mesh) -> None:
+    def scrape() -> str:
+        url = f"http://127.0.0.1:{mesh.server.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return str(answer.read(), "utf-8")
+
+    lines = dict(
+        line.rsplit(" ", 1)
+        for line in (await asyncio.to_thread(scrape)).splitlines()
+        if line.startswith("meshrl_queue")
+    )
+    assert lines['meshrl_queue_rows{run="run",state="ready"}'] == "6.0"
+    assert lines['meshrl_queue_admitted_total{run="run"}'] == "8.0"
+    assert lines['meshrl_queue_left_total{exit="trained",run="run"}'] == "0.0"
+    assert float(lines["meshrl_queue_commit_seconds_count"]) >= 5
+    assert float(lines["meshrl_queue_commit_seconds_sum"]) > 0
+    assert float(lines["meshrl_queue_store_bytes"]) > 0
+    assert float(lines['meshrl_queue_open_bytes{run="run"}']) > 0

@@ -1,0 +1,148 @@
+"""Dependencies of submitted functions: from a folder of wheels, once per list, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.judge import PoolJudge
+from meshrl.rewardd.rule import FunctionSpec, Rule
+from meshrl.rewardd.sandbox.cell import Isolation, no_bubblewrap
+from meshrl.rewardd.sandbox.environment import Environment, environment_of, missing
+from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.rewardd.sandbox.submitted import submitted_cell
+
+SOURCE = """
+import counting_apples
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return counting_apples.APPLES
+"""
+BUILDER = """
+import sys
+from pathlib import Path
+from meshrl.rewardd.sandbox.environment import Environment
+folder = Path(sys.argv[1])
+Environment(requirements=("counting-apples",), wheelhouse=folder / "wheels", cache=folder / "cache").build()
+"""
+
+
+def wheel(folder: Path, name: str, source: str, requires: str = "") -> None:
+    module = name.replace("-", "_")
+    info = f"{module}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{module}.py", source)
+        needs = f"Requires-Dist: {requires}\n" if requires else ""
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}"
+        )
+        archive.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def wheelhouse(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o755)
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    wheel(folder, "counting-apples", "from apple_trees import APPLES\n", requires="apple-trees")
+    wheel(folder, "apple-trees", "APPLES = 7\n")
+    return folder
+
+
+@pytest.mark.parametrize("level", list(Isolation))
+async def test_a_function_imports_what_it_depends_on(
+    level: Isolation, wheelhouse: Path, tmp_path: Path
+) -> None:
+    if level is Isolation.STRICT and (why := no_bubblewrap()):
+        pytest.skip(why)
+    environment = environment_of(["counting-apples==1.0", "numpy"], wheelhouse, tmp_path / "cache")
+    assert environment is not None
+    assert environment.requirements == ("counting-apples==1.0",)
+    config = RewardConfig(sandbox=level)
+    spec = FunctionSpec(
+        component="f", weight=1, kwargs={}, name="compute_score", digest="d", path="/reward/r.py", source=SOURCE
+    )  # fmt: skip
+    cell = submitted_cell(tmp_path, config, environment=environment)
+    judge = PoolJudge(Rule(functions=(spec,)), config, cell=cell)
+    sample = Sample(
+        uid=Uid("r", "t", 0), data_source="", solution="", ground_truth=0, extra_info={}
+    )
+    try:
+        (score,) = await judge.score([sample])
+    finally:
+        await judge.close()
+    assert (score.outcome, score.score, score.reason) == (Outcome.OK, 7.0, "")
+
+
+async def test_building_at_once_is_building_once(wheelhouse: Path, tmp_path: Path) -> None:
+    environment = Environment(
+        requirements=("counting-apples",), wheelhouse=wheelhouse, cache=tmp_path / "cache"
+    )
+    await asyncio.gather(*(asyncio.to_thread(environment.build) for _ in range(2)))
+    assert {path.name for path in environment.cache.iterdir()} == {"lock", environment.hash}
+
+
+def test_a_builder_that_is_killed_leaves_nothing_that_counts(
+    wheelhouse: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    builder = subprocess.Popen([sys.executable, "-c", BUILDER, str(tmp_path)])
+    while not list(cache.glob(".draft-*")):
+        assert builder.poll() is None
+        time.sleep(0.001)
+    builder.send_signal(signal.SIGKILL)
+    builder.wait()
+    environment = Environment(requirements=("counting-apples",), wheelhouse=wheelhouse, cache=cache)
+    assert not environment.path.exists()
+    environment.build()
+    assert (environment.path / "apple_trees.py").is_file()
+    assert not list(cache.glob(".draft-*"))
+
+
+def test_what_no_wheel_gives_is_named_and_leaves_nothing(wheelhouse: Path, tmp_path: Path) -> None:
+    environment = environment_of(["pears==2.0"], wheelhouse, tmp_path / "cache")
+    assert environment is not None
+    with pytest.raises(
+        ConfigError, match=r"pears==2\.0 cannot be installed from .*wheels: ERROR: No "
+    ):
+        environment.build()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+def test_what_the_service_has_needs_no_wheel(tmp_path: Path) -> None:
+    assert missing(["numpy", "pydantic"]) == ()
+    assert environment_of(["numpy"], None, tmp_path) is None
+    with pytest.raises(
+        ConfigError, match=r"'pears' is not installed .* reward\.wheelhouse is not set"
+    ):
+        environment_of(["pears"], None, tmp_path)
+    with pytest.raises(ConfigError, match="want a package's name"):
+        missing(["https://example.org/pears.whl"])
+
+
+def test_a_submission_may_ask_for_less_and_not_for_more() -> None:
+    bounds = Limits(deadline_s=5, cpu_s=None)
+    assert bounds.bounded({"deadline_s": 1, "cpu_s": 3}).deadline_s == 1
+    with pytest.raises(
+        ConfigError, match=r"deadline_s = 6.0 exceeds what the operator allows \(5.0\)"
+    ):
+        bounds.bounded({"deadline_s": 6})
+    with pytest.raises(ConfigError, match="memory_bytes = None exceeds"):
+        bounds.bounded({"memory_bytes": None})
+    with pytest.raises(ConfigError, match=r"no limit 'deadlines'; did you mean 'deadline_s'\?"):
+        bounds.bounded({"deadlines": 1})
+    with pytest.raises(ConfigError, match="limit deadline_s: "):
+        bounds.bounded({"deadline_s": "soon"})

@@ -1,0 +1,152 @@
+"""The audit: stored bytes against their checksums, the ledger derived anew from the rows, rows against their payload.
+
+    store ──export (one commit)──▶ META ──restore──▶ runs in RAM ──▶ ledger, wanted payload ─┐
+                                   PAYLOAD ──checksums──▶ payload that is there ─────────────┴─▶ problems
+
+What left is only in the books, what is resident only in the rows: they must add up to what was admitted. Bounds that
+the books cannot know come from other records: every task that was ever admitted is stored by name, every dead letter
+until it is replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.nouns import Ledger, RunSpec
+from meshrl.transferqueue.frames import unseal
+from meshrl.transferqueue.journal import Journal
+from meshrl.transferqueue.restore import restore
+from meshrl.transferqueue.rows import Group
+from meshrl.transferqueue.run import Run
+from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.stores.memory import MemoryStore
+from meshrl.transferqueue.waiting import Expiry
+
+PROBLEMS_TOLD = 20
+"""Problems of one kind that are named one by one; the rest are counted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """What was looked at, and what is wrong with it."""
+
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    """Derived from the stored records, by run."""
+    records: int = 0
+    values: int = 0
+    """In PAYLOAD."""
+    nbytes: int = 0
+    """Keys and values of both tables."""
+    problems: list[str] = field(default_factory=list)
+
+    def tell(self, problems: Iterable[str]) -> None:
+        """Add problems of one kind."""
+        found = list(problems)
+        self.problems += found[:PROBLEMS_TOLD]
+        if len(found) > PROBLEMS_TOLD:
+            self.problems.append(f"… and {len(found) - PROBLEMS_TOLD} more like the last one")
+
+
+async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
+    """Look at everything that a store exports. Nothing in there makes it raise."""
+    found = Audit()
+    meta: list[tuple[bytes, bytes]] = []
+    payload: set[bytes] = set()
+    broken: list[str] = []
+    async for piece in pieces:
+        for table, key, value in piece:
+            assert value is not None
+            found.nbytes += len(key) + len(value)
+            if value or table is Table.PAYLOAD:
+                try:
+                    unseal(value, f"{table} {key.hex()}")
+                except CorruptError as error:
+                    broken.append(str(error))
+            if table is Table.META:
+                meta.append((key, value))
+            else:
+                payload.add(key)
+        # A large store takes a while, and the queue that serves it lives in this loop.
+        await asyncio.sleep(0)
+    found.records, found.values = len(meta), len(payload)
+    found.tell(broken)
+    try:
+        runs = _restored(meta)
+    except CorruptError as error:
+        found.tell([str(error)])
+        return found
+    unclaimed = payload
+    for run in runs.values():
+        found.ledgers[run.name] = run.books.snapshot(run.name)
+        found.tell(_of_books(run))
+        wanted = _wanted(run)
+        found.tell(f"{what}: not stored" for key, what in wanted.items() if key not in payload)
+        unclaimed -= wanted.keys()
+    found.tell(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
+    return found
+
+
+def compare(derived: Mapping[str, Ledger], told: Mapping[str, Ledger]) -> Iterator[str]:
+    """What a queue tells of its runs, against what its store says."""
+    for name in sorted(derived.keys() | told.keys()):
+        if derived.get(name) != told.get(name):
+            yield f"run {name}: the queue tells {told.get(name)}, its store {derived.get(name)}"
+
+
+def _restored(meta: Sequence[tuple[bytes, bytes]]) -> dict[str, Run]:
+    """Runs as a queue would open them, with a journal that goes nowhere and leases that never end."""
+    expiry = Expiry(lambda held: None)
+
+    async def nowhere() -> None:
+        raise AssertionError("an audit commits nothing")
+
+    def make(spec: RunSpec, number: int) -> Run:
+        journal = Journal(MemoryStore(), nowhere)
+        clock = asyncio.get_running_loop().time
+        return Run(spec, number, journal=journal, expiry=expiry, clock=clock)
+
+    try:
+        return restore(meta, make)
+    finally:
+        expiry.clear()
+
+
+def _of_books(run: Run) -> Iterator[str]:
+    ledger = run.books.snapshot(run.name)
+    if not ledger.balanced:
+        yield f"run {run.name}: the ledger does not balance: {ledger}"
+    left = run.books.totals()
+    if any(count < 0 for exit_ in run.books.exits.values() for count in exit_.values()):
+        yield f"run {run.name}: less than nothing left: {left}"
+    if len(run.dead) > sum(ledger.dead_lettered.values()):
+        yield (
+            f"run {run.name}: {len(run.dead)} dead letters are stored, the books know of"
+            f" {sum(ledger.dead_lettered.values())}"
+        )
+    if ledger.admitted < len(run.seen):
+        yield f"run {run.name}: {len(run.seen)} tasks were admitted, and {ledger.admitted} rows"
+    for group in run.groups.values():
+        if group.task_id not in run.seen:
+            yield f"run {run.name}: task {group.task_id} is resident and was never admitted"
+
+
+def _wanted(run: Run) -> dict[bytes, str]:
+    """The payload that the run's records speak of, by key, with a name for people."""
+    wanted: dict[bytes, str] = {}
+    for group in run.groups.values():
+        wanted[group.task_key] = f"task {run.name}/{group.task_id}"
+        for row in group.rows.values():
+            for stage in run.stages:
+                if row.done & stage.bit:
+                    wanted[row.frame_key(stage.number)] = (
+                        f"columns of {row.uid}, stage {stage.name}"
+                    )
+    for dead in run.dead.values():
+        left = Group(run.name, run.number, dead.group, "", dead.size, 0, 0, [])
+        wanted[left.task_key] = f"task of dead letter {dead.letter.uid}"
+    for batch in run.batches.values():
+        wanted[batch.manifest_key] = f"manifest of batch {batch.batch_id}"
+    return wanted

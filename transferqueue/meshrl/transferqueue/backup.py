@@ -1,0 +1,125 @@
+"""Backup and restore: a backup is a disk store of its own, which any store can be filled from.
+
+    store ──export (one commit)──▶ FOLDER.partial ──synced, renamed──▶ FOLDER ──▶ an empty store
+
+A backup that was interrupted leaves only a folder that nobody takes for one. A restore writes the payload first and
+all records in its last commit, so one that was interrupted leaves an empty store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.contract.errors import ConflictError, NotFoundError, UserError
+from meshrl.transferqueue.store import Operation, Store, Table
+from meshrl.transferqueue.stores.disk import DiskStore
+
+PARTIAL = ".partial"
+
+
+@dataclass(slots=True, kw_only=True)
+class Copied:
+    """What a backup or a restore has copied."""
+
+    records: int = 0
+    values: int = 0
+    """Of PAYLOAD."""
+    nbytes: int = 0
+    """Keys and values."""
+
+    def add(self, piece: Sequence[Operation]) -> None:
+        """Count it."""
+        for table, key, value in piece:
+            self.records += table is Table.META
+            self.values += table is Table.PAYLOAD
+            self.nbytes += len(key) + len(value or b"")
+
+
+async def back_up(pieces: AsyncIterator[Sequence[Operation]], folder: Path) -> Copied:
+    """Write what a store exports to `folder`.
+
+    Raises:
+        ConflictError: `folder` exists. CapacityError: the disk is full. UserError: it cannot be made.
+    """
+    partial = _begin(folder)
+    copied = Copied()
+    store = DiskStore(partial, durability="none")
+    try:
+        await store.load()
+        async for piece in pieces:
+            await store.apply(piece)
+            copied.add(piece)
+    except BaseException:
+        await store.close()
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    await store.close()
+    partial.rename(folder)
+    _sync_folder(folder.parent)
+    return copied
+
+
+def _begin(folder: Path) -> Path:
+    if folder.exists():
+        raise ConflictError(
+            f"{folder} exists: a backup never overwrites anything; name another folder"
+        )
+    partial = folder.with_name(folder.name + PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot write a backup to {folder}: {error.strerror}") from error
+    return partial
+
+
+def opened(folder: Path) -> DiskStore:
+    """The store of a backup, to be loaded and closed. Raises NotFoundError."""
+    if not (folder / "data.mdb").is_file():
+        raise NotFoundError(f"{folder} holds no backup of a queue (no data.mdb in it)")
+    return DiskStore(folder)
+
+
+async def restore_backup(folder: Path, store: Store) -> Copied:
+    """Fill an empty store, which is opened here and left open.
+
+    Raises:
+        NotFoundError: no backup is in `folder`. ConflictError: the store holds a queue.
+        UserError: the backup has another format, or the store is owned. CorruptError: it cannot be read.
+        CapacityError: it does not fit.
+    """
+    source = opened(folder)
+    try:
+        await source.load()
+        if await store.load():
+            raise ConflictError(
+                "the store holds a queue already, and a restore never overwrites one: choose another"
+                " run.dir, queue.path or queue.redis_prefix"
+            )
+        copied = Copied()
+        records: list[Operation] = []
+        async with aclosing(source.export()) as pieces:
+            async for piece in pieces:
+                copied.add(piece)
+                records += [operation for operation in piece if operation.table is Table.META]
+                payload = [operation for operation in piece if operation.table is Table.PAYLOAD]
+                if payload:
+                    store.check_room(sum(len(operation.value or b"") for operation in payload))
+                    await store.apply(payload)
+        await store.apply(records)
+    finally:
+        await source.close()
+    return copied
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
