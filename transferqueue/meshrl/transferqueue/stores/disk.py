@@ -32,7 +32,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, Table
-from meshrl.transferqueue.stores import _lmdb_sync
+from meshrl.transferqueue.stores import _lmdb_damage, _lmdb_sync
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ EXPORT_BYTES: Final = 8 << 20
 """Of one piece of an export."""
 _FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
 """LMDB reports a write cut short by a full disk as an input/output error."""
+_DAMAGED = (
+    *(lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError),
+    *(lmdb.PageNotFoundError, lmdb.PanicError, lmdb.IncompatibleError, lmdb.BadTxnError),
+)
 
 T = TypeVar("T")
 
@@ -76,7 +80,7 @@ class DiskStore:
         self._synced: _lmdb_sync.Synced | None = None
         self._sync_timer: asyncio.TimerHandle | None = None
         self._syncing: asyncio.Task[None] | None = None
-        self._sync_error: InfraError | CapacityError | None = None
+        self._sync_error: InfraError | CapacityError | CorruptError | None = None
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
         """Open the environment (anew) and return META. Raises UserError, CorruptError, CapacityError."""
@@ -105,7 +109,7 @@ class DiskStore:
             self._sync_timer = loop.call_later(SYNC_EVERY_S, self._start_sync)
 
     async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
-        """Copies of the PAYLOAD values. Raises InfraError."""
+        """Copies of the PAYLOAD values. Raises InfraError, CorruptError."""
         if not keys:
             return []
         async with self._exclusive:
@@ -114,7 +118,7 @@ class DiskStore:
         try:
             return await reading
         except lmdb.Error as error:
-            raise InfraError(f"queue store {self._path}: cannot read: {error}") from error
+            raise self._translated(error) from error
 
     def check_room(self, nbytes: int) -> None:
         """Compare with the free bytes of the file system. Raises CapacityError."""
@@ -167,7 +171,7 @@ class DiskStore:
             self._open()
             with self._env.begin(db=self._tables[Table.META]) as transaction:
                 return [(k, v) for k, v in transaction.cursor() if k != STAMP]
-        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+        except _DAMAGED as error:
             raise CorruptError(f"{self._path} holds no readable queue store: {error}") from error
         except lmdb.Error as error:
             raise self._translated(error) from error
@@ -175,15 +179,18 @@ class DiskStore:
     def _open(self) -> None:
         self._shut_environment(clean=False)
         self._own()
+        _lmdb_damage.refuse_emptied(self._path)
         _lmdb_sync.recover(self._path)
         size = max(self._grow_bytes, self._file_bytes())
         fsync = self._durability == "always"
         self._environment = lmdb.open(
             str(self._path), map_size=size, max_dbs=len(Table), sync=fsync, readahead=False
         )
+        _lmdb_damage.fill_up(self._path, self._environment)
         for table in Table:
             self._tables[table] = self._environment.open_db(table.encode())
         self._check_stamp()
+        _lmdb_damage.mark(self._path)
         if fsync:
             _lmdb_sync.settle(self._path, self._environment)
         else:
@@ -324,8 +331,10 @@ class DiskStore:
         status = os.statvfs(self._path)
         return status.f_bavail * status.f_frsize
 
-    def _translated(self, error: lmdb.Error) -> CapacityError | InfraError:
+    def _translated(self, error: lmdb.Error) -> CapacityError | CorruptError | InfraError:
         text = str(error)
+        if isinstance(error, _DAMAGED):
+            return CorruptError(f"queue store {self._path}: the file is damaged ({text})")
         if isinstance(error, lmdb.DiskError) or any(sign in text for sign in _FULL):
             free = self._free_bytes()
             return CapacityError(

@@ -1,0 +1,162 @@
+"""Reads a disk store, spoiled in one way after the other, and tells what a queue on it says: a JSON line per trial.
+
+    python -m tests.fuzz.store_reader FOLDER SEED TRIALS [WAY...]
+
+Each trial is a process of its own, forked here, because a spoiled memory map may take its reader with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meshrl.contract.errors import EndOfDataError, MeshError, WaitTimeoutError
+from meshrl.contract.nouns import REWARD_STAGE, ROLLOUT_STAGE, Lease
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.queue import TransferQueue
+
+from ..contract.queue_actors import Actors, spec, tasks
+
+PAGE = 4096
+GROUPS = 12
+WAYS = ("bit", "bit", "bytes", "zeros", "truncate", "cut", "swap")
+"""A bit or 16 bytes change; a page is zeroed; the end is cut off, at a page or anywhere; two pages change places."""
+COLUMNS = [*ROLLOUT_STAGE.writes, *REWARD_STAGE.writes]
+
+
+def opened(folder: Path) -> Any:
+    return TransferQueue.open(stores.build(QueueConfig(), folder))
+
+
+async def write_store(folder: Path) -> None:
+    """A closed store with rows in every state and frames of several pages."""
+    actors = Actors(await opened(folder))
+    await actors.start(spec(max_staleness=50.0, lease_ttl_s=1e6))
+    prompts = tasks(GROUPS, extra_info={"story": "once upon a time " * 400})
+    assert await actors.feed(prompts, cursor="twelve") == GROUPS
+    await actors.write(await actors.lease("rollout", limit=18))
+    await actors.write(await actors.lease("reward", limit=14))
+    await actors.train(0)
+    await actors.commit(1)
+    await actors.take(1, groups=1)
+    await actors.queue.close()
+
+
+async def told(folder: Path) -> Mapping[str, str]:
+    """What a queue on the store says of everything in it: a digest, or `error code: message`."""
+    try:
+        queue = await opened(folder)
+    except MeshError as error:
+        return {"open": _failed(error)}
+    actors = Actors(queue)
+    found: dict[str, str] = {"open": ""}
+
+    async def tell(name: str, asked: Any) -> Any:
+        try:
+            answer = await asked
+        except (EndOfDataError, WaitTimeoutError):
+            return None
+        except MeshError as error:
+            found[name] = _failed(error)
+            return None
+        found[name] = _digest(answer)
+        return answer
+
+    await tell("ledger", queue.ledger("run"))
+    await tell("state", queue.run_state("run"))
+    batch = await tell("take again", actors.take(1, groups=1))
+    for row in batch.rows if batch else ():
+        await tell(f"fetch {row.uid}", queue.fetch("run", [row.uid], COLUMNS))
+    for stage in ("rollout", "reward"):
+        lease: Lease | None = await tell(f"lease {stage}", actors.lease(stage))
+        for row in lease.rows if lease else ():
+            found[f"{stage} {row.uid}"] = _digest(row)
+    await tell("take", actors.take(2))
+    await queue.close()
+    return found
+
+
+def _failed(error: MeshError) -> str:
+    return f"error {error.code}: {error}"
+
+
+def _digest(answer: Any) -> str:
+    if hasattr(answer, "__slots__") and not isinstance(answer, str):
+        answer = asdict(answer)
+    text = json.dumps(answer, sort_keys=True, default=_plain)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def spoil(path: Path, dice: random.Random, ways: Sequence[str]) -> str:
+    """Change the file in one of the ways; how, in words."""
+    data = bytearray(path.read_bytes())
+    pages = len(data) // PAGE
+    at = dice.randrange(len(data))
+    page = dice.randrange(pages) * PAGE
+    way = dice.choice(ways)
+    if way == "bit":
+        data[at] ^= 1 << dice.randrange(8)
+    elif way == "bytes":
+        data[at : at + 16] = dice.randbytes(len(data[at : at + 16]))
+    elif way == "zeros":
+        data[page : page + PAGE] = bytes(PAGE)
+    elif way == "swap":
+        other = dice.randrange(pages) * PAGE
+        one, two = data[page : page + PAGE], data[other : other + PAGE]
+        data[page : page + PAGE], data[other : other + PAGE] = two, one
+    elif way == "truncate":
+        del data[page:]
+    else:
+        del data[at:]
+    path.write_bytes(data)
+    return f"{way} at {at if way in ('bit', 'bytes', 'cut') else page} of {pages * PAGE}"
+
+
+def trial(folder: Path, seed: str, ways: Sequence[str]) -> dict[str, Any]:
+    """One spoiled copy, read by one forked process."""
+    copy = folder / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder / "good", copy)
+    way = spoil(copy / "data.mdb", random.Random(seed), ways) if seed else "untouched"
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer.write_text(json.dumps(asyncio.run(told(copy))))
+            code = 0
+        except BaseException as error:
+            answer.write_text(json.dumps({"open": f"raised {type(error).__name__}: {error}"}))
+            code = 1
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    said = json.loads(answer.read_text()) if answer.exists() else {}
+    return {"seed": seed, "way": way, "code": code, "told": said}
+
+
+def main() -> None:
+    """The untouched store first."""
+    folder, seed, trials = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    ways = sys.argv[4:] or WAYS
+    asyncio.run(write_store(folder / "good"))
+    print(json.dumps(trial(folder, "", ways)), flush=True)
+    for number in range(trials):
+        print(json.dumps(trial(folder, f"{seed}.{number}", ways)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A disk store whose bytes were changed: a CorruptError that names what, or the right data; never a silent loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import CorruptError
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.disk import DiskStore
+
+ROOT = Path(__file__).parents[2]
+SEED = os.environ.get("FUZZ_SEED", "1")
+TRIALS = int(os.environ.get("FUZZ_TRIALS", "30"))
+PART_OF = {"fetch": "take again", "rollout": "lease rollout", "reward": "lease reward"}
+"""What is told only if something else was."""
+
+
+def trials(folder: Path, *ways: str) -> tuple[Mapping[str, str], list[dict[str, Any]]]:
+    """What a queue tells of the sound store, and each trial."""
+    command = [sys.executable, "-m", "tests.fuzz.store_reader", str(folder), SEED, str(TRIALS)]
+    ended = subprocess.run([*command, *ways], cwd=ROOT, capture_output=True, text=True, check=True)
+    sound, *rest = (json.loads(line) for line in ended.stdout.splitlines())
+    assert sound["code"] == 0 and len(sound["told"]) > 15, sound
+    assert len(rest) == TRIALS
+    return sound["told"], rest
+
+
+def wrong(sound: Mapping[str, str], told: Mapping[str, str]) -> list[str]:
+    """What is neither right nor a clear error: empty when nothing is lost in silence."""
+    if told["open"]:
+        return [] if told["open"].startswith("error corrupt: ") else [told["open"]]
+    return [
+        f"{name}: {told.get(name, 'absent')}"
+        for name in {*sound, *told}
+        if told.get(name) != sound.get(name) and not _explained(name, told)
+    ]
+
+
+def _explained(name: str, told: Mapping[str, str]) -> bool:
+    parent = PART_OF.get(name.split()[0], name)
+    return told.get(name if name in told else parent, "").startswith("error corrupt: ")
+
+
+@pytest.mark.parametrize("way", ["bytes", "zeros", "truncate", "cut"])
+def test_a_changed_file_is_a_clear_error_or_the_right_data(tmp_path: Path, way: str) -> None:
+    sound, spoiled = trials(tmp_path, way)
+    for trial in spoiled:
+        assert trial["code"] == 0, trial
+        assert not wrong(sound, trial["told"]), (trial["way"], wrong(sound, trial["told"]))
+    assert any(trial["told"] != sound for trial in spoiled)
+
+
+def test_a_flipped_bit_is_a_clear_error_or_the_right_data(tmp_path: Path) -> None:
+    """But for one in thousands, in the length of a value as LMDB's pages have it, which ends the process."""
+    sound, spoiled = trials(tmp_path, "bit")
+    for trial in spoiled:
+        if trial["code"] == 0:
+            assert not wrong(sound, trial["told"]), (trial["way"], wrong(sound, trial["told"]))
+    assert sum(trial["code"] != 0 for trial in spoiled) <= max(1, TRIALS // 500)
+    assert any(trial["told"] != sound for trial in spoiled)
+
+
+@pytest.mark.parametrize("gone", ["emptied", "removed"])
+async def test_a_file_that_is_empty_or_gone_is_no_fresh_start(tmp_path: Path, gone: str) -> None:
+    await (await TransferQueue.open(DiskStore(tmp_path))).close()
+    data = tmp_path / "data.mdb"
+    if gone == "emptied":
+        data.write_bytes(b"")
+    else:
+        data.unlink()
+    with pytest.raises(CorruptError, match="a queue was kept there"):
+        await TransferQueue.open(DiskStore(tmp_path))
+
+
+async def test_a_queue_that_was_killed_before_its_first_commit_starts_afresh(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"")
+    await (await TransferQueue.open(DiskStore(tmp_path))).close()
