@@ -200,7 +200,7 @@ def test_search_qa_matches_the_last_answer(solution: str, target: Json, score: f
 def test_a_data_source_without_a_scorer_is_said_and_not_scored() -> None:
     with pytest.raises(UserError, match="no scorer for data_source 'mine'"):
         verl.compute_score("mine", "", "")
-    with pytest.raises(UserError, match="wants programs to be run"):
+    with pytest.raises(ConfigError, match="runs programs that a model wrote"):
         verl.compute_score("codecontests", "", "")
     assert verl.compute_score("aime_2031", "Answer: 4", "4") == {
         "score": 1.0,

@@ -7,7 +7,15 @@ from typing import Any
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import Json
-from meshrl.rewardd.rewards import geo3k, gsm8k, math_dapo, math_reward, prime_math, search_qa
+from meshrl.rewardd.rewards import (
+    code,
+    geo3k,
+    gsm8k,
+    math_dapo,
+    math_reward,
+    prime_math,
+    search_qa,
+)
 
 REQUIRES = ("sympy",)
 
@@ -29,6 +37,7 @@ SCORERS: dict[str, Any] = {
         ),
         prime_math,
     ),
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), code),
     "hiyouga/geometry3k": geo3k,
     **{
         f"searchR1_{name}": search_qa
@@ -43,8 +52,7 @@ SCORERS: dict[str, Any] = {
         ]
     },
 }
-"""data_source to reward module. Names that begin with `aime` go to math_dapo."""
-CODE = ("codecontests", "apps", "codeforces", "taco")
+"""data_source to reward module. Names that begin with `aime` go to math_dapo, programs to code (in a cell only)."""
 
 
 class Config(config.Config):
@@ -65,11 +73,6 @@ def compute_score(
     """
     scorer = math_dapo if data_source.startswith("aime") else SCORERS.get(data_source)
     if scorer is None:
-        if data_source in CODE:
-            raise UserError(
-                f"data_source {data_source!r} wants programs to be run, which the mesh does not do: "
-                "score it with reward.custom_reward_function"
-            )
         raise UserError(
             f"no scorer for data_source {data_source!r} (known: {', '.join(SCORERS)}, aime*); "
             "name one in reward.functions or reward.custom_reward_function"

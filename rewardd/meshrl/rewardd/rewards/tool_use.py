@@ -1,0 +1,126 @@
+"""Tool calls: are they well formed, and are they the right ones? As in ToolRL (https://arxiv.org/abs/2504.13958).
+
+The response holds `<think>…</think>` and then `<tool_call>` with one JSON object per line, `{"name": …,
+"parameters": {…}}`, and/or `<response>…</response>`; the ground truth is a response of that form. Two components:
+`format_score`, 1 for the blocks that the ground truth has, each once and in order; `accuracy_score`, how well the
+calls agree: common tool names, common parameter names and equal parameter values over a pairing of the calls, as a share
+of the most, scaled from -3 to 3. The score is their sum.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from pydantic import PositiveFloat
+
+from meshrl.contract import config
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Json
+
+CALLS = re.compile(r"<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
+BLOCKS = ("think", "tool_call", "response")
+MAX_CALLS = 64
+"""More than this in a response is noise, and pairing them is quadratic."""
+
+
+class Config(config.Config):
+    """How much each part is worth."""
+
+    format_max: float = 1.0
+    """For the right form; any other is worth 0."""
+    accuracy_max: PositiveFloat = 3.0
+    """For the right calls; entirely wrong ones are worth minus this."""
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Json,
+    extra_info: Json = None,
+    config: Config = Config(),  # noqa: B008 - frozen
+) -> dict[str, float]:
+    """The sum of both parts, and each.
+
+    Raises:
+        UserError: the ground truth is no text, or its calls cannot be read.
+    """
+    if not isinstance(ground_truth, str):
+        raise UserError(
+            f"tool_use wants the wanted response as ground truth, got {type(ground_truth).__name__}"
+        )
+    formed = _form(solution_str) == _form(ground_truth) != ()
+    form = config.format_max if formed else 0.0
+    wanted = _calls(ground_truth)
+    if wanted is None:
+        raise UserError(f"tool_use cannot read the calls of the ground truth {ground_truth[:80]!r}")
+    if not CALLS.search(ground_truth):  # nothing to call: the form is all there is
+        return {"score": form, "format_score": form, "accuracy_score": 0.0}
+    given = _calls(solution_str)
+    share = 0.0 if given is None else agreement(given, wanted)
+    accuracy = config.accuracy_max * (2 * share - 1)
+    return {"score": form + accuracy, "format_score": form, "accuracy_score": accuracy}
+
+
+def _form(text: str) -> tuple[str, ...]:
+    """The blocks of a text in order, nothing but white space around them; () when it is anything else."""
+    rest, found = text.strip(), []
+    for tag in BLOCKS:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if opening not in text and closing not in text:
+            continue
+        if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
+            return ()
+        rest = rest.partition(closing)[2].strip()
+        found.append(tag)
+    return () if rest else tuple(found)
+
+
+def _calls(text: str) -> list[tuple[str, dict[str, Json]]] | None:
+    """Names and parameters; None when a line is no call."""
+    calls = []
+    for line in "\n".join(CALLS.findall(text)).splitlines():
+        if not line.strip():
+            continue
+        try:
+            call = json.loads(line)
+            parameters = call.get("parameters", call.get("arguments", {}))
+            calls.append((str(call["name"]), dict(parameters)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        if len(calls) > MAX_CALLS:
+            return None
+    return calls
+
+
+def agreement(
+    given: list[tuple[str, dict[str, Json]]], wanted: list[tuple[str, dict[str, Json]]]
+) -> float:
+    """From 0 to 1: names, then for each wanted call its most alike given one, each used once."""
+    if not given or not wanted:
+        return float(not given and not wanted)
+    earned = _common([name for name, _ in given], [name for name, _ in wanted])
+    possible = 1.0
+    left = list(given)
+    for name, parameters in wanted:
+        possible += 1 + len(parameters)
+        alike = [_alike(other, parameters) if n == name else -1.0 for n, other in left]
+        if alike and (best := max(alike)) >= 0:
+            earned += best
+            del left[alike.index(best)]
+    return earned / possible
+
+
+def _alike(given: dict[str, Json], wanted: dict[str, Json]) -> float:
+    """Common parameter names as a share, plus one for every equal value."""
+    equal = sum(key in given and given[key] == value for key, value in wanted.items())
+    return _common(given, wanted) + float(equal)
+
+
+def _common(some: Iterable[str], others: Iterable[str]) -> float:
+    """|A ∩ B| / |A ∪ B| of multisets; 1 for two empty ones."""
+    a, b = Counter(list(some)), Counter(list(others))
+    union = (a | b).total()
+    return float((a & b).total() / union) if union else 1.0

@@ -1,0 +1,78 @@
+"""Inside the interpreter that runs one program of the policy's: one request on stdin, its output on stdout.
+
+    {"program", "memory_bytes"} with {"stdin"} | {"call", "arguments"} | {"before", "test", "word"}
+
+`word` is printed when the tests have passed. They are code that shares this process with what it tests, so a program
+that looks for the word can find it; what compares output outside (`stdin`, `call`) has nothing to be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import platform
+import resource
+import sys
+from types import ModuleType
+from typing import Any
+
+from meshrl.rewardd.sandbox import seccomp
+
+MAX_OUTPUT = 1 << 20
+"""Bytes that a program may print."""
+
+
+def main() -> None:
+    """Run the request; the exit code is 0 when nothing was raised."""
+    request = json.loads(sys.stdin.buffer.read())
+    bound = request["memory_bytes"]
+    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT, MAX_OUTPUT))
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    # It may neither start nor signal another process, the one that judges it least of all.
+    filter_ = seccomp.program(platform.machine(), alone_pid=os.getpid())
+    if filter_ is not None and seccomp.available():
+        seccomp.install(filter_)
+    sys.stdin = io.TextIOWrapper(io.BytesIO(request.get("stdin", "").encode()), encoding="utf-8")
+    module = ModuleType("__main__")
+    sys.modules["__main__"] = module
+    source = request.get("before", "") + request["program"]
+    if "test" in request:
+        _test(request, module)
+    elif "call" in request:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(source, "program.py", "exec"), module.__dict__)
+            result = _callable(module, request["call"])(*request["arguments"])
+        print("\n" + json.dumps(result))
+    else:
+        with contextlib.suppress(SystemExit):  # a program may leave when it is done
+            exec(compile(source, "program.py", "exec"), module.__dict__)
+    sys.stdout.flush()
+
+
+def _test(request: dict[str, str], module: ModuleType) -> None:
+    word, test = request.pop("word"), request.pop("test")
+    program, before = request["program"], request["before"]
+    # A completion goes on where the prompt ends; a whole program repeats it.
+    try:
+        code = compile(before + program, "program.py", "exec")
+    except SyntaxError:
+        code = compile(before + "    pass\n" + program, "program.py", "exec")
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code, module.__dict__)
+        exec(compile(test, "test.py", "exec"), module.__dict__)
+    print("\n" + word)
+
+
+def _callable(module: ModuleType, name: str) -> Any:
+    """The function, or the method of LeetCode's `Solution`."""
+    if not hasattr(module, name) and hasattr(module, "Solution"):
+        return getattr(module.Solution(), name)
+    return getattr(module, name)
+
+
+if __name__ == "__main__":
+    main()

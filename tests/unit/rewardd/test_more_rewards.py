@@ -1,0 +1,205 @@
+"""Patterns, tool calls, and programs that are run in a cell."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.nouns import Outcome, Sample, Score, Uid
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.judge import PoolJudge, build_judge
+from meshrl.rewardd.rewards import code, regex_match, tool_use
+from meshrl.rewardd.sandbox.cell import no_bubblewrap
+
+HUMANEVAL = Path("/work/shared/data/humaneval/HumanEval.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "options", "score"),
+    [
+        ("the answer is 42.", r"\b42\b", {}, 1.0),
+        ("the answer is 421", r"\b42\b", {}, 0.0),
+        ("YES", "yes", {"ignore_case": True}, 1.0),
+        ("a\nb", "a.b", {"whole": True}, 1.0),
+        ("a\nb", "^b$", {}, 0.0),
+        ("a\nb", "^b$", {"multiline": True}, 1.0),
+        ("xx", "x", {"whole": True, "penalty": -1}, -1.0),
+        ("12 apples", "no pattern (", {"pattern": r"^\d+"}, 1.0),
+    ],
+)
+def test_regex_match_takes_the_pattern_from_the_sample_or_the_recipe(
+    solution: str, truth: str, options: dict[str, Any], score: float
+) -> None:
+    config = regex_match.Config(**options)
+    assert regex_match.compute_score("", solution, truth, config=config) == score
+
+
+def test_a_ground_truth_that_is_no_pattern_is_named() -> None:
+    with pytest.raises(UserError, match=r"'\(' is not a regular expression"):
+        regex_match.compute_score("", "x", "(")
+
+
+def response(*calls: str, thought: str = "hm") -> str:
+    return f"<think>{thought}</think>\n<tool_call>\n" + "\n".join(calls) + "\n</tool_call>"
+
+
+CALL = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth", "form", "accuracy"),
+    [
+        (response(CALL), response(CALL), 1, 3),
+        (response('{"name": "add", "arguments": {"b": 2, "a": 1}}'), response(CALL), 1, 3),
+        # names 1, parameter names 1, values 1 of 2: 3 of 4
+        (response('{"name": "add", "parameters": {"a": 1, "b": 9}}'), response(CALL), 1, 1.5),
+        # names 1, parameter names 1/2, values 1: 2.5 of 4
+        (response('{"name": "add", "parameters": {"a": 1}}'), response(CALL), 1, 0.75),
+        (response('{"name": "sub", "parameters": {"a": 1, "b": 2}}'), response(CALL), 1, -3),
+        (response("no call"), response(CALL), 1, -3),
+        (CALL, response(CALL), 0, -3),
+        ("<tool_call>\n" + CALL + "\n</tool_call>", response(CALL), 0, 3),
+        (response(CALL) + " more", response(CALL), 0, 3),
+        ("<think>a</think><response>b</response>", "<think>x</think><response>y</response>", 1, 0),
+        (response(CALL), "<think>x</think><response>y</response>", 0, 0),
+    ],
+)
+def test_tool_calls_earn_for_their_form_and_for_what_agrees(
+    solution: str, truth: str, form: float, accuracy: float
+) -> None:
+    assert tool_use.compute_score("", solution, truth) == {
+        "score": pytest.approx(form + accuracy),
+        "format_score": form,
+        "accuracy_score": pytest.approx(accuracy),
+    }
+
+
+def test_each_call_is_paired_once() -> None:
+    twice = tool_use.agreement([("f", {"a": 1})] * 2, [("f", {"a": 1})])
+    assert twice == pytest.approx((0.5 + 2) / 3)
+    assert (
+        tool_use.agreement([("f", {"a": 2}), ("f", {"a": 1})], [("f", {"a": 1}), ("f", {"a": 2})])
+        == 1.0
+    )
+
+
+def test_programs_run_in_a_cell_only() -> None:
+    with pytest.raises(ConfigError, match=r"set reward\.recipe_sandbox: strict"):
+        code.compute_score("apps", "print(1)", {"inputs": [""], "outputs": ["1"]})
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[PoolJudge]:
+    if (why := no_bubblewrap()) is not None:
+        pytest.skip(why)
+    functions = [{"name": "code", "kwargs": {"test_deadline_s": 2}}]
+    built = build_judge(
+        RewardConfig.model_validate(
+            {"functions": functions, "recipe_sandbox": "strict", "workers": 2}
+        )
+    )
+    yield built
+    await built.close()
+
+
+async def run(judge: Any, *pairs: tuple[str, Any], source: str = "") -> list[Score]:
+    samples = [
+        Sample(
+            uid=Uid("r", "t", n),
+            data_source=source,
+            solution=text,
+            ground_truth=truth,
+            extra_info={},
+        )
+        for n, (text, truth) in enumerate(pairs)
+    ]
+    return list(await judge.score(samples))
+
+
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+READ = "a, b = map(int, input().split())\n"
+
+
+async def test_programs_are_scored_by_the_share_of_their_tests(judge: PoolJudge) -> None:
+    fn = json.dumps({"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"})
+    asserts = {"asserts": ["assert add(1, 2) == 3", "assert add(0, 0) == 1"]}
+    add = "def add(a, b):\n    print('noise')\n    return a + b"
+    scores = await run(
+        judge,
+        (f"Here:\n```python\n{READ}print(a + b)\n```\nDone.", SUM),
+        (f"{READ}print(3)", SUM),
+        (add, fn),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", fn),
+        (add, asserts),
+        ("print('x'", SUM),
+    )
+    assert [(s.outcome, s.reason) for s in scores[:5]] == [(Outcome.OK, "")] * 5
+    assert [s.score for s in scores] == [1.0, 0.5, 1.0, 1.0, 0.5, 0.0]
+    assert scores[5].outcome is Outcome.POLICY_FAULT
+    assert scores[1].components == {"code": 0.5, "passed": 1.0, "tests": 2.0}
+
+
+HOSTILE = {
+    "loops": "while True: pass",
+    "leaves as if well": "import os; os._exit(0)",
+    "kills its judge": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "kills everybody": "import os, signal\nos.kill(-1, signal.SIGKILL)",
+    "forks": "import os\nwhile True: os.fork()",
+    "prints without end": "while True: print('x' * 65536)",
+    "memory": "x = bytearray(8 << 30)",
+    "reads its judge": "import os\nprint(open(f'/proc/{os.getppid()}/mem', 'rb').read(1))",
+    "network": "import socket; socket.socket()",
+}
+
+
+async def test_a_program_that_means_harm_fails_its_tests_and_nothing_else(judge: PoolJudge) -> None:
+    good = (f"{READ}print(a + b)", SUM)
+    one = {"inputs": ["1 2"], "outputs": ["3"]}
+    pairs = [pair for text in HOSTILE.values() for pair in ((text, one), good)]
+    scores = await run(judge, *pairs)
+    assert [(s.outcome, s.score, s.reason) for s in scores] == [
+        (Outcome.POLICY_FAULT, 0.0, ""),
+        (Outcome.OK, 1.0, ""),
+    ] * len(HOSTILE)
+
+
+async def test_a_truth_without_tests_is_a_fault_of_the_data(judge: PoolJudge) -> None:
+    scores = await run(
+        judge, ("x", {"answer": 1}), ("x", "nothing"), ("x", {"inputs": [], "outputs": []})
+    )
+    assert [s.outcome for s in scores] == [Outcome.INFRA_FAULT] * 3
+    assert "neither test, asserts nor inputs and outputs (it has answer)" in scores[0].reason
+    assert "the ground truth is not JSON" in scores[1].reason
+    assert "has no tests" in scores[2].reason
+
+
+def humaneval(count: int) -> list[Any]:
+    lines = gzip.decompress(HUMANEVAL.read_bytes()).splitlines()
+    return [json.loads(line) for line in lines[:count]]
+
+
+@pytest.mark.skipif(not HUMANEVAL.exists(), reason="needs the HumanEval data")
+async def test_solutions_of_humaneval_pass_and_wrong_ones_do_not(judge: PoolJudge) -> None:
+    problems = humaneval(8)
+    right = [(p["canonical_solution"], p) for p in problems]
+    whole = [(f"```python\n{p['prompt']}{p['canonical_solution']}```", p) for p in problems]
+    wrong = [("    return None\n", p) for p in problems]
+    scores = await run(judge, *right, *whole, *wrong)
+    assert [s.score for s in scores] == [1.0] * 16 + [0.0] * 8
+
+
+async def test_the_table_of_verl_runs_programs_in_a_cell() -> None:
+    if (why := no_bubblewrap()) is not None:
+        pytest.skip(why)
+    judge = build_judge(RewardConfig.model_validate({"recipe_sandbox": "strict"}))
+    try:
+        (score,) = await run(judge, (f"{READ}print(a + b)", json.dumps(SUM)), source="taco")
+    finally:
+        await judge.close()
+    assert (score.outcome, score.score) == (Outcome.OK, 1.0)
