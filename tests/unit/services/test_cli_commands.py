@@ -14,8 +14,8 @@ import yaml
 
 from meshrl.contract.nouns import Task
 from meshrl.services.cli import main
-from meshrl.services.cli.mesh import stored_queue
 from meshrl.services.config import load_recipe, train_spec
+from meshrl.services.queues import stored_queue
 from meshrl.services.up.book import BOOK_NAME, AddressBook, Entry
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.services.config import Recipe, load_recipe
+from meshrl.services.queues import shard_number
 from meshrl.services.up.book import AddressBook, Entry, is_up, newest_run_dir, run_lock
 from meshrl.services.up.plan import Plan, service_kinds
 from meshrl.services.up.ports import free_port
@@ -35,6 +36,33 @@ def plan(tmp_path: Path, *overrides: str, **fixed: int) -> tuple[Plan, dict[str,
 def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
     kinds = service_kinds(recipe(tmp_path, "rollout.workers=2"))
     assert list(kinds) == ["queue", "reward", "trainer", "rollout-0", "rollout-1", "feeder"]
+
+
+def test_a_queue_of_several_shards_is_several_services_that_all_are_told_of(tmp_path: Path) -> None:
+    made, services = plan(tmp_path, "queue.shards=2")
+    assert list(services)[:2] == ["queue-0", "queue-1"]
+    assert {services[name].wave for name in ("queue-0", "queue-1")} == {0}
+    entries = made.book.services
+    addresses = f"{entries['queue-0'].address},{entries['queue-1'].address}"
+    assert made.book.peers()["queue"] == addresses
+    assert made.book.peers()["trainer"] == entries["trainer"].address
+
+
+@pytest.mark.parametrize(
+    ("shards", "name", "number"), [(1, "queue", 0), (1, "queue-0", 0), (3, "my-queue-2", 2)]
+)
+def test_a_shard_is_known_by_the_number_in_its_name(
+    tmp_path: Path, shards: int, name: str, number: int
+) -> None:
+    assert shard_number(recipe(tmp_path, f"queue.shards={shards}"), name) == number
+
+
+@pytest.mark.parametrize(("shards", "name"), [(2, "queue"), (2, "queue-2"), (1, "queue-1")])
+def test_a_queue_that_is_none_of_the_shards_is_told_the_names(
+    tmp_path: Path, shards: int, name: str
+) -> None:
+    with pytest.raises(UserError, match="want --name queue"):
+        shard_number(recipe(tmp_path, f"queue.shards={shards}"), name)
 
 
 def test_the_reference_is_started_when_the_algorithm_asks_for_it(tmp_path: Path) -> None:

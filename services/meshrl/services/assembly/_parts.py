@@ -10,6 +10,7 @@ from meshrl.contract.nouns import RunSpec
 from meshrl.contract.ports import Queue
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.services.runtime import Server
+from meshrl.transferqueue.sharding import membership
 
 STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
@@ -33,6 +34,8 @@ async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
 
 async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
     """Declare one run. Raises UserError when a run of this name exists with other settings."""
+    if recipe.queue.shards == 1:
+        await membership.check_alone(queue, spec.run)
     try:
         await queue.open_run(spec)
     except ConflictError as error:

@@ -7,9 +7,9 @@ import asyncio
 from meshrl.services.assembly._parts import open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe, train_sampling, train_spec
 from meshrl.services.prompts import read_prompts
+from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
-from meshrl.services.wires.queue import QueueWire
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import task_maker
 
@@ -26,7 +26,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         deadline_s=recipe.rollout.deadline_s,
     )
     async with (
-        QueueWire(site.peer("queue")) as queue,
+        connect_queue(site.peer("queue")) as queue,
         Server(site.settings, []) as server,
     ):
         await open_runs(queue, recipe)

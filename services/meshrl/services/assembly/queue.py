@@ -1,4 +1,4 @@
-"""The queue service: a store, the transfer queue on it, its door."""
+"""The queue service: a store, the transfer queue on it (one of several shards, or the only one), its doors."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from meshrl.contract.errors import UserError
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.doors.queue_admin import QueueAdminDoor
+from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.queue_metrics import QueueCollector
+from meshrl.services.queues import build_store, shard_number
 from meshrl.services.runtime import Door, Server
 from meshrl.services.site import Site
-from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
 
 
 async def run(recipe: Recipe, site: Site) -> None:
@@ -24,14 +25,14 @@ async def run(recipe: Recipe, site: Site) -> None:
     Raises:
         UserError: the store's directory cannot be made. OwnerLostError: another queue took the store over.
     """
+    store = build_store(recipe, shard_number(recipe, site.name))
+    queue = await ShardQueue.open(store)
     try:
-        recipe.queue_path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"queue.path: {recipe.queue_path}: {error.strerror}") from error
-    store = stores.build(recipe.queue, recipe.queue_path)
-    queue = await TransferQueue.open(store)
-    try:
-        doors: list[Door] = [QueueDoor(queue), QueueAdminDoor(QueueAdmin(queue, store))]
+        doors: list[Door] = [
+            QueueDoor(queue),
+            ShardDoor(queue),
+            QueueAdminDoor(QueueAdmin(queue, store)),
+        ]
         async with Server(site.settings, doors) as server, _owning(queue, server):
             server.registry.register(QueueCollector(queue, store))
             await server.ready()

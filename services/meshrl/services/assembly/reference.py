@@ -7,9 +7,9 @@ import asyncio
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reference import ReferenceDoor
+from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
-from meshrl.services.wires.queue import QueueWire
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
 
@@ -29,7 +29,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     )
     try:
         async with (
-            QueueWire(site.peer("queue")) as queue,
+            connect_queue(site.peer("queue")) as queue,
             Server(site.settings, [ReferenceDoor(model)]) as server,
         ):
             await open_runs(queue, recipe)

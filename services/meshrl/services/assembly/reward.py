@@ -7,9 +7,9 @@ from meshrl.rewardd.stage import RewardStage
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reward import RewardDoor
+from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
-from meshrl.services.wires.queue import QueueWire
 
 
 async def run(recipe: Recipe, site: Site) -> None:
@@ -20,7 +20,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         # A function that cannot be loaded ends the service here, before any row waits for it.
         await judge.start()
         async with (
-            QueueWire(address) as queue,
+            connect_queue(address) as queue,
             Server(site.settings, [RewardDoor(judge)]) as server,
         ):
             runs = await open_runs(queue, recipe)

@@ -15,12 +15,12 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.rollout import RolloutDoor
+from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
 from meshrl.services.transport import CHANNEL_OPTIONS
 from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
-from meshrl.services.wires.queue import QueueWire
 
 
 async def run(recipe: Recipe, site: Site) -> None:
@@ -29,7 +29,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with (
-        QueueWire(site.peer("queue")) as queue,
+        connect_queue(site.peer("queue")) as queue,
         Server(site.settings, [RolloutDoor(engine)]) as server,
     ):
         runs = await open_runs(queue, recipe)

@@ -29,12 +29,12 @@ from meshrl.services.config.recipe import (
 )
 from meshrl.services.doors.trainer import TrainerDoor
 from meshrl.services.prompts import eval_tasks, read_prompts
+from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Door, Server
 from meshrl.services.site import Site
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.wires.queue import QueueWire
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
@@ -60,7 +60,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     world = World.start(recipe.trainer.device)
     compute = Compute(world.device)
     try:
-        async with QueueWire(site.peer("queue")) as queue:
+        async with connect_queue(site.peer("queue")) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, site)
             learner = await compute.run(partial(build_learner, recipe, setting, world))
@@ -81,7 +81,7 @@ async def _lead(
     state: TrainerState,
     learner: Learner,
     compute: Compute,
-    queue: QueueWire,
+    queue: Queue,
 ) -> None:
     """Rank 0: train, with doors open."""
     plane = WeightPlane(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -13,10 +12,8 @@ from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe
+from meshrl.services.queues import connect_queue, stored_queue
 from meshrl.services.up.book import BOOK_NAME, AddressBook, is_up, newest_run_dir, run_lock
-from meshrl.services.wires.queue import QueueWire
-from meshrl.transferqueue import stores
-from meshrl.transferqueue.queue import TransferQueue
 
 PATIENCE_S = 5.0
 """How long a person waits for a service that does not answer."""
@@ -48,20 +45,10 @@ class Mesh:
                 with run_lock(self.stopped.run.path):
                     async with stored_queue(self.stopped) as left:
                         return await question(left)
-            async with QueueWire(self.queue, patience_s=PATIENCE_S) as queue:
+            async with connect_queue(self.queue, patience_s=PATIENCE_S) as queue:
                 return await question(queue)
 
         return asyncio.run(ask())
-
-
-@asynccontextmanager
-async def stored_queue(recipe: Recipe) -> AsyncIterator[Queue]:
-    """The queue of a run whose processes have ended, opened here on its files."""
-    queue = await TransferQueue.open(stores.build(recipe.queue, recipe.queue_path))
-    try:
-        yield queue
-    finally:
-        await queue.close()
 
 
 def find_mesh(
@@ -89,7 +76,7 @@ def find_mesh(
         )
     return Mesh(
         run=run or book.run,
-        queue=book.address("queue"),
+        queue=book.peers()["queue"],
         trainer=book.address("trainer"),
         fleet={name: entry.address for name, entry in book.of_kind("rollout").items()},
     )

@@ -42,7 +42,7 @@ def mesh_options(function: F) -> F:
         "--queue",
         metavar="HOST:PORT",
         envvar="MESHRL_QUEUE",
-        help="Ask this queue; needs --run.",
+        help="Ask this queue (all its shards, separated by commas); needs --run.",
     )
     run = click.option("--run", metavar="NAME", envvar="MESHRL_RUN", help="The run's name.")
     return run_dir(queue(run(function)))

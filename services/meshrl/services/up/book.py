@@ -51,6 +51,13 @@ class AddressBook:
             raise UserError(f"this mesh has no {name} service (it has: {', '.join(self.services)})")
         return self.services[name].address
 
+    def peers(self) -> Mapping[str, str]:
+        """Where each kind is: the addresses of its services in order, separated by commas."""
+        kinds = dict.fromkeys(entry.kind for entry in self.services.values())
+        return {
+            kind: ",".join(entry.address for entry in self.of_kind(kind).values()) for kind in kinds
+        }
+
     def with_entry(self, name: str, entry: Entry) -> AddressBook:
         """A copy in which `name` listens elsewhere."""
         return replace(self, services={**self.services, name: entry})

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.nouns import TrainerStatus
+from meshrl.services.queues import connect_queue
 from meshrl.services.up.board import Board
 from meshrl.services.up.book import AddressBook
-from meshrl.services.wires.queue import QueueWire
 from meshrl.services.wires.rollout import RolloutWire
 from meshrl.services.wires.trainer import TrainerWire
 
@@ -59,8 +59,8 @@ class Observer:
 
     async def last_look(self) -> None:
         """The ledger as it stands at the end. Raises what the queue's wire raises."""
-        address = self._book().address("queue")
-        async with QueueWire(address, patience_s=PATIENCE_S) as queue:
+        addresses = self._book().peers()["queue"]
+        async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
             self._board.ledger = await queue.ledger(self._board.run)
 
     async def _watch_trainer(self) -> None:
@@ -77,8 +77,9 @@ class Observer:
             await asyncio.sleep(EVERY_S)
 
     async def _ask_queue(self) -> None:
-        await self._until_ready("queue")
-        async with QueueWire(self._book().address("queue"), patience_s=PATIENCE_S) as queue:
+        for name in self._book().of_kind("queue"):
+            await self._until_ready(name)
+        async with connect_queue(self._book().peers()["queue"], patience_s=PATIENCE_S) as queue:
             while True:
                 try:
                     self._board.ledger = await queue.ledger(self._board.run)

@@ -44,7 +44,9 @@ FORGETFUL = "queue.store is memory, so its rows went with it; queue.store=disk s
 
 def service_kinds(recipe: Recipe) -> dict[str, str]:
     """Name to kind of every service of the mesh."""
-    kinds = {"queue": "queue", "reward": "reward"}
+    shards = recipe.queue.shards
+    queues = ["queue"] if shards == 1 else [f"queue-{index}" for index in range(shards)]
+    kinds = dict.fromkeys(queues, "queue") | {"reward": "reward"}
     if needs_reference(recipe):
         kinds["reference"] = "reference"
     kinds["trainer"] = "trainer"

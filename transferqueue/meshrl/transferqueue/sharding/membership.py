@@ -31,11 +31,7 @@ async def join(first: Queue, run: str, available: int) -> Members:
         members = Members.parse(record.cursor)
     else:
         members = Members(1, 1) if opened else Members(available, available)
-    if members.count > available:
-        raise UserError(
-            f"run {run} is on {members.count} queue shards, and {available} are given:"
-            f" name all of them, in the same order (queue.shards={members.count})"
-        )
+    _check(run, members, available)
     members = Members(members.began, available)
     if not record or record.cursor != str(members):
         await first.open_run(
@@ -43,6 +39,21 @@ async def join(first: Queue, run: str, available: int) -> Members:
         )
         await first.admit(run + SUFFIX, [], cursor=str(members), wait_s=0)
     return members
+
+
+async def check_alone(queue: Queue, run: str) -> None:
+    """Raises UserError when `queue` is only one of the shards of the run."""
+    members = await read(queue, run)
+    if members is not None:
+        _check(run, members, 1)
+
+
+def _check(run: str, members: Members, available: int) -> None:
+    if members.count > available:
+        raise UserError(
+            f"run {run} is on {members.count} queue shards, not on {available}:"
+            f" name all of them, in the same order (queue.shards={members.count})"
+        )
 
 
 async def _state(first: Queue, run: str) -> RunState | None:

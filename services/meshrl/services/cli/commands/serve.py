@@ -45,7 +45,12 @@ SECTIONS = {
     is_flag=True,
     help="Listen beyond this machine, unencrypted: only in a network that you trust.",
 )
-@click.option("--queue", envvar="MESHRL_QUEUE", metavar="HOST:PORT", help="Where the queue is.")
+@click.option(
+    "--queue",
+    envvar="MESHRL_QUEUE",
+    metavar="HOST:PORT",
+    help="Where the queue is; where all its shards are, in order, separated by commas.",
+)
 @click.option(
     "--trainer", envvar="MESHRL_TRAINER", metavar="HOST:PORT", help="Where the trainer is."
 )
@@ -80,7 +85,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     peers = {kind: options[kind] for kind in ("queue", "trainer") if options[kind]}
     if options["address_book"] is not None:
         book = AddressBook.load(options["address_book"])
-        peers = {entry.kind: entry.address for entry in book.services.values()} | peers
+        peers = {**book.peers(), **peers}
         own = book.services.get(name)
         if own is not None:
             host, port, metrics_port = own.host, own.port, own.metrics_port

@@ -16,8 +16,8 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.nouns import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.services.cli.mesh import PATIENCE_S, Mesh, find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
+from meshrl.services.queues import connect_queue
 from meshrl.services.up.view import clock, ledger_line
-from meshrl.services.wires.queue import QueueWire
 from meshrl.services.wires.rollout import RolloutWire
 from meshrl.services.wires.trainer import TrainerWire
 
@@ -46,7 +46,7 @@ def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
 
 
 async def _ask(mesh: Mesh) -> Status:
-    async with QueueWire(mesh.queue, patience_s=PATIENCE_S) as wire:
+    async with connect_queue(mesh.queue, patience_s=PATIENCE_S) as wire:
         state, ledger = await wire.run_state(mesh.run), await wire.ledger(mesh.run)
     answers = await asyncio.gather(*(_replica(address) for address in mesh.fleet.values()))
     return Status(

@@ -1,0 +1,79 @@
+"""The queue of a mesh, whether it is one process or several shards: connecting to it, and the stores behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.ports import Queue
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.wires.peer import STAGE_PATIENCE_S
+from meshrl.services.wires.queue import QueueWire
+from meshrl.services.wires.shard import ShardWire
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.store import Store
+
+
+@asynccontextmanager
+async def connect_queue(
+    addresses: str, *, patience_s: float = STAGE_PATIENCE_S
+) -> AsyncIterator[Queue]:
+    """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas."""
+    found = [address.strip() for address in addresses.split(",")]
+    if len(found) == 1:
+        async with QueueWire(found[0], patience_s=patience_s) as queue:
+            yield queue
+        return
+    async with AsyncExitStack() as stack:
+        wires = [ShardWire(address, patience_s=patience_s) for address in found]
+        for wire in wires:
+            await stack.enter_async_context(wire)
+        router = ShardedQueue(wires)
+        stack.push_async_callback(router.close)
+        yield router
+
+
+def shard_number(recipe: Recipe, name: str) -> int:
+    """Which shard the service `name` is: `queue-1` is the second. Raises UserError."""
+    shards = recipe.queue.shards
+    number = re.search(r"-(\d+)$", name)
+    if shards == 1 and number is None:
+        return 0
+    if number is None or int(number[1]) >= shards:
+        wanted = f"queue-0 to queue-{shards - 1}" if shards > 1 else "queue or queue-0"
+        raise UserError(f"{name} is no shard of queue.shards={shards}: want --name {wanted}")
+    return int(number[1])
+
+
+def build_store(recipe: Recipe, number: int) -> Store:
+    """The store of a shard: `queue` for the first, which may have been the only one, `queue-1` for the second.
+
+    Raises:
+        UserError: the store's directory cannot be made.
+    """
+    config, path = recipe.queue, recipe.queue_path
+    if number:
+        path = path.with_name(f"{path.name}-{number}")
+        prefix = config.redis_prefix and f"{config.redis_prefix}-{number}"
+        config = config.model_copy(update={"path": path, "redis_prefix": prefix})
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"queue.path: {path}: {error.strerror}") from error
+    return stores.build(config, path)
+
+
+@asynccontextmanager
+async def stored_queue(recipe: Recipe) -> AsyncIterator[Queue]:
+    """The queue of a run whose processes have ended, opened here on its files."""
+    async with AsyncExitStack() as stack:
+        shards = []
+        for number in range(recipe.queue.shards):
+            shard = await ShardQueue.open(build_store(recipe, number))
+            stack.push_async_callback(shard.close)
+            shards.append(shard)
+        yield shards[0] if len(shards) == 1 else ShardedQueue(shards)
