@@ -150,15 +150,30 @@ async def test_prometheus_sees_rows_commits_and_bytes(mesh: Mesh) -> None:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return str(answer.read(), "utf-8")
 
+    await mesh.actors.take(0)
     lines = dict(
         line.rsplit(" ", 1)
         for line in (await asyncio.to_thread(scrape)).splitlines()
         if line.startswith("meshrl_queue")
     )
-    assert lines['meshrl_queue_rows{run="run",state="ready"}'] == "6.0"
+    assert lines['meshrl_queue_rows{run="run",state="taken"}'] == "4.0"
     assert lines['meshrl_queue_admitted_total{run="run"}'] == "8.0"
     assert lines['meshrl_queue_left_total{exit="trained",run="run"}'] == "0.0"
+    assert lines['meshrl_queue_lease_expiries_total{run="run",stage="rollout"}'] == "0.0"
+    assert lines['meshrl_queue_ready_to_taken_seconds_count{run="run"}'] == "4.0"
     assert float(lines["meshrl_queue_commit_seconds_count"]) >= 5
     assert float(lines["meshrl_queue_commit_seconds_sum"]) > 0
     assert float(lines["meshrl_queue_store_bytes"]) > 0
     assert float(lines['meshrl_queue_open_bytes{run="run"}']) > 0
+
+
+async def test_prometheus_sees_leases_that_expire(mesh: Mesh) -> None:
+    queue = mesh.actors.queue
+    await queue.open_run(spec("short", lease_ttl_s=0.05, gated=False))
+    short = Actors(queue, run="short")
+    await short.feed(tasks(1, run="short"))
+    await short.lease(worker="dead")
+    # Its second holder gets the rows when the first has lost them.
+    await short.lease(wait_s=20.0)
+    (run,) = (run for run in queue.open_runs if run.name == "short")  # type: ignore[attr-defined]
+    assert run.lease_expiries["rollout"] == 2

@@ -40,6 +40,14 @@ class QueueCollector(Collector):
         payload = GaugeMetricFamily(
             "meshrl_queue_open_bytes", "Payload of rows that hold admission credit.", labels=["run"]
         )
+        expired = CounterMetricFamily(
+            "meshrl_queue_lease_expiries", "Rows whose holder fell silent.", labels=["run", "stage"]
+        )
+        ready = HistogramMetricFamily(
+            "meshrl_queue_ready_to_taken_seconds",
+            "Per row, from the last column of its group to the batch that takes it.",
+            labels=["run"],
+        )
         for run in self._queue.open_runs:
             ledger = run.books.snapshot(run.name)
             for state, count in ledger.resident.items():
@@ -53,11 +61,14 @@ class QueueCollector(Collector):
             ):
                 left.add_metric([ledger.run, exit_], count)
             payload.add_metric([ledger.run], run.open_bytes)
+            for stage in run.stages:
+                expired.add_metric([ledger.run, stage.name], run.lease_expiries[stage.name])
+            _add(ready, [ledger.run], run.ready_to_taken)
         commits = HistogramMetricFamily(
             "meshrl_queue_commit_seconds", "From the start of a commit to its acknowledgement."
         )
         _add(commits, [], self._queue.commit_s)
-        yield from (resident, admitted, left, payload, commits)
+        yield from (resident, admitted, left, payload, expired, ready, commits)
         yield GaugeMetricFamily(
             "meshrl_queue_store_bytes",
             "What the store takes on disk or in memory.",

@@ -187,7 +187,7 @@ def change(folder: Path, table: str, which: Callable[[bytes], bool], value: byte
     ("table", "kind", "value", "problem"),
     [
         ("payload", b"c", b"12345678 not what was written", "do not match their checksum"),
-        ("payload", b"c", None, "columns of .*: not stored"),
+        ("payload", b"c", None, "columns of run/t.*: not stored"),
         ("payload", b"t", None, "task run/t0: not stored"),
         ("payload", b"m", None, "manifest of batch b0: not stored"),
         ("meta", b"g", b"12345678[]", "do not match their checksum"),

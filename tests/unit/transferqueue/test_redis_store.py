@@ -186,6 +186,7 @@ async def test_an_owner_that_was_cut_off_is_fenced_when_it_comes_back(server: Re
         await old.feed(tasks(1, start=2))
     with pytest.raises(OwnerLostError, match="took it over"):
         await old.ledger()
+    assert "took it over" in str(await old.queue.lost())  # type: ignore[attr-defined]
     assert (await new.ledger()).admitted == 4
     await old.queue.close()
     await new.feed(tasks(1, start=3))

@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshrl.contract.errors import CorruptError
+from meshrl.contract.frames import unseal
 from meshrl.contract.nouns import Ledger, RunSpec
-from meshrl.transferqueue.frames import unseal
+from meshrl.transferqueue.group import bits, task_key
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.restore import restore
-from meshrl.transferqueue.rows import Group
 from meshrl.transferqueue.run import Run
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -131,6 +131,19 @@ def _of_books(run: Run) -> Iterator[str]:
     for group in run.groups.values():
         if group.task_id not in run.seen:
             yield f"run {run.name}: task {group.task_id} is resident and was never admitted"
+        for stage in run.stages:
+            framed = {
+                index
+                for frame in group.frames
+                if frame.stage == stage.number
+                for index in frame.rows
+            }
+            missing = set(bits(group.present & group.done[stage.number])) - framed
+            if missing:
+                yield (
+                    f"run {run.name}: rows {sorted(missing)} of {group.task_id} are in no frame of"
+                    f" stage {stage.name}, which wrote them"
+                )
 
 
 def _wanted(run: Run) -> dict[bytes, str]:
@@ -138,15 +151,13 @@ def _wanted(run: Run) -> dict[bytes, str]:
     wanted: dict[bytes, str] = {}
     for group in run.groups.values():
         wanted[group.task_key] = f"task {run.name}/{group.task_id}"
-        for row in group.rows.values():
-            for stage in run.stages:
-                if row.done & stage.bit:
-                    wanted[row.frame_key(stage.number)] = (
-                        f"columns of {row.uid}, stage {stage.name}"
-                    )
+        for frame in group.frames:
+            stage = run.spec.stages[frame.stage].name
+            wanted[group.frame_key(frame.number)] = (
+                f"columns of {run.name}/{group.task_id}, {stage}"
+            )
     for dead in run.dead.values():
-        left = Group(run.name, run.number, dead.group, "", dead.size, 0, 0, [])
-        wanted[left.task_key] = f"task of dead letter {dead.letter.uid}"
+        wanted[task_key(run.number, dead.group)] = f"task of dead letter {dead.letter.uid}"
     for batch in run.batches.values():
         wanted[batch.manifest_key] = f"manifest of batch {batch.batch_id}"
     return wanted

@@ -111,6 +111,7 @@ def _put_in(run: Run, batch: TakenBatch, group: Group) -> None:
     batch.groups[group.number] = group
     run.in_batches += 1
     if group.position < 0:
+        run.ready_to_taken.add(run.clock() - group.since, group.present.bit_count())
         group.position = run.next_position
         run.next_position += 1
     run.refresh(group)

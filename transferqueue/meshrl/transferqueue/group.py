@@ -46,6 +46,11 @@ def lowest(mask: int, count: int) -> int:
     return found
 
 
+def task_key(run_number: int, number: int) -> bytes:
+    """Of a task's frame, which outlives its group where a dead letter keeps it."""
+    return b"t" + _GROUP.pack(run_number, number)
+
+
 @dataclass(slots=True, eq=False)
 class Grant:
     """Rows of one group in the hands of one worker for one stage."""
@@ -160,7 +165,7 @@ class Group:
     @property
     def task_key(self) -> bytes:
         """Of the task's frame."""
-        return b"t" + self.suffix
+        return task_key(self.run_number, self.number)
 
     def frame_key(self, number: int) -> bytes:
         """Of a frame of columns."""

@@ -276,6 +276,7 @@ def release(run: Run, stage: Stage, token_of: Mapping[Uid, int]) -> None:
 def expired(run: Run, held: Grant) -> None:
     """The holder was silent for `lease_ttl_s`: its rows go to somebody else."""
     stage = next(stage for stage in run.stages if stage.number == held.stage)
+    run.lease_expiries[stage.name] += held.mask.bit_count()
     held.group.lost_by.update(dict.fromkeys(bits(held.mask), held.worker))
     _redeliver(run, stage, held.group, held.mask, Outcome.INFRA_FAULT, EXPIRED)
 

@@ -6,6 +6,7 @@ the bells of whoever may go on. The verbs (lease, write, take, settle …) are i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from meshrl.contract.errors import FencedError, NotFoundError
@@ -16,6 +17,7 @@ from meshrl.transferqueue.dead import DeadRow
 from meshrl.transferqueue.group import Counts, Group, StoredFrame
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.ledger import Books, Exit, State
+from meshrl.transferqueue.measures import Durations
 from meshrl.transferqueue.ordered import OrderedNumbers
 from meshrl.transferqueue.ready import ReadyRows
 from meshrl.transferqueue.sealed import seal_json
@@ -78,6 +80,10 @@ class Run:
         self.open_bytes = 0
         """Payload of the groups that are not consumed."""
 
+        self.lease_expiries: Counter[str] = Counter()
+        """Rows whose holder fell silent, by stage; since the queue opened, like `ready_to_taken`."""
+        self.ready_to_taken = Durations()
+        """Per row: from the last column of its group to the batch that takes it."""
         self.publishes = 0
         """Calls of `publish` since the queue opened: tells a waiting lease that its engine's version is old news."""
         self.rows_bell = tuple(Bell() for _ in self.stages)
