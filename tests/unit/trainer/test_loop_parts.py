@@ -101,7 +101,7 @@ def test_an_estimator_that_nobody_can_feed_is_refused_by_name(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "astral.py").write_text('NEEDS = ("star_signs",)\ncompute = None\n')
-    with pytest.raises(ConfigError, match="mine.astral needs star_signs, which no service"):
+    with pytest.raises(ConfigError, match=r"mine\.astral needs star_signs, which no service"):
         PolicyGradient(
             AlgorithmConfig(adv_estimator="mine.astral"), ActorConfig(), max_response_length=8
         )

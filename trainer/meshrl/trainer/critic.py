@@ -30,7 +30,8 @@ class Critic(nn.Module):
     def forward(self, pack: Pack) -> torch.Tensor:
         """Returns V float32[N] for the N response tokens."""
         values: torch.Tensor = self.value_head(response_hidden(self.decoder, pack))
-        return values[:, 0].float()
+        # A sum over one entry, because FSDP wants no view of what the module made.
+        return values.sum(-1, dtype=torch.float32)
 
 
 def build_critic(hf: HfModel, world: World, config: ModelConfig) -> Critic:

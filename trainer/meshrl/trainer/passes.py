@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshrl.contract.nouns import Trajectory
 from meshrl.trainer.batch import Schedule, gather_tokens
@@ -39,11 +41,15 @@ class OwnRows:
         return torch.split(values.detach().cpu(), sizes) if chosen else ()
 
     @torch.no_grad()
-    def forward(self, function: Callable[[Pack], torch.Tensor]) -> torch.Tensor:
-        """float32[N] of the whole batch from a function of packs; every rank calls this."""
+    def forward(self, model: nn.Module, function: Callable[[Pack], torch.Tensor]) -> torch.Tensor:
+        """float32[N] of the whole batch from a function of packs that calls `model`; every rank calls this."""
         found: dict[int, torch.Tensor] = {}
         for mini in self.made.mini_batches:
             for chosen in mini.ranks[self.world.rank]:
                 parts = self.split(function(self.pack(chosen)), chosen)
                 found.update(zip(chosen, parts, strict=True))
+        if isinstance(model, FSDPModule):
+            # FSDP leaves the root gathered for a backward pass, which does not follow: whoever reads the
+            # parameters next would find them in the compute type.
+            model.reshard()
         return gather_tokens(self.made, [found[row] for row in self.rows], self.world)

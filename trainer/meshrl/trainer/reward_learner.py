@@ -70,7 +70,7 @@ class RewardLearner:
         return rewards, metrics
 
     def _score(self, own: OwnRows, experience: Experience) -> torch.Tensor:
-        q = own.forward(self._logprobs) - _reference(experience)
+        q = own.forward(self.model, self._logprobs) - _reference(experience)
         return process_rewards(experience.ragged, q, beta=self._config.beta_train)
 
     def _update(self, own: OwnRows, experience: Experience, step: int) -> dict[str, float]:

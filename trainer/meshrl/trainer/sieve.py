@@ -47,6 +47,8 @@ class Sieve:
         self._parts: list[Batch] = []
         """What was kept of each take of this step."""
         self._dropped: Counter[str] = Counter()
+        self._values: list[float] = []
+        """The metric of every row that was judged for this step."""
 
     def begin(self, epoch: int, step: int) -> None:
         """The step to collect for; going on with the same one changes nothing."""
@@ -54,6 +56,7 @@ class Sieve:
             self._at = (epoch, step)
             self._parts = []
             self._dropped = Counter()
+            self._values = []
 
     @property
     def batch_id(self) -> str:
@@ -87,6 +90,7 @@ class Sieve:
         return {
             "sampling/takes": len(self._parts),
             "sampling/groups_kept": kept,
+            "sampling/metric_mean": sum(self._values) / max(1, len(self._values)),
             "sampling/kept_share": kept / max(1, kept + sum(self._dropped.values())),
             **dropped,
         }
@@ -169,6 +173,7 @@ class Sieve:
             for row, columns in group
             if not is_baseline(row, self._extra_rows)
         ]
+        self._values.extend(values)
         if len(values) > 1 and min(values) == max(values):
             return EQUAL
         mean = sum(values) / len(values) if values else 0.0

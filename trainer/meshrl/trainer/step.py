@@ -178,12 +178,12 @@ class Learner:
         objective, made, tau = self._objective, rows.made, self._temperature
         squares, logprobs = None, None
         if self.needs.sum_pi_squared:
-            squares = rows.forward(lambda pack: self.policy.sum_pi_squared(pack, tau))
+            squares = rows.forward(self.policy, lambda pack: self.policy.sum_pi_squared(pack, tau))
         once = len(made.mini_batches) == 1 and self._actor.ppo_epochs == 1
         if objective.rollout_is_old:
             logprobs = experience.rollout_logprobs
         elif passes or not once or self.needs.old_logprobs:
-            logprobs = rows.forward(lambda pack: self.policy(pack, tau)[0])
+            logprobs = rows.forward(self.policy, lambda pack: self.policy(pack, tau)[0])
         return Before(
             logprobs=logprobs,
             sum_pi_squared=squares,

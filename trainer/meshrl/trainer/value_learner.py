@@ -68,7 +68,7 @@ class ValueLearner:
 
     def values(self, own: OwnRows) -> torch.Tensor:
         """V float32[N] of the whole batch, on the CPU."""
-        return own.forward(self.model)
+        return own.forward(self.model, self.model)
 
     def learn(
         self,

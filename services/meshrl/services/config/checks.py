@@ -181,6 +181,17 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _asker(recipe: Recipe) -> str:
+    """The key that makes the algorithm need a model beside the policy."""
+    if recipe.algorithm.use_kl_in_reward:
+        return "algorithm.use_kl_in_reward"
+    if recipe.actor.use_kl_loss:
+        return "actor.use_kl_loss"
+    if algorithm_needs(recipe).critic:
+        return f"algorithm.adv_estimator {recipe.algorithm.adv_estimator}"
+    return f"actor.policy_loss.loss_mode {recipe.actor.policy_loss.loss_mode}"
+
+
 def _providers(recipe: Recipe) -> Iterator[Problem]:
     """Every column that the run needs has a service that can write it."""
     custom = recipe.reward.custom_reward_function.path
@@ -193,7 +204,7 @@ def _providers(recipe: Recipe) -> Iterator[Problem]:
     ):
         if wanted and path is not None:
             for where, text in _model(at, path):
-                yield where, f"{text} (the algorithm needs {column})"
+                yield where, f"{text} ({_asker(recipe)} needs {column})"
     for module, extra in (("torch", "torch"), ("transformers", "torch")):
         if not _importable(module):
             yield ("model",), f"model: this needs {module}: pip install 'meshrl[{extra}]'"

@@ -17,6 +17,7 @@ from meshrl.services.config.checks import cross_checks
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.services.config.recipe import Recipe
+from meshrl.trainer import bundles
 
 C = TypeVar("C", bound=Config)
 
@@ -64,6 +65,7 @@ def load_recipe(
     run = written.tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
+    written = written.with_algorithm()
     recipe = written.as_config(Recipe)
     if check:
         broken = [
@@ -97,6 +99,22 @@ class Written:
         if found:
             raise ConfigError("\n".join(found))
         return cls(tree, origins)
+
+    def with_algorithm(self) -> Written:
+        """The same with what `algorithm.name` sets where nothing else is written. Raises ConfigError."""
+        name = bundles.name_of(self.tree)
+        if name is None:
+            return self
+        at: Loc = ("algorithm", "name")
+        try:
+            under = bundles.defaults(name)
+        except ConfigError as error:
+            raise ConfigError(f"{origin_of(self.origins, at)}: algorithm.name: {error}") from error
+        origin = f"algorithm.name: {name}"
+        added: dict[Loc, str] = {
+            place: origin for place in bundles.places(under) if place not in self.origins
+        }
+        return Written(bundles.merged(self.tree, under), {**added, **self.origins})
 
     def as_config(self, kind: type[C]) -> C:
         """The configuration that was written. Raises ConfigError, one line per problem."""

@@ -1,0 +1,133 @@
+"""A named algorithm over the tiny model, and a batch for it with rows that deserve to become likelier."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshrl.contract.nouns import (
+    Batch,
+    BatchRow,
+    Outcome,
+    Trajectory,
+    Uid,
+    Version,
+    VersionSpan,
+)
+from meshrl.services.assembly.learner import build_learner
+from meshrl.services.config.load import load_recipe
+from meshrl.services.config.recipe import Recipe, algorithm_needs
+from meshrl.trainer.distributed import World
+from meshrl.trainer.passes import OwnRows
+from meshrl.trainer.reference import ReferenceModel
+from meshrl.trainer.setting import Setting
+from meshrl.trainer.step import Learner
+
+RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+PROMPT, VOCABULARY, ROWS = 3, 37, 16
+PLAIN = "{lr: 1000.0, eps: 1000.0, weight_decay: 0.0, clip_grad: 1.0e+9}"
+"""With this eps AdamW's first update is lr · g: weights show the gradient itself."""
+
+
+def recipe_of(name: str, model: Path, *overrides: str) -> Recipe:
+    return load_recipe(
+        RECIPES / f"{name}.yaml",
+        [f"model.path={model}", "data.max_response_length=40", *overrides],
+        check=False,
+    )
+
+
+def learner_of(recipe: Recipe, world: World) -> Learner:
+    setting = Setting(
+        run="r", directory=Path("unused"), owner="test", seed=0, trainer=recipe.trainer,
+        tokenizer=recipe.model.path, batch_groups=1, group_size=1, total_steps=None,
+    )  # fmt: skip
+    return build_learner(recipe, setting, world)
+
+
+def trajectories(recipe: Recipe, model: Path) -> list[Trajectory]:
+    """Groups in which some rows are right and some wrong, log-probs as the model gives them, tool tokens in some."""
+    size = recipe.rollout.n
+    draw = np.random.default_rng(7)
+    tokens = [
+        draw.integers(0, VOCABULARY, PROMPT + int(draw.integers(2, 30))).astype(np.int32)
+        for _ in range(ROWS // size * size)
+    ]
+    reference = ReferenceModel(model, device="cpu", deterministic=True)
+    logprobs = asyncio.run(reference.logprobs(tokens))
+    reference.close()
+    rows = []
+    for index, (row, known) in enumerate(zip(tokens, logprobs, strict=True)):
+        mask = np.ones(len(row), dtype=np.uint8)
+        mask[:PROMPT] = 0
+        if index % 3 == 0 and len(row) > PROMPT + 6:
+            mask[PROMPT + 2 : PROMPT + 4] = 0
+        rows.append(
+            Trajectory(
+                uid=Uid("r", f"t{index // size:02d}", index % size),
+                tokens=row,
+                loss_mask=mask,
+                rollout_logprobs=np.where(mask, known, 0).astype(np.float32),
+                spans=(VersionSpan(version=Version(1, 0), start=PROMPT, end=len(row)),),
+                reward=float((index % size + index // size) % 2),
+                ref_logprobs=known,
+            )
+        )
+    return rows
+
+
+def batch_of(recipe: Recipe, rows: list[Trajectory]) -> tuple[Batch, dict[str, float] | None]:
+    """The manifest, and the greedy rewards where the algorithm wants them."""
+    extra = algorithm_needs(recipe).extra_rows
+    manifest = [
+        BatchRow(
+            uid=row.uid, group=row.uid.task, group_size=recipe.rollout.n + extra,
+            num_tokens=len(row.tokens), oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
+        )
+        for row in rows
+    ]  # fmt: skip
+    greedy = [
+        replace(row, uid=Uid("r", row.group, recipe.rollout.n))
+        for row in manifest
+        if extra and row.uid.index == 0
+    ]
+    baselines = {row.group: 0.5 for row in greedy} if extra else None
+    return Batch(batch_id="b", run="r", step=0, rows=(*manifest, *greedy)), baselines
+
+
+def learn(learner: Learner, recipe: Recipe, rows: list[Trajectory], step: int = 0) -> dict:
+    """One step."""
+    batch, baselines = batch_of(recipe, rows)
+    made = learner.schedule(batch)
+    by_uid = {row.uid: row for row in rows}
+    own = [by_uid[uid] for uid in made.uids(learner.world.rank)]
+    return learner.learn(made, own, step, baselines)
+
+
+def row_logprobs(learner: Learner, recipe: Recipe, rows: list[Trajectory]) -> torch.Tensor:
+    """Mean log-prob of the sampled tokens of each row."""
+    made = learner.schedule(batch_of(recipe, rows)[0])
+    by_uid = {row.uid: row for row in rows}
+    own = OwnRows.of(made, [by_uid[uid] for uid in made.uids(0)], learner.world)
+    flat = own.forward(learner.policy, lambda pack: learner.policy(pack, 1.0)[0])
+    parts = torch.split(flat, [len(by_uid[row.uid].tokens) - PROMPT for row in made.rows])
+    masks = [torch.from_numpy(by_uid[row.uid].loss_mask[PROMPT:]).bool() for row in made.rows]
+    found = {
+        row.uid: part[mask].mean() for row, part, mask in zip(made.rows, parts, masks, strict=True)
+    }
+    return torch.stack([found[row.uid] for row in rows])
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    """Of every model that learns."""
+    models = {"policy": learner.policy, **{n: t.model for n, t in learner.beside.items()}}
+    return {
+        f"{name}.{key}": p.full_tensor().detach().clone()  # type: ignore[attr-defined]
+        for name, model in models.items()
+        for key, p in model.named_parameters()
+    }

@@ -1,0 +1,194 @@
+"""What is trained, and in which order: dynamic sampling, greedy baselines, redrawn rows, curricula, steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.nouns import SamplingParams, Task, Trajectory, Uid, Version, VersionSpan
+from meshrl.trainer.advantages._types import AdvantageBatch
+from meshrl.trainer.advantages.gigpo import compute as gigpo
+from meshrl.trainer.batch import redrawn, schedule
+from meshrl.trainer.config import AlgorithmConfig
+from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.prompts import Prompt, PromptSet
+from meshrl.trainer.proximal import interpolate
+from meshrl.trainer.ragged import Ragged
+from meshrl.trainer.steps import anchors_of, steps_of
+from meshrl.trainer.value_learner import explained_variance, monte_carlo
+
+from . import rank_work
+
+
+def row(*parts: tuple[str, int]) -> Trajectory:
+    """A row of prompt (p), sampled (s) and observed (the rest) runs; equal letters are equal tokens."""
+    tokens = [ord(kind) for kind, count in parts for _ in range(count)]
+    mask = [int(kind == "s") for kind, count in parts for _ in range(count)]
+    return Trajectory(
+        uid=Uid("r", "t", 0), tokens=np.array(tokens, dtype=np.int32),
+        loss_mask=np.array(mask, dtype=np.uint8),
+        rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        spans=(VersionSpan(version=Version(1, 0), start=parts[0][1], end=len(tokens)),), reward=0.0,
+    )  # fmt: skip
+
+
+def layout(rows: Sequence[Trajectory]) -> Ragged:
+    masks = [torch.from_numpy(r.loss_mask[r.prompt_length :]).bool() for r in rows]
+    lengths = torch.tensor([len(mask) for mask in masks])
+    return Ragged.from_lengths(lengths, torch.cat(masks), torch.zeros(len(rows), dtype=torch.int64))
+
+
+def test_steps_are_runs_of_sampled_tokens_and_anchors_what_stands_before_them() -> None:
+    rows = [
+        row(("p", 3), ("s", 2), ("A", 2), ("s", 1), ("B", 1), ("s", 2)),
+        row(("p", 3), ("s", 1), ("B", 1), ("s", 3)),
+    ]
+    steps = steps_of(layout(rows), [anchors_of(r) for r in rows])
+    assert steps.rows.tolist() == [0, 0, 0, 1, 1]
+    assert steps.of_token.tolist() == [0, 0, -1, -1, 1, -1, 2, 2, 3, -1, 4, 4, 4]
+    prompt, a, b, other_prompt, other_b = steps.anchors.tolist()
+    assert (prompt, b) == (other_prompt, other_b) and len({prompt, a, b}) == 3
+
+
+def test_gigpo_judges_each_step_against_steps_from_the_same_observation() -> None:
+    # Two episodes of one prompt: right and wrong. Both pass through observation B, only the first through A.
+    rows = [
+        row(("p", 1), ("s", 1), ("A", 1), ("s", 1), ("B", 1), ("s", 1)),
+        row(("p", 1), ("s", 1), ("B", 1), ("s", 1)),
+    ]
+    ragged = layout(rows)
+    rewards = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0])
+    steps = steps_of(ragged, [anchors_of(r) for r in rows])
+    batch = AdvantageBatch(ragged=ragged, token_rewards=rewards, steps=steps)
+    found = gigpo(batch, AlgorithmConfig(gamma=0.5)).advantages
+    # A^E = ±1/2. Returns: 1/4, 1/2, 1 and 0, 0. A^S at the prompt ±1/8, at A 0 (nobody shares it), at B ±1/2.
+    expected = [0.5 + 0.125, 0, 0.5, 0, 0.5 + 0.5, -0.5 - 0.125, 0, -0.5 - 0.5]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_the_last_sibling_is_greedy_and_no_other() -> None:
+    sampling = SamplingParams(temperature=0.7, greedy_siblings=1)
+    assert [sampling.of_row(i, 3).temperature for i in range(3)] == [0.7, 0.7, 0.0]
+    assert SamplingParams(temperature=0.7).of_row(2, 3).temperature == 0.7
+
+
+def test_baselines_are_scheduled_apart() -> None:
+    batch = rank_work.batch(rank_work.trajectories())
+    made = schedule(batch, ranks=1, max_tokens=64, mini_batch_groups=None, extra_rows=1)
+    assert {r.uid.index for r in made.rows} == {0} and len(made.rows) == rank_work.GROUPS
+    assert {r.uid.index for r in made.baselines} == {1} and len(made.baselines) == rank_work.GROUPS
+
+
+def test_redrawn_rows_stay_on_their_rank_and_every_rank_makes_as_many_passes() -> None:
+    batch = rank_work.batch(rank_work.trajectories())
+    made = schedule(batch, ranks=2, max_tokens=64, mini_batch_groups=3)
+    drawn = [0, 0, 0, 3, 3, 5, 9, 9]
+    minis = redrawn(made, drawn, max_tokens=64)
+    chosen = Counter(r for mini in minis for rank in mini.ranks for micro in rank for r in micro)
+    assert chosen == Counter(drawn)
+    for mini in minis:
+        assert len({len(rank) for rank in mini.ranks}) == 1
+        for rank, micros in enumerate(mini.ranks):
+            assert {r for micro in micros for r in micro} <= set(made.own(rank))
+            for micro in micros:
+                assert len(micro) <= 1 or sum(made.rows[r].num_tokens for r in micro) <= 64
+    assert redrawn(made, [0], max_tokens=64)[0].rows == (0,)
+
+
+def test_monte_carlo_returns_skip_what_the_policy_did_not_sample() -> None:
+    rows = [row(("p", 1), ("s", 2), ("A", 1), ("s", 1))]
+    rewards = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    found = monte_carlo(layout(rows), rewards, 0.5)
+    assert found.tolist() == [0.25, 0.5, 0.0, 1.0]
+
+
+def test_explained_variance_is_one_for_the_returns_themselves_and_zero_for_a_constant() -> None:
+    ragged = layout([row(("p", 1), ("s", 4))])
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert explained_variance(ragged, returns, returns) == pytest.approx(1.0)
+    assert explained_variance(ragged, torch.full((4,), 7.0), returns) == pytest.approx(0.0)
+    assert explained_variance(ragged, returns, torch.ones(4)) == 0.0
+
+
+def test_the_interpolated_anchor_moves_to_the_policy_as_tokens_grow_stale() -> None:
+    sampled, now = torch.full((3,), -2.0), torch.full((3,), -1.0, requires_grad=True)
+    anchor = interpolate(sampled, now, torch.tensor([0, 1, 4]))
+    assert anchor.tolist() == [-2.0, -2.0, -1.25] and not anchor.requires_grad
+
+
+def prompts(count: int, **extra: object) -> PromptSet:
+    made = [
+        Prompt(
+            index=i,
+            prompt_ids=np.zeros(5 - i % 5, dtype=np.int32),
+            extra_info={key: value[i] for key, value in extra.items()},  # type: ignore[index]
+        )
+        for i in range(count)
+    ]
+    return PromptSet(prompts=tuple(made), skipped=0, fingerprint="x")
+
+
+class Open:
+    """A queue that admits everything, from an empty cursor."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    async def run_state(self, run: str) -> object:
+        return type("State", (), {"feed_closed": False, "cursor": ""})
+
+    async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
+        self.tasks += tasks
+        return len(tasks)
+
+    async def close_feed(self, run: str) -> None:
+        return
+
+
+async def fed(made: PromptSet, curriculum: str | None, epochs: int = 1) -> list[int]:
+    queue = Open()
+    feeder = Feeder(
+        queue, "r", made,  # type: ignore[arg-type]
+        lambda prompt, name: Task(run="r", task_id=name, prompt_ids=prompt.prompt_ids),
+        epochs=epochs, shuffle=True, seed=3, curriculum=curriculum,
+    )  # fmt: skip
+    await feeder.run()
+    return [int(task.task_id.split("-")[1]) for task in queue.tasks]
+
+
+async def test_a_curriculum_orders_an_epoch_and_leaves_nothing_out() -> None:
+    made = prompts(20, difficulty=[float(-i % 7) for i in range(20)])
+    by_length = await fed(made, "length", epochs=2)
+    lengths = [len(made.prompts[i].prompt_ids) for i in by_length]
+    assert lengths[:20] == sorted(lengths[:20]) and lengths[20:] != sorted(lengths[20:])
+    assert sorted(by_length[:20]) == sorted(by_length[20:]) == list(range(20))
+    by_difficulty = await fed(made, "difficulty")
+    found = [made.prompts[i].extra_info["difficulty"] for i in by_difficulty]
+    assert found == sorted(found) and by_difficulty == await fed(made, "difficulty")
+
+
+async def test_a_curriculum_that_cannot_order_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="difficulty None, want a number"):
+        await fed(prompts(2), "difficulty")
+    with pytest.raises(ConfigError, match="did you mean 'length'"):
+        await fed(prompts(2), "lenght")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "course.py").write_text("def order(p, e, s): return [0, 0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        UserError, match=r"half\.course: order\(\) gave 2 places, want each of 0\.\.1"
+    ):
+        await fed(prompts(2), "half.course")
+
+
+def test_a_task_without_greedy_siblings_is_what_it_was() -> None:
+    assert replace(SamplingParams(), greedy_siblings=0) == SamplingParams()
