@@ -1,23 +1,25 @@
-"""The calls of our clients, and the only file that knows in which form rows travel: one row at a time."""
+"""The calls of our clients, and the only file that knows in which form rows travel: a frame for each group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from work import Array, Group, annotate, starts_of
+from work import Array, Group, annotate
 
+from meshrl.contract.frames import Flat, pack_flat
 from meshrl.contract.nouns import (
-    Columns,
     Lease,
+    LeasedGroup,
     Outcome,
+    PackedGroup,
     RowFacts,
-    RowWrite,
     RunSpec,
+    Siblings,
     StageSpec,
     Task,
-    Uid,
     Version,
+    gathered,
 )
 from meshrl.contract.ports import Queue
 from meshrl.services.wires import QueueWire
@@ -62,55 +64,71 @@ async def write_rollouts(
     queue: Queue, run: str, lease: Lease, groups: Sequence[Group], version: Version
 ) -> None:
     """Task n is answered with group n, modulo the groups there are."""
-    rows = []
-    for row in lease.rows:
-        given, index = groups[int(row.uid.task) % len(groups)], row.uid.index
-        columns = {name: getattr(given, name)[index] for name in ROLLOUT.writes}
-        facts = RowFacts(
-            outcome=Outcome.OK,
-            num_tokens=len(columns["tokens"]),
-            oldest=version,
-            newest=version,
+    packed = []
+    for leased in lease.groups:
+        given = groups[int(leased.task) % len(groups)]
+        rows = {name: pick(getattr(given, name), leased.indices) for name in ROLLOUT.writes}
+        lengths = np.fromiter(map(len, rows["tokens"]), np.uint32, len(leased))
+        columns = {name: Flat(np.concatenate(arrays), lengths) for name, arrays in rows.items()}
+        facts = tuple(
+            RowFacts(outcome=Outcome.OK, num_tokens=length, oldest=version, newest=version)
+            for length in lengths.tolist()
         )
-        rows.append(RowWrite(uid=row.uid, columns=columns, facts=facts))
-    await queue.write(run, ROLLOUT.name, tokens_of(lease), rows)
+        packed.append(packed_group(leased, columns, facts))
+    await queue.write_packed(run, ROLLOUT.name, packed)
 
 
-def annotated(lease: Lease) -> list[RowWrite]:
-    """Reward and reference log-probs of every row."""
-    tokens = [row.columns["tokens"] for row in lease.rows]
-    starts = starts_of(tokens)
-    rewards, reference = annotate(np.concatenate(tokens), starts)
-    parts = np.split(reference, starts[1:])
-    return [
-        RowWrite(uid=row.uid, columns={"reward": rewards[at : at + 1], "ref_logprobs": parts[at]})
-        for at, row in enumerate(lease.rows)
-    ]
+def pick(rows: Sequence[Array], indices: Sequence[int]) -> Sequence[Array]:
+    """The leased rows of a group."""
+    return rows if len(indices) == len(rows) else [rows[index] for index in indices]
+
+
+def packed_group(
+    leased: LeasedGroup, columns: Mapping[str, Flat], facts: tuple[RowFacts, ...] = ()
+) -> PackedGroup:
+    return PackedGroup(
+        task=leased.task,
+        indices=leased.indices,
+        attempts=leased.attempts,
+        token=leased.token,
+        frame=pack_flat(len(leased), columns),
+        facts=facts,
+    )
 
 
 async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
-    await queue.write(run, ANNOTATE.name, tokens_of(lease), annotated(lease))
+    """Reward and reference log-probs of every row, computed at once."""
+    tokens = gathered(lease.groups, "tokens")
+    assert tokens.lengths is not None
+    ends = np.cumsum(tokens.lengths, dtype=np.int64)
+    rewards, reference = annotate(tokens.values, ends - tokens.lengths)
+    packed, row, token = [], 0, 0
+    for leased in lease.groups:
+        to_row = row + len(leased)
+        to_token = int(ends[to_row - 1])
+        columns = {
+            "reward": Flat(rewards[row:to_row], np.ones(len(leased), np.uint32)),
+            "ref_logprobs": Flat(reference[token:to_token], tokens.lengths[row:to_row]),
+        }
+        packed.append(packed_group(leased, columns))
+        row, token = to_row, to_token
+    await queue.write_packed(run, ANNOTATE.name, packed)
 
 
-async def fetch(queue: Queue, run: str, uids: Sequence[Uid]) -> Sequence[Columns]:
-    """All columns of the rows, as arrays."""
-    return await queue.fetch(run, uids, COLUMNS)
+async def fetch(queue: Queue, run: str, groups: Sequence[Siblings]) -> dict[str, Flat]:
+    """All columns of the rows, each as one new array with its lengths: what a trainer packs from."""
+    fetched = await queue.fetch_packed(run, groups, COLUMNS)
+    return {name: gathered(fetched, name) for name in COLUMNS}
 
 
-def rows_of(fetched: Sequence[Columns]) -> list[tuple[Array, Array, Array, Array, float]]:
+def rows_of(fetched: Mapping[str, Flat]) -> list[tuple[Array, Array, Array, Array, float]]:
     """tokens, mask, log-probs, reference, reward of each row: what `work.digest` wants."""
-    return [
-        (
-            row["tokens"],
-            row["loss_mask"],
-            row["rollout_logprobs"],
-            row["ref_logprobs"],
-            row["reward"].item(),
-        )
-        for row in fetched
-    ]
+    names = ("tokens", "loss_mask", "rollout_logprobs", "ref_logprobs")
+    split = [np.split(fetched[name].values, ends(fetched[name])) for name in names]
+    return list(zip(*split, fetched["reward"].values.tolist(), strict=True))
 
 
-def tokens_of(lease: Lease) -> dict[Uid, int]:
-    """Fencing tokens."""
-    return {row.uid: row.token for row in lease.rows}
+def ends(column: Flat) -> Array:
+    """Where each row but the last ends."""
+    assert column.lengths is not None
+    return np.cumsum(column.lengths, dtype=np.int64)[:-1]

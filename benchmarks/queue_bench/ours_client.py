@@ -155,7 +155,7 @@ class Consumer(Client):
                 batch_id=str(step),
                 wait_s=WAIT_S,
             )
-            return await calls.fetch(self.queue, self.name, [row.uid for row in batch.rows])
+            return await calls.fetch(self.queue, self.name, batch.groups)
 
     async def finish(self, step: int) -> None:
         """Trained, published, checkpointed."""

@@ -181,7 +181,7 @@ class Bench:
                 version=self.version,
                 wait_s=WAIT_S,
             )
-            left -= len(lease.rows)
+            left -= lease.num_rows
             await calls.write_rollouts(self.wire, RUN, lease, self.groups, self.version)
 
     async def probe(self) -> tuple[float, float]:
