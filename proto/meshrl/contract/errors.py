@@ -8,7 +8,9 @@
     ├── FencedError            the caller's lease, token or epoch is no longer the newest
     ├── WaitTimeoutError       the deadline of a wait passed; says what was waited for
     ├── EndOfDataError         nothing is left and nothing will come
-    ├── CapacityError          does not fit: message, disk, memory
+    ├── CapacityError          does not fit: message, disk, memory, rate
+    ├── UnauthenticatedError   no token, or one that nobody gave out
+    ├── ForbiddenError         a known caller who may not do this
     ├── UnavailableError       the other side cannot be reached or is draining; try again
     ├── CorruptError           stored or sent bytes are not what they were
     └── InfraError             anything else that broke on our side
@@ -86,6 +88,18 @@ class CapacityError(MeshError):
 
     code = "capacity"
     retryable = True
+
+
+class UnauthenticatedError(MeshError):
+    """The caller did not say who they are in a way that counts here."""
+
+    code = "unauthenticated"
+
+
+class ForbiddenError(MeshError):
+    """The caller is known and may not do this."""
+
+    code = "forbidden"
 
 
 class UnavailableError(MeshError):

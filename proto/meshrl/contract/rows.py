@@ -9,10 +9,12 @@ import numpy.typing as npt
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.nouns import (
+    REWARD_INPUTS,
     Columns,
     Outcome,
     RowFacts,
     RowWrite,
+    Sample,
     Score,
     Trajectory,
     Uid,
@@ -65,6 +67,24 @@ def reward_write(score: Score) -> RowWrite:
         "reward_hash": text_column(score.reward_hash),
     }
     return RowWrite(uid=score.uid, columns=columns)
+
+
+def reward_inputs(sample: Sample) -> Uint8:
+    """What `sample_again` needs beside the response, as JSON in uint8[n]."""
+    fields = [sample.data_source, sample.ground_truth, dict(sample.extra_info)]
+    return text_column(json.dumps(fields))
+
+
+def sample_again(uid: Uid, columns: Columns) -> Sample:
+    """What the judge saw of a row, from its columns `response_text` and `reward_inputs`."""
+    data_source, ground_truth, extra_info = json.loads(column_text(columns[REWARD_INPUTS]))
+    return Sample(
+        uid=uid,
+        data_source=data_source,
+        solution=column_text(columns["response_text"]),
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+    )
 
 
 def trajectory(uid: Uid, columns: Columns) -> Trajectory:

@@ -49,7 +49,7 @@ class ErrorDetail(_message.Message):
     DETAILS_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """The error class: user, config, not_found, conflict, fenced, wait_timeout, end_of_data, capacity,
-    unavailable, corrupt, infra.
+    unauthenticated, forbidden, unavailable, corrupt, infra.
     """
     message: _builtins.str
     """One line for a person."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from meshrl.contract.nouns import REWARD_STAGE, LeasedRow, Sample, Score
+from meshrl.contract.nouns import REWARD_INPUTS, REWARD_STAGE, LeasedRow, Sample, Score
 from meshrl.contract.ports import Judge, Queue
-from meshrl.contract.rows import column_text, reward_write
+from meshrl.contract.rows import column_text, reward_inputs, reward_write
 from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
 
 
@@ -24,8 +25,21 @@ class RewardStage:
         worker: str,
         limit: int = 256,
         rows_per_call: int = 16,
+        keep_inputs: Collection[str] = (),
     ) -> None:
+        """Prepare; nothing is leased before `run`.
+
+        Args:
+            queue: Where rows come from.
+            runs: Which runs' rows.
+            judge: What scores.
+            worker: This stage's name in leases.
+            limit: Rows held at once.
+            rows_per_call: Rows whose scores are written back together.
+            keep_inputs: Runs whose rows also keep what was scored (`reward_inputs`), so that it can be scored again.
+        """
         self._judge = judge
+        self._keep_inputs = keep_inputs
         self._loop = StageLoop(
             queue,
             runs,
@@ -55,10 +69,19 @@ class RewardStage:
         await self._loop.run(grace_s=grace_s)
 
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
-        results: list[StageResult] = []
-        for score in await self._judge.score([sample_of(row) for row in rows]):
-            results.append(_result(score))
-        return results
+        samples = [sample_of(row) for row in rows]
+        scores = await self._judge.score(samples)
+        return [self._result(*pair) for pair in zip(samples, scores, strict=True)]
+
+    def _result(self, sample: Sample, score: Score) -> StageResult:
+        """An infrastructure fault is given back to the queue: it never becomes a reward."""
+        if not score.outcome.trainable:
+            return Failure(uid=score.uid, outcome=score.outcome, reason=score.reason)
+        written = reward_write(score)
+        if score.uid.run not in self._keep_inputs:
+            return written
+        columns = {**written.columns, REWARD_INPUTS: reward_inputs(sample)}
+        return replace(written, columns=columns)
 
 
 def sample_of(row: LeasedRow) -> Sample:
@@ -76,11 +99,5 @@ def sample_of(row: LeasedRow) -> Sample:
         solution=column_text(row.columns["response_text"]),
         ground_truth=row.task.ground_truth,
         extra_info=extra_info,
+        messages=row.task.messages,
     )
-
-
-def _result(score: Score) -> StageResult:
-    """An infrastructure fault is given back to the queue: it never becomes a reward."""
-    if score.outcome.trainable:
-        return reward_write(score)
-    return Failure(uid=score.uid, outcome=score.outcome, reason=score.reason)

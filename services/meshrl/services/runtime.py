@@ -33,8 +33,10 @@ from pydantic import Field, NonNegativeFloat
 
 from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
+from meshrl.services import tls
+from meshrl.services.config.tls import TlsConfig
 from meshrl.services.errors import as_status
-from meshrl.services.interceptor import AroundInterceptor, Context
+from meshrl.services.interceptor import Around, AroundInterceptor, Context
 from meshrl.services.metrics import CallMetrics, MetricsEndpoint
 from meshrl.services.transport import SERVER_OPTIONS
 
@@ -58,6 +60,10 @@ class ServerSettings(Config):
     """Seconds that running calls get to finish when the service ends."""
     allow_insecure_bind: bool = False
     """Accept calls from other hosts, unencrypted and from anybody: only inside a network that you trust."""
+    tls: TlsConfig = TlsConfig()
+    """Certificates of this service; with `client_ca` it may be bound anywhere."""
+    authenticated: bool = False
+    """The doors ask for tokens themselves, so the service may be bound anywhere."""
 
 
 class Door(Protocol):
@@ -81,8 +87,18 @@ class Door(Protocol):
 class Server:
     """One gRPC server with its doors, health, reflection and metrics."""
 
-    def __init__(self, settings: ServerSettings, doors: Sequence[Door]) -> None:
+    def __init__(
+        self, settings: ServerSettings, doors: Sequence[Door], *, arounds: Sequence[Around] = ()
+    ) -> None:
+        """Prepare; nothing listens before the context is entered.
+
+        Args:
+            settings: Where to listen.
+            doors: What to serve.
+            arounds: What every call runs in, beside metrics, errors and draining.
+        """
         self.settings = settings
+        self._arounds = tuple(arounds)
         self.port = settings.port
         """The true one once the server is entered."""
         self.metrics_port: int | None = settings.metrics_port
@@ -105,7 +121,12 @@ class Server:
 
     async def __aenter__(self) -> Self:
         require_loopback(self.settings)
-        arounds = (CallMetrics(self.registry).around, as_status, self._ended_by_draining)
+        arounds = (
+            CallMetrics(self.registry).around,
+            as_status,
+            self._ended_by_draining,
+            *self._arounds,
+        )
         self._grpc = grpc.aio.server(
             interceptors=[AroundInterceptor(arounds)], options=SERVER_OPTIONS
         )
@@ -207,13 +228,9 @@ def join_address(host: str, port: int) -> str:
 
 def require_loopback(settings: ServerSettings) -> None:
     """Raises UserError for a host that others can reach, unless that is wanted."""
-    if settings.allow_insecure_bind or settings.host == "localhost":
+    if settings.allow_insecure_bind or settings.tls.mutual or settings.authenticated:
         return
-    try:
-        loopback = ipaddress.ip_address(settings.host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(settings.host):
         raise UserError(
             f"host {settings.host!r} can be reached from other machines and calls are not authenticated: "
             "bind 127.0.0.1, or set allow_insecure_bind in a network that you trust",
@@ -221,11 +238,19 @@ def require_loopback(settings: ServerSettings) -> None:
         )
 
 
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
     """The port that the server has got. Raises UserError naming address and reason."""
     address = join_address(settings.host, settings.port)
     try:
-        port = server.add_insecure_port(address)
+        port = tls.add_port(server, address, settings.tls)
     except RuntimeError as error:
         raise _bind_error(settings, address) from error
     if port == 0:

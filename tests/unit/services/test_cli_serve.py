@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.nouns import REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
+from meshrl.contract.nouns import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
 from meshrl.services.config import load_recipe, train_spec
 from meshrl.services.up.book import Entry
 from meshrl.services.up.exits import Exit
@@ -141,4 +141,4 @@ async def test_a_service_checks_what_it_reads_and_no_more(tmp_path: Path) -> Non
 
 def test_the_stages_of_a_run_are_those_of_its_services(tmp_path: Path) -> None:
     spec = train_spec(load_recipe(recipe(tmp_path), check=False))
-    assert spec.stages == (ROLLOUT_STAGE, REWARD_STAGE)
+    assert spec.stages == (ROLLOUT_STAGE, RESCORABLE_REWARD_STAGE)

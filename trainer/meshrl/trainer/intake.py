@@ -22,6 +22,7 @@ from meshrl.trainer.batch import batch_from_json, batch_to_json
 from meshrl.trainer.board import Board
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
+from meshrl.trainer.one_reward import OneReward
 from meshrl.trainer.setting import Setting
 from meshrl.trainer.sieve import Sieve
 
@@ -50,10 +51,17 @@ class Intake:
     """
 
     def __init__(
-        self, setting: Setting, queue: Queue, world: World, compute: Compute, board: Board
+        self,
+        setting: Setting,
+        queue: Queue,
+        world: World,
+        compute: Compute,
+        board: Board,
+        rewards: OneReward | None = None,
     ) -> None:
         self._setting = setting
         self._queue = queue
+        self._rewards = rewards
         self._world = world
         self._compute = compute
         self._board = board
@@ -107,7 +115,8 @@ class Intake:
         else:
             got = await self._take(epoch, step)
         if isinstance(got, Batch):
-            await self._say({"word": "batch", "batch": batch_to_json(got)})
+            rewards = self._rewards.to_json() if self._rewards else {}
+            await self._say({"word": "batch", "batch": batch_to_json(got), "rewards": rewards})
         else:
             await self._say({"word": got.value})
         return got
@@ -138,6 +147,8 @@ class Intake:
         while True:
             heard = json.loads(await self._compute.run(self._world.broadcast))
             if heard["word"] == "batch":
+                if self._rewards:
+                    self._rewards.hear(heard["rewards"])
                 return batch_from_json(heard["batch"])
             if heard["word"] != "waiting":
                 return Word(heard["word"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import cast
 
 from meshrl.contract.nouns import Batch, TrainerPhase, Version
 from meshrl.contract.ports import Publisher, Queue
@@ -29,6 +30,7 @@ from meshrl.trainer.evaluations import Evaluations
 from meshrl.trainer.export import export_policy
 from meshrl.trainer.intake import Intake, Word
 from meshrl.trainer.metrics import MetricsLog
+from meshrl.trainer.one_reward import OneReward
 from meshrl.trainer.setting import Setting
 from meshrl.trainer.snapshot import take_snapshot
 from meshrl.trainer.step import Learner
@@ -46,6 +48,7 @@ class Trainer:
         queue: Queue,
         publisher: Publisher,
         *,
+        rewards: OneReward | None = None,
         evaluator: Evaluator | None = None,
         metrics: MetricsLog | None = None,
     ) -> None:
@@ -58,6 +61,7 @@ class Trainer:
             compute: The thread that computes; the caller closes it.
             queue: Where batches come from.
             publisher: Where versions go; used on rank 0. It tells the queue what the fleet has committed.
+            rewards: Makes each batch one of a single reward version; None takes rows as they were scored.
             evaluator: Held-out tasks, on rank 0 only; None evaluates nothing.
             metrics: Where numbers go, on rank 0 only.
         """
@@ -66,13 +70,15 @@ class Trainer:
         self._learner = learner
         self._world = learner.world
         self._compute = compute
+        queue = cast(Queue, rewards) if rewards else queue
+        self._rewards = rewards
         self._queue = queue
         self._publisher = publisher
         self._metrics = metrics
         self._saved = state.step or -1
         """Step of the newest durable checkpoint."""
         self._board = Board(setting.total_steps)
-        self._intake = Intake(setting, queue, self._world, compute, self._board)
+        self._intake = Intake(setting, queue, self._world, compute, self._board, rewards)
         self._evaluations = (
             Evaluations(evaluator, publisher, setting, metrics, self._board) if evaluator else None
         )
@@ -143,7 +149,7 @@ class Trainer:
         )
         await self._publish()
         staleness = Counter(max(0, batch.step - row.oldest.step) for row in batch.rows)
-        numbers |= self._intake.facts
+        numbers |= self._intake.facts | (self._rewards.facts if self._rewards else {})
         whole = self._board.stepped(numbers, staleness, tokens)
         if self._metrics:
             self._metrics.write(batch.step, whole)
@@ -231,6 +237,8 @@ class Trainer:
         if self._evaluations:
             await self._evaluations.close()
         self._intake.close()
+        if self._rewards:
+            await self._rewards.close()
         if self._metrics:
             self._metrics.close()
         self._board.ended(failed)

@@ -49,7 +49,9 @@ from meshrl.contract.nouns.rows import (
 from meshrl.contract.nouns.runs import (
     REFERENCE_COLUMNS,
     REFERENCE_STAGE,
+    RESCORABLE_REWARD_STAGE,
     REWARD_COLUMNS,
+    REWARD_INPUTS,
     REWARD_STAGE,
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
@@ -80,7 +82,9 @@ from meshrl.contract.nouns.weights import (
 __all__ = [
     "REFERENCE_COLUMNS",
     "REFERENCE_STAGE",
+    "RESCORABLE_REWARD_STAGE",
     "REWARD_COLUMNS",
+    "REWARD_INPUTS",
     "REWARD_STAGE",
     "ROLLOUT_COLUMNS",
     "ROLLOUT_STAGE",

@@ -21,9 +21,14 @@ class StageSpec:
 
 ROLLOUT_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text")
 REWARD_COLUMNS = ("reward", "reward_components", "reward_hash")
+REWARD_INPUTS = "reward_inputs"
+"""What a judge saw beside the response, as JSON: with it a row can be scored again."""
 REFERENCE_COLUMNS = ("ref_logprobs",)
 ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
 REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
+RESCORABLE_REWARD_STAGE = StageSpec(
+    name="reward", reads=REWARD_STAGE.reads, writes=(*REWARD_COLUMNS, REWARD_INPUTS)
+)
 REFERENCE_STAGE = StageSpec(name="reference", reads=("tokens",), writes=REFERENCE_COLUMNS)
 
 

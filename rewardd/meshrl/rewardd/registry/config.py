@@ -38,5 +38,7 @@ class RegistryConfig(Config):
     """Of one caller, over HTTP and gRPC together."""
     submissions_per_minute: PositiveFloat = 60.0
     """Of one caller."""
+    max_request_bytes: PositiveInt = 32 << 20
+    """Of one HTTP request, everything together."""
     keep_samples: int = Field(default=4096, ge=0)
     """Scored samples kept in memory, for `compare`; the newest stay."""

@@ -73,6 +73,11 @@ class SwitchJudge:
         self._watch(samples, scores)
         return scores
 
+    async def score_with(self, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
+        """As `score`, by `version`. Raises NotFoundError."""
+        async with self._shelf.borrow(version) as judge:
+            return await judge.score(samples)
+
     async def close(self) -> None:
         """End every judge; idempotent."""
         for task in self._watching:

@@ -1,38 +1,100 @@
-"""The reward service: the judge, the stage that adds `reward` to rows, a door for who asks directly."""
+"""The reward service: the run's judge and the registry that may change it, the stage that adds `reward` to rows.
+
+queue ◀─leases, writes─ RewardStage ──▶ SwitchJudge ◀── Registry ◀── RewardDesk ◀── gRPC, HTTP
+▲
+RewardDoor (gRPC) ──┘
+"""
 
 from __future__ import annotations
 
-from meshrl.rewardd.judge import build_judge
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+
+from meshrl.contract.errors import UserError
+from meshrl.rewardd.registry.config import RegistryConfig
+from meshrl.rewardd.registry.open import open_registry
 from meshrl.rewardd.stage import RewardStage
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reward import RewardDoor
+from meshrl.services.doors.reward_registry import RewardRegistryDoor, caller_of
+from meshrl.services.interceptor import Around, Context
 from meshrl.services.queues import connect_queue
-from meshrl.services.runtime import Server
+from meshrl.services.rewards.app import build_app
+from meshrl.services.rewards.audit import AuditLog
+from meshrl.services.rewards.auth import Guard, Role, TokenBook
+from meshrl.services.rewards.desk import RewardDesk
+from meshrl.services.rewards.http import serving_http
+from meshrl.services.rewards.metrics import WatchMetrics
+from meshrl.services.runtime import Door, Server, ServerSettings, is_loopback
 from meshrl.services.site import Site
+
+log = logging.getLogger(__name__)
 
 
 async def run(recipe: Recipe, site: Site) -> None:
     """Serve until stopped."""
     address = site.peer("queue")
-    judge = build_judge(recipe.reward)
-    try:
+    config = recipe.reward.registry
+    settings = site.settings.model_copy(update={"authenticated": config.tokens is not None})
+    guard = _guard(config, settings)
+    directory = config.dir if config.dir is not None else recipe.run.path / "rewards"
+    async with AsyncExitStack() as stack:
         # A function that cannot be loaded ends the service here, before any row waits for it.
-        await judge.start()
-        async with (
-            connect_queue(address) as queue,
-            Server(site.settings, [RewardDoor(judge)]) as server,
-        ):
-            runs = await open_runs(queue, recipe)
-            stage = RewardStage(
-                queue,
-                runs,
-                judge,
-                worker=site.name,
-                limit=recipe.reward.slots,
-                rows_per_call=recipe.reward.rows_per_call,
+        registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
+        audit = stack.enter_context(closing(AuditLog(directory / "audit.jsonl")))
+        desk = RewardDesk(registry, guard, audit)
+        queue = await stack.enter_async_context(connect_queue(address))
+        doors: list[Door] = [RewardDoor(registry.judge, registry.judge), RewardRegistryDoor(desk)]
+        server = Server(settings, doors, arounds=[_scoring_needs_a_role(desk)])
+        await stack.enter_async_context(server)
+        server.registry.register(WatchMetrics(registry.judge))
+        if config.http_port is not None:
+            app = build_app(desk, config.max_request_bytes)
+            desk.http_address = await stack.enter_async_context(
+                serving_http(app, settings.host, config.http_port, settings.tls)
             )
-            await server.ready()
-            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
-    finally:
-        await judge.close()
+        stage = RewardStage(
+            queue,
+            await open_runs(queue, recipe),
+            registry.judge,
+            worker=site.name,
+            limit=recipe.reward.slots,
+            rows_per_call=recipe.reward.rows_per_call,
+            keep_inputs=(recipe.run.name,) if recipe.reward.mixed_versions == "rescore" else (),
+        )
+        await server.ready()
+        await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
+
+
+def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
+    """Raises UserError for a door that everybody could pass."""
+    if config.tokens is None:
+        if not (is_loopback(settings.host) or settings.tls.mutual):
+            raise UserError(
+                f"host {settings.host!r} can be reached from other machines, where anybody could submit a reward: "
+                "set reward.registry.tokens (meshrl reward token) or tls.client_ca, or bind 127.0.0.1",
+                host=settings.host,
+            )
+        log.warning(
+            "rewards may be submitted by anybody who reaches %s, without a token (reward.registry.tokens is null)",
+            settings.host,
+        )
+    return Guard(
+        TokenBook(config.tokens) if config.tokens is not None else None,
+        requests_per_minute=config.requests_per_minute,
+        submissions_per_minute=config.submissions_per_minute,
+    )
+
+
+def _scoring_needs_a_role(desk: RewardDesk) -> Around:
+    """Where tokens are asked for, the Reward door asks for them too; the registry's door does so by itself."""
+
+    @asynccontextmanager
+    async def around(method: str, context: Context) -> AsyncIterator[None]:
+        if method.startswith(f"/{RewardDoor.service}/"):
+            desk.require(caller_of(context), Role.READ)
+        yield
+
+    return around

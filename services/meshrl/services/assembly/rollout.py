@@ -7,11 +7,10 @@ queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── Wei
 
 from __future__ import annotations
 
-import grpc
-
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
+from meshrl.services import tls
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.rollout import RolloutDoor
@@ -49,7 +48,7 @@ async def run(recipe: Recipe, site: Site) -> None:
             engine=engine,
             on_update=recipe.rollout.on_update,
             place=Place(directory=recipe.run.path, model_path=recipe.model.path),
-            connect=lambda: grpc.aio.insecure_channel(trainer, options=CHANNEL_OPTIONS),
+            connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
             drain_s=recipe.rollout.deadline_s,
             pause_s=lambda: engine.stats().update_pause_s,
         )

@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import socket
+from contextlib import AsyncExitStack
 from functools import partial
 
 from meshrl.contract.ports import Queue
@@ -35,12 +36,14 @@ from meshrl.services.site import Site
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane
+from meshrl.services.wires.reward import JudgeWire
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.evaluate import Evaluator
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
+from meshrl.trainer.one_reward import OneReward
 from meshrl.trainer.resume import resume
 from meshrl.trainer.setting import Setting
 from meshrl.trainer.step import Learner
@@ -68,7 +71,10 @@ async def run(recipe: Recipe, site: Site) -> None:
             if world.is_main:
                 await _lead(recipe, site, setting, state, learner, compute, queue)
             else:
-                await _follow(Trainer(setting, state, learner, compute, queue, _Mute()))
+                rewards = _rewards(recipe, queue, None)
+                await _follow(
+                    Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards)
+                )
     finally:
         compute.close()
         world.close()
@@ -97,6 +103,7 @@ async def _lead(
         recipe.trainer.project_name,
         recipe.trainer.experiment_name or recipe.run.name,
     )
+    judge = JudgeWire(site.peers["reward"]) if "reward" in site.peers else None
     trainer = Trainer(
         setting,
         state,
@@ -106,12 +113,20 @@ async def _lead(
         plane,
         evaluator=await _evaluator(recipe, setting, queue),
         metrics=MetricsLog(recipe.metrics_path, sinks),
+        rewards=_rewards(recipe, queue, judge),
     )
     doors: list[Door] = [TrainerDoor(trainer.control), WeightsDoor(plane)]
-    async with Server(site.settings, doors) as server, plane:
+    async with AsyncExitStack() as stack, Server(site.settings, doors) as server, plane:
+        if judge is not None:
+            stack.push_async_callback(judge.close)
         await server.ready()
         await work_until_stopped(server, _to_the_end(trainer), trainer.drain)
         await asyncio.sleep(LAST_WORD_S)
+
+
+def _rewards(recipe: Recipe, queue: Queue, judge: JudgeWire | None) -> OneReward | None:
+    """What makes each batch one of a single reward version, unless the recipe lets them mix."""
+    return OneReward(queue, judge) if recipe.reward.mixed_versions == "rescore" else None
 
 
 async def _follow(trainer: Trainer) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.ports import Queue
+from meshrl.services import tls
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe
 from meshrl.services.queues import connect_queue, stored_queue
@@ -74,6 +75,7 @@ def find_mesh(
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
         )
+    tls.use(load_recipe(book.recipe, check=False).tls)
     return Mesh(
         run=run or book.run,
         queue=book.peers()["queue"],

@@ -11,6 +11,7 @@ from pydantic import Field
 from meshrl.contract.config import Config
 from meshrl.contract.nouns import (
     REFERENCE_STAGE,
+    RESCORABLE_REWARD_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
     RunSpec,
@@ -18,6 +19,7 @@ from meshrl.contract.nouns import (
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
+from meshrl.services.config.tls import TlsConfig
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.trainer.config import (
     ActorConfig,
@@ -77,6 +79,8 @@ class Recipe(Config):
     """The transfer queue: store, staleness, leases."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights reach the rollout workers."""
+    tls: TlsConfig = TlsConfig()
+    """Certificates: every connection between services is encrypted once there is one."""
 
     @property
     def queue_path(self) -> Path:
@@ -145,7 +149,8 @@ def has_evaluation(recipe: Recipe) -> bool:
 
 def train_spec(recipe: Recipe) -> RunSpec:
     """What the training run asks of the queue. Every service opens it, so start order does not matter."""
-    stages = (ROLLOUT_STAGE, REWARD_STAGE)
+    rescorable = recipe.reward.mixed_versions == "rescore"
+    stages = (ROLLOUT_STAGE, RESCORABLE_REWARD_STAGE if rescorable else REWARD_STAGE)
     return recipe.queue.run_spec(
         recipe.run.name,
         group_size=group_rows(recipe),

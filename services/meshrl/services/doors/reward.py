@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import grpc
 
-from meshrl.contract import codec
+from meshrl.contract import codec, nouns
+from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Judge
+from meshrl.rewardd.registry.switch import SwitchJudge
 from meshrl.services.doors.base import full_name
 from meshrl.services.interceptor import Context
 from meshrl.v1 import reward_pb2 as pb
@@ -21,16 +24,24 @@ class RewardDoor(rpc.RewardServicer):
     service: Final = full_name(pb.DESCRIPTOR, "Reward")
     waits: Final[frozenset[str]] = frozenset()
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: Judge, versions: SwitchJudge | None = None) -> None:
         self._judge = judge
+        self._versions = versions
 
     def attach(self, server: grpc.aio.Server) -> None:
         rpc.add_RewardServicer_to_server(self, server)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         samples = [codec.decode_sample(sample) for sample in request.samples]
-        scores = await self._judge.score(samples)
+        scores = await self._by(request.reward_hash, samples)
         return pb.ScoreResponse(scores=map(codec.encode_score, scores))
 
     async def GetInfo(self, request: pb.GetRewardInfoRequest, context: Context) -> pb.RewardInfo:
         return pb.RewardInfo(reward_hash=self._judge.reward_hash)
+
+    async def _by(self, version: str, samples: list[nouns.Sample]) -> Iterable[nouns.Score]:
+        if not version or version == self._judge.reward_hash:
+            return await self._judge.score(samples)
+        if self._versions is None:
+            raise NotFoundError(f"this judge is version {self._judge.reward_hash}, not {version}")
+        return await self._versions.score_with(version, samples)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from meshrl.services import tls
 from meshrl.services.up.book import Entry
 from meshrl.services.up.service import Probe
 
@@ -32,7 +33,7 @@ async def is_serving(entry: Entry) -> bool:
     except (OSError, TimeoutError):
         return False
     writer.close()
-    async with grpc.aio.insecure_channel(entry.address) as channel:
+    async with tls.channel(entry.address) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=ANSWER_S

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from meshrl.contract.nouns import TrainerStatus
+from meshrl.services import tls
 from meshrl.services.config.load import save_recipe
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.up.board import Board
@@ -38,6 +39,7 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
     Raises:
         UserError: the run's directory is in use, or `fixed_ports` names no service.
     """
+    tls.use(recipe.tls)
     directory = recipe.run.path
     directory.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)

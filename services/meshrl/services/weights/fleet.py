@@ -8,6 +8,7 @@ from enum import StrEnum
 import grpc
 
 from meshrl.contract.nouns import Version
+from meshrl.services import tls
 from meshrl.services.errors import from_rpc
 from meshrl.services.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weights_pb2 as pb
@@ -59,7 +60,7 @@ class FleetView:
 
 async def fetch_fleet(trainer: str, deadline_s: float) -> FleetView:
     """Ask the trainer's process at `host:port`. Raises UnavailableError when it cannot be reached."""
-    async with grpc.aio.insecure_channel(trainer, options=CHANNEL_OPTIONS) as channel:
+    async with tls.channel(trainer, CHANNEL_OPTIONS) as channel:
         try:
             answer = await rpc.WeightsStub(channel).Fleet(pb.FleetRequest(), timeout=deadline_s)
         except grpc.aio.AioRpcError as error:

@@ -27,6 +27,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.services import tls
 from meshrl.services.errors import from_rpc
 from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 
@@ -82,7 +83,8 @@ class Peer:
 
     def __init__(self, service: str, address: str, patience_s: float) -> None:
         self.name = f"{service} at {address}"
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.channel = tls.channel(address, CHANNEL_OPTIONS)
+        self._metadata = tls.call_metadata()
         self.patience_s = patience_s
 
     async def close(self) -> None:
@@ -102,7 +104,7 @@ class Peer:
         self.check_size(question)
 
         async def attempt() -> Answer:
-            return await method(question, timeout=_deadline_s(wait_s))
+            return await method(question, timeout=_deadline_s(wait_s), metadata=self._metadata)
 
         answer = await self._patiently(attempt, wait_s, repeatable)
         return self.understand(answer, decode)
@@ -119,7 +121,7 @@ class Peer:
         self.check_size(question)
 
         async def attempt() -> list[Answer]:
-            call = method(question)
+            call = method(question, metadata=self._metadata)
             try:
                 return await _collected(call, _deadline_s(wait_s))
             finally:
@@ -141,7 +143,8 @@ class Peer:
         sending_s = sum(question.ByteSize() for question in questions) / SLOWEST_BYTES_PER_S
 
         async def attempt() -> Answer:
-            return await method(iter(questions), timeout=_deadline_s(wait_s) + sending_s)
+            deadline_s = _deadline_s(wait_s) + sending_s
+            return await method(iter(questions), timeout=deadline_s, metadata=self._metadata)
 
         return self.understand(await self._patiently(attempt, wait_s), decode)
 

@@ -40,10 +40,18 @@ class JudgeWire(Wire):
         """Content hash of what scored last, or of what would when the wire was opened."""
         return self._hash
 
-    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """One Score per sample, in order; `deadline_s` for each message of at most a mebibyte of samples."""
+    async def current(self) -> str:
+        """The version that scores now. Raises UnavailableError."""
+        await self.open()
+        return self._hash
+
+    async def score(self, samples: Sequence[Sample], *, reward_hash: str = "") -> Sequence[Score]:
+        """One Score per sample, in order, by the version of the moment or by `reward_hash`.
+
+        Each message of at most a mebibyte of samples has `deadline_s`. Raises NotFoundError.
+        """
         scores: list[Score] = []
-        for request in _requests(samples):
+        for request in _requests(samples, reward_hash):
             answer = await self._peer.ask(
                 self._stub.Score,
                 request,
@@ -57,7 +65,7 @@ class JudgeWire(Wire):
         return scores
 
 
-def _requests(samples: Sequence[Sample]) -> Iterator[pb.ScoreRequest]:
+def _requests(samples: Sequence[Sample], reward_hash: str) -> Iterator[pb.ScoreRequest]:
     for headers in codec.pages(codec.encode_sample(sample) for sample in samples):
         if headers:
-            yield pb.ScoreRequest(samples=headers)
+            yield pb.ScoreRequest(samples=headers, reward_hash=reward_hash)

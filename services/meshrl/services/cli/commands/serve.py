@@ -55,6 +55,9 @@ SECTIONS = {
     "--trainer", envvar="MESHRL_TRAINER", metavar="HOST:PORT", help="Where the trainer is."
 )
 @click.option(
+    "--reward", envvar="MESHRL_REWARD", metavar="HOST:PORT", help="Where the reward service is."
+)
+@click.option(
     "--address-book",
     envvar="MESHRL_ADDRESS_BOOK",
     type=PATH,
@@ -77,12 +80,15 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     )
     loaded = load_recipe(recipe, overrides, sections=SECTIONS[service])
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
+    from meshrl.services import tls
     from meshrl.services.runtime import ServerSettings, run_service
     from meshrl.services.site import Site
 
+    tls.use(loaded.tls)
+
     name, host, port = options["name"] or service, options["host"], options["port"]
     metrics_port = options["metrics_port"]
-    peers = {kind: options[kind] for kind in ("queue", "trainer") if options[kind]}
+    peers = {kind: options[kind] for kind in ("queue", "trainer", "reward") if options[kind]}
     if options["address_book"] is not None:
         book = AddressBook.load(options["address_book"])
         peers = {**book.peers(), **peers}
@@ -100,6 +106,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         port=port,
         metrics_port=metrics_port,
         allow_insecure_bind=options["allow_insecure_bind"],
+        tls=loaded.tls,
     )
     run = extend.load(ASSEMBLY, service, "run")
     sys.exit(run_service(lambda: run(loaded, Site(name=name, settings=settings, peers=peers))))

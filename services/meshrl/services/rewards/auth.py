@@ -1,0 +1,199 @@
+"""Who a caller is, what they may do, and how often: bearer tokens, hashed at rest, compared in constant time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import yaml
+from pydantic import Field, ValidationError
+
+from meshrl.contract.config import Config
+from meshrl.contract.errors import (
+    CapacityError,
+    ConfigError,
+    ForbiddenError,
+    UnauthenticatedError,
+)
+
+log = logging.getLogger(__name__)
+
+TOKEN_PREFIX = "mrl_"
+MAX_CALLERS = 10_000
+"""Callers whose rate is remembered; the one longest unseen is forgotten first."""
+
+
+class Role(StrEnum):
+    """What a token is good for; none contains another."""
+
+    READ = "read"
+    """List, show, diff, compare, try out, score."""
+    SUBMIT = "submit"
+    """Hand in a version."""
+    OPERATE = "operate"
+    """Roll back, retire, watch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """A caller, known."""
+
+    name: str
+    roles: frozenset[Role]
+
+
+class TokenEntry(Config):
+    """One line of a tokens file."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[\x21-\x7e]+$")
+    """For the audit log; several tokens may share it."""
+    roles: list[Role]
+    """What it is good for."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the token."""
+
+
+class TokenFile(Config):
+    """A tokens file."""
+
+    tokens: list[TokenEntry]
+    """Every token that counts."""
+
+
+def new_token() -> tuple[str, str]:
+    """A token of 256 random bits and its SHA-256. So much entropy needs no slow hash."""
+    token = TOKEN_PREFIX + secrets.token_urlsafe(32)
+    return token, _sha256(token)
+
+
+def _sha256(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class TokenBook:
+    """The tokens of a file; read again when it changes, so that a token can be withdrawn while the service runs."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError, naming file and key."""
+        self._path = path
+        self._entries = _read(path)
+        self._stamp = path.stat().st_mtime_ns
+
+    def find(self, authorization: str) -> Principal:
+        """Who sent this `Authorization` header. Raises UnauthenticatedError."""
+        self._refresh()
+        scheme, _, token = authorization.strip().partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise UnauthenticatedError("this service wants a token: Authorization: Bearer <token>")
+        digest = _sha256(token.strip())
+        found: TokenEntry | None = None
+        for entry in self._entries:  # all of them, whichever it is: the time says nothing
+            if hmac.compare_digest(entry.sha256, digest):
+                found = entry
+        if found is None:
+            raise UnauthenticatedError("this token is not known here")
+        return Principal(name=found.name, roles=frozenset(found.roles))
+
+    def _refresh(self) -> None:
+        try:
+            stamp = self._path.stat().st_mtime_ns
+            if stamp != self._stamp:
+                self._entries, self._stamp = _read(self._path), stamp
+        except (OSError, ConfigError) as error:
+            log.error("the tokens of before stay valid: %s", error)
+
+
+def _read(path: Path) -> Sequence[TokenEntry]:
+    try:
+        return TokenFile.model_validate(yaml.safe_load(path.read_text())).tokens
+    except OSError as error:
+        raise ConfigError(f"tokens file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tokens file {path}: not valid YAML") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(
+            f"tokens file {path}: {where}: {first['msg']} (want tokens: [{{name, roles, sha256}}])"
+        ) from error
+
+
+class Rate:
+    """A token bucket per caller: `per_minute` on average, as many at once."""
+
+    def __init__(self, what: str, per_minute: float) -> None:
+        self._what = what
+        self._per_minute = per_minute
+        self._left: dict[str, tuple[float, float]] = {}
+        """Caller to (what was left, when)."""
+
+    def count(self, caller: str) -> None:
+        """One more of them. Raises CapacityError with `retry_after_s`."""
+        now = time.monotonic()
+        full = max(1.0, self._per_minute)
+        left, at = self._left.pop(caller, (full, now))
+        left = min(full, left + (now - at) * self._per_minute / 60)
+        allowed = left >= 1
+        self._left[caller] = (left - allowed, now)
+        if len(self._left) > MAX_CALLERS:
+            del self._left[next(iter(self._left))]
+        if not allowed:
+            wait_s = (1 - left) * 60 / self._per_minute
+            raise CapacityError(
+                f"more than {self._per_minute:g} {self._what} a minute; try again in {wait_s:.1f} s",
+                retry_after_s=round(wait_s, 1),
+            )
+
+
+class Guard:
+    """Admits callers, or says why not. Without tokens everybody may do everything, as `anonymous`."""
+
+    def __init__(
+        self, tokens: TokenBook | None, *, requests_per_minute: float, submissions_per_minute: float
+    ) -> None:
+        self._tokens = tokens
+        self._requests = Rate("requests", requests_per_minute)
+        self._submissions = Rate("submissions", submissions_per_minute)
+
+    @property
+    def closed(self) -> bool:
+        """True when tokens are asked for."""
+        return self._tokens is not None
+
+    def admit(self, authorization: str, peer: str, role: Role) -> Principal:
+        """Who calls.
+
+        Raises:
+            UnauthenticatedError, ForbiddenError, CapacityError: too often.
+        """
+        if self._tokens is None:
+            who = Principal(name="anonymous", roles=frozenset(Role))
+            self._requests.count(peer)
+        else:
+            who = self._find(authorization, peer)
+            self._requests.count(who.name)
+        if role not in who.roles:
+            raise ForbiddenError(f"{who.name} may not do this: it needs the role {role}")
+        if role is Role.SUBMIT:
+            self._submissions.count(who.name if self._tokens else peer)
+        return who
+
+    def check(self, authorization: str, role: Role) -> None:
+        """As `admit`, without counting. Raises UnauthenticatedError, ForbiddenError."""
+        if self._tokens is not None and role not in (who := self._tokens.find(authorization)).roles:
+            raise ForbiddenError(f"{who.name} may not do this: it needs the role {role}")
+
+    def _find(self, authorization: str, peer: str) -> Principal:
+        assert self._tokens is not None
+        try:
+            return self._tokens.find(authorization)
+        except UnauthenticatedError:
+            self._requests.count(peer)  # guessing has a rate too, by address: there is no name yet
+            raise

@@ -1,0 +1,141 @@
+"""Between the registry's nouns and their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshrl.contract import codec
+from meshrl.contract.codec.checks import decoder, from_json, json_object, lossless_json, printable
+from meshrl.contract.nouns import Sample
+from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.registry.differences import Differences
+from meshrl.rewardd.registry.nouns import Action, Case, Event, Name, Submission
+from meshrl.v1 import reward_pb2
+from meshrl.v1 import reward_registry_pb2 as pb
+
+_KINDS: Mapping[int, Kind] = {
+    pb.REWARD_KIND_UNSPECIFIED: Kind.COMPUTE_SCORE,
+    pb.REWARD_KIND_COMPUTE_SCORE: Kind.COMPUTE_SCORE,
+    pb.REWARD_KIND_BATCH: Kind.BATCH,
+    pb.REWARD_KIND_PROCESS: Kind.PROCESS,
+}
+
+
+def encode_kind(kind: Kind) -> pb.RewardKind.ValueType:
+    """Never UNSPECIFIED."""
+    return pb.RewardKind.Value(f"REWARD_KIND_{kind.name}")
+
+
+@decoder
+def decode_kind(kind: pb.RewardKind.ValueType) -> Kind:
+    """Raises UserError."""
+    if kind not in _KINDS:
+        raise ValueError(f"no kind {kind}")
+    return _KINDS[kind]
+
+
+def encode_case(case: Case) -> pb.RewardCase:
+    """Any case."""
+    return pb.RewardCase(
+        solution=printable(case.solution),
+        score=case.score,
+        ground_truth_json=lossless_json(case.ground_truth),
+        data_source=case.data_source,
+        extra_info_json=lossless_json(dict(case.extra_info) or None),
+        tolerance=case.tolerance,
+    )
+
+
+@decoder
+def decode_case(message: pb.RewardCase) -> Case:
+    """Raises UserError."""
+    return Case(
+        solution=message.solution,
+        score=message.score,
+        ground_truth=from_json(message.ground_truth_json),
+        data_source=message.data_source,
+        extra_info=json_object(message.extra_info_json),
+        tolerance=message.tolerance if message.HasField("tolerance") else 1e-6,
+    )
+
+
+def encode_submission(submission: Submission) -> pb.SubmitRewardRequest:
+    """Any submission."""
+    return pb.SubmitRewardRequest(
+        name=submission.name,
+        source=submission.source,
+        wheel=submission.wheel,
+        entry_point=submission.entry_point,
+        kind=encode_kind(submission.kind),
+        deps=submission.deps,
+        cases=map(encode_case, submission.cases),
+        note=submission.note,
+        hold=not submission.point,
+    )
+
+
+@decoder
+def decode_submission(message: pb.SubmitRewardRequest) -> Submission:
+    """Raises UserError."""
+    return Submission(
+        name=message.name,
+        source=message.source,
+        wheel=message.wheel,
+        entry_point=message.entry_point,
+        kind=decode_kind(message.kind),
+        deps=tuple(message.deps),
+        cases=tuple(map(decode_case, message.cases)),
+        note=message.note,
+        point=not message.hold,
+    )
+
+
+def encode_name(name: Name) -> pb.RewardName:
+    """Any name."""
+    watched, share = name.watched
+    return pb.RewardName(
+        name=name.name,
+        current=name.current,
+        watched=watched,
+        share=share,
+        versions=name.versions,
+        retired=sorted(name.retired),
+        history=[
+            pb.RewardEvent(
+                action=e.action, hash=e.hash, by=e.by, at=e.at, note=e.note, share=e.share
+            )
+            for e in name.history
+        ],
+    )
+
+
+@decoder
+def decode_name(message: pb.RewardName) -> Name:
+    """Raises UserError."""
+    history = [
+        Event(action=Action(e.action), hash=e.hash, by=e.by, at=e.at, note=e.note, share=e.share)
+        for e in message.history
+    ]
+    return Name(name=message.name, history=tuple(history))
+
+
+def encode_differences(found: Differences) -> pb.RewardDifferences:
+    """Any comparison."""
+    return pb.RewardDifferences(
+        a=found.a,
+        b=found.b,
+        rows=found.rows,
+        compared=found.compared,
+        equal=found.equal,
+        faults_a=found.faults_a,
+        faults_b=found.faults_b,
+        skipped=found.skipped,
+        mean_a=found.mean_a,
+        mean_b=found.mean_b,
+        largest=[pb.RewardDifference(uid=printable(u), a=a, b=b) for _, u, a, b in found.most],
+    )
+
+
+def decode_samples(messages: Sequence[reward_pb2.Sample]) -> list[Sample]:
+    """Raises UserError."""
+    return [codec.decode_sample(message) for message in messages]

@@ -1,0 +1,87 @@
+"""uvicorn beside the gRPC server, on the same event loop: bind, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from meshrl.contract.errors import InfraError, UserError
+from meshrl.services.config.tls import TlsConfig
+from meshrl.services.runtime import join_address
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 5
+IDLE_S = 30
+BACKLOG = 128
+AT_ONCE = 256
+"""Requests being answered; further ones are told 503 by uvicorn."""
+
+
+class _Quiet(uvicorn.Server):
+    """Leaves signals to the runtime."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+@asynccontextmanager
+async def serving_http(app: FastAPI, host: str, port: int, tls: TlsConfig) -> AsyncIterator[str]:
+    """Serve `app` while the body runs; gives the address, `http://host:port`.
+
+    Raises:
+        UserError: the port cannot be had.
+    """
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=DRAIN_S,
+        limit_concurrency=AT_ONCE,
+        ssl_certfile=tls.cert,
+        ssl_keyfile=tls.key,
+        ssl_ca_certs=str(tls.client_ca) if tls.client_ca else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
+    )
+    server = _Quiet(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="reward-http")
+    scheme = "https" if tls.cert else "http"
+    address = f"{scheme}://{join_address(host, listener.getsockname()[1])}"
+    log.info("reward registry on %s (pages: %s/docs)", address, address)
+    try:
+        yield address
+        if task.done():
+            raise InfraError(f"the HTTP door of the reward service ended: {task.exception()}")
+    finally:
+        server.should_exit = True
+        await asyncio.wait({task})
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        why = error.strerror or str(error)
+        raise UserError(f"cannot listen on {join_address(host, port)}: {why}") from error
+    return listener

@@ -1,0 +1,38 @@
+"""A bound on the body of every request, whatever it announces."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshrl.services.rewards.problems import problem
+
+
+class BodyLimit:
+    """ASGI middleware: 413 beyond `limit` bytes, announced or sent."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        said = f"the request is larger than {self._limit} bytes"
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._limit:
+            await problem(413, "capacity", said)(scope, receive, send)
+            return
+        taken = 0
+
+        async def bounded() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._limit:
+                raise HTTPException(413, said)  # inside the app, which answers it
+            return message
+
+        await self._app(scope, bounded, send)

@@ -1,0 +1,301 @@
+"""What travels over the HTTP door, as JSON; OpenAPI shows these classes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Json, Outcome, Sample, Score, Uid
+from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.registry.differences import Differences
+from meshrl.rewardd.registry.nouns import Case, Manifest, Name, Submission
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("text with a lone surrogate cannot be UTF-8") from error
+    return value
+
+
+Text = Annotated[str, AfterValidator(_text)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class CaseModel(_Model):
+    """A sample and the score that it must get."""
+
+    solution: Text
+    score: FiniteFloat
+    ground_truth: Json = None
+    data_source: Text = ""
+    extra_info: dict[str, Any] = Field(default_factory=dict)
+    tolerance: FiniteFloat = Field(default=1e-6, ge=0)
+
+    def case(self) -> Case:
+        """The noun."""
+        return Case(**self.model_dump())
+
+    @classmethod
+    def of(cls, case: Case) -> CaseModel:
+        """From the noun."""
+        return cls.model_validate(case, from_attributes=True)
+
+
+class SubmitBody(_Model):
+    """A submission: `source` or `wheel`."""
+
+    name: Text
+    """1 to 64 of a-z 0-9 . _ -"""
+    source: Text = ""
+    """A Python file."""
+    wheel: str = ""
+    """A pure Python wheel, in base64."""
+    entry_point: Text = ""
+    """A function of the file (`compute_score`); of a wheel `module:function`."""
+    kind: Kind = Kind.COMPUTE_SCORE
+    """How it is called."""
+    deps: list[Text] = Field(default_factory=list)
+    """Packages that it imports."""
+    tests: list[CaseModel] = Field(default_factory=list)
+    """Run before acceptance."""
+    note: Text = ""
+    """For people."""
+    hold: bool = False
+    """True keeps the version without pointing the name to it."""
+
+    def submission(self) -> Submission:
+        """The noun. Raises UserError when `wheel` is no base64."""
+        try:
+            wheel = base64.b64decode(self.wheel, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise UserError(f"wheel is not base64: {error}") from error
+        return Submission(
+            name=self.name,
+            source=self.source,
+            wheel=wheel,
+            entry_point=self.entry_point,
+            kind=self.kind,
+            deps=tuple(self.deps),
+            cases=tuple(case.case() for case in self.tests),
+            note=self.note,
+            point=not self.hold,
+        )
+
+
+class EventModel(_Model):
+    """One thing that happened to a name."""
+
+    action: Literal["submit", "point", "watch", "retire"]
+    hash: str
+    by: str
+    at: float
+    note: str = ""
+    share: float = 0.0
+
+
+class NameModel(_Model):
+    """A name and its history."""
+
+    name: str
+    current: str
+    """The version that it points to; empty while it points nowhere."""
+    watched: str
+    share: float
+    versions: list[str]
+    retired: list[str]
+    history: list[EventModel]
+
+    @classmethod
+    def of(cls, name: Name) -> NameModel:
+        """From the noun."""
+        watched, share = name.watched
+        return cls(
+            name=name.name,
+            current=name.current,
+            watched=watched,
+            share=share,
+            versions=list(name.versions),
+            retired=sorted(name.retired),
+            history=[EventModel.model_validate(e, from_attributes=True) for e in name.history],
+        )
+
+
+class AcceptedModel(_Model):
+    """What became of a submission."""
+
+    hash: str
+    created: bool
+    tests: int
+    name: NameModel
+
+
+class DifferenceModel(_Model):
+    """One row that two versions score differently."""
+
+    uid: str
+    a: float
+    b: float
+
+
+class DifferencesModel(_Model):
+    """Version `b` against version `a`."""
+
+    a: str
+    b: str
+    rows: int
+    compared: int
+    equal: int
+    faults_a: int
+    faults_b: int
+    skipped: int
+    mean_a: float
+    mean_b: float
+    largest: list[DifferenceModel]
+
+    @classmethod
+    def of(cls, found: Differences) -> DifferencesModel:
+        """From the noun."""
+        names = set(cls.model_fields) - {"largest"}
+        largest = [DifferenceModel(uid=uid, a=a, b=b) for _, uid, a, b in found.most]
+        return cls(**{name: getattr(found, name) for name in names}, largest=largest)
+
+
+class ListModel(_Model):
+    """Every name, and what scores the run."""
+
+    names: list[NameModel]
+    followed: str
+    scoring: str
+    base: str
+    watch: DifferencesModel | None
+
+
+class VersionModel(_Model):
+    """One version with what was submitted."""
+
+    hash: str
+    entry_point: str
+    kind: Kind
+    deps: list[str]
+    source: str
+    """Empty for a wheel."""
+    wheel: str
+    """Base64; empty for a source."""
+    tests: list[CaseModel]
+
+    @classmethod
+    def of(cls, manifest: Manifest, content: bytes, cases: tuple[Case, ...]) -> VersionModel:
+        """From the nouns."""
+        packed = manifest.is_wheel
+        return cls(
+            hash=manifest.hash,
+            entry_point=manifest.entry_point,
+            kind=manifest.kind,
+            deps=list(manifest.deps),
+            source="" if packed else content.decode(),
+            wheel=base64.b64encode(content).decode() if packed else "",
+            tests=[CaseModel.of(case) for case in cases],
+        )
+
+
+class SampleModel(_Model):
+    """What a judge sees of a row."""
+
+    solution: Text
+    ground_truth: Json = None
+    data_source: Text = ""
+    extra_info: dict[str, Any] = Field(default_factory=dict)
+
+    def sample(self, number: int) -> Sample:
+        """The noun."""
+        return Sample(uid=Uid("try", "sample", number), **self.model_dump())
+
+
+class ScoreBody(_Model):
+    """Samples to try a version on."""
+
+    samples: list[SampleModel] = Field(min_length=1, max_length=4096)
+    version: Text = ""
+    """Empty: the current one."""
+
+
+class ScoreModel(_Model):
+    """What a judge says of a sample; `score` counts unless `outcome` is a fault."""
+
+    outcome: Outcome
+    score: float
+    components: dict[str, float]
+    reason: str
+    reward_hash: str
+
+    @classmethod
+    def of(cls, score: Score) -> ScoreModel:
+        """From the noun."""
+        return cls(
+            outcome=score.outcome,
+            score=score.score,
+            components=dict(score.components),
+            reason=score.reason,
+            reward_hash=score.reward_hash,
+        )
+
+
+class CompareBody(_Model):
+    """Two versions to be compared."""
+
+    a: Text
+    b: Text = ""
+    """Empty: the current one."""
+    samples: list[SampleModel] = Field(default_factory=list, max_length=4096)
+    """Empty: those that the run scored last."""
+
+
+class VersionBody(_Model):
+    """A version, by its hash or the beginning of it."""
+
+    version: Text = ""
+
+
+class WatchBody(_Model):
+    """A version to be scored beside the current one."""
+
+    version: Text
+    share: float = Field(ge=0, le=1)
+    """1 is a shadow, less a canary, 0 ends it."""
+
+
+class ProblemModel(BaseModel):
+    """RFC 9457."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    """The error's class on the wire: user, not_found, conflict, capacity, unauthenticated, forbidden …"""
+
+
+class HealthModel(_Model):
+    """Up, and scoring with this version."""
+
+    status: Literal["serving"]
+    scoring: str
+
+
+def wheel_or_source(file_name: str, data: bytes) -> dict[str, str]:
+    """The fields of a SubmitBody that a file fills. Raises UserError for a source that is not UTF-8."""
+    if file_name.endswith(".whl"):
+        return {"wheel": base64.b64encode(data).decode()}
+    try:
+        return {"source": data.decode()}
+    except UnicodeDecodeError as error:
+        raise UserError(f"the file is not UTF-8 text: {error}") from error

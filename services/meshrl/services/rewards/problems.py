@@ -1,0 +1,96 @@
+"""Every failure of the HTTP door as RFC 9457 problem JSON: one status, one line, the values beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from meshrl.contract.errors import (
+    CapacityError,
+    ConflictError,
+    ForbiddenError,
+    MeshError,
+    NotFoundError,
+    UnauthenticatedError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
+
+log = logging.getLogger(__name__)
+
+STATUS: Mapping[type[MeshError], int] = {
+    UserError: 422,
+    UnauthenticatedError: 401,
+    ForbiddenError: 403,
+    NotFoundError: 404,
+    ConflictError: 409,
+    CapacityError: 429,
+    UnavailableError: 503,
+    WaitTimeoutError: 504,
+    MeshError: 500,
+}
+"""By class; a subclass has its parent's status."""
+MAX_DETAIL = 2000
+
+
+class AsciiJSON(JSONResponse):
+    """JSON in ASCII: whatever a text holds, it can be sent."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def problem(
+    status: int, code: str, detail: str, headers: Mapping[str, str] | None = None, **values: str
+) -> AsciiJSON:
+    """A problem response."""
+    body = {
+        **values,
+        "type": f"urn:meshrl:error:{code}",
+        "title": code.replace("_", " "),
+        "status": status,
+        "detail": detail[:MAX_DETAIL],
+        "code": code,
+    }
+    return AsciiJSON(body, status, headers, media_type="application/problem+json")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every failure of `app` as a problem."""
+
+    @app.exception_handler(MeshError)
+    async def mesh(request: Request, error: MeshError) -> AsciiJSON:
+        status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+        headers = {}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if wait_s := error.details.get("retry_after_s"):
+            headers["Retry-After"] = str(max(1, round(float(wait_s))))
+        return problem(status, error.code, error.message, headers, **dict(error.details))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> AsciiJSON:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
+        return problem(422, UserError.code, f"{where}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> AsciiJSON:
+        code = {404: "not_found", 405: "method_not_allowed", 413: "capacity"}.get(
+            error.status_code, UserError.code
+        )
+        return problem(error.status_code, code, str(error.detail), error.headers)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> AsciiJSON:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return problem(500, "infra", f"{type(error).__name__}: {error}")

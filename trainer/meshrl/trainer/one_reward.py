@@ -1,0 +1,205 @@
+"""Every batch is scored by one version of the reward, whatever was submitted while its rows were on their way.
+
+    take ──▶ hashes of its rows ─┬─ all as the step before ─────────────▶ as they are
+                                 └─ otherwise: H = the version of now ──▶ rows that are not H are scored again with H
+
+Why a batch cannot mix. A step trains on what `take` gave and `fetch` reads. `take` fixes one H for the step (all
+takes of a step share it), and returns only after each of its rows either carries H in the queue or has a score by H
+in the overlay, checked by the hash in that score. `fetch` gives the overlay's columns for the latter and the queue's
+for the former. Nothing in this looks at the order of rows, at staleness, refills or redeliveries: none can break it.
+
+Why a switch happens at a batch boundary, once. H is the version of the step before, or the one that the reward
+service names as current when asked; what it names only moves on. So H moves only between steps, and never back to a
+version that was superseded, although rows scored by that one may still arrive.
+
+What a kill leaves: the overlay dies with the trainer. Its batch was not settled, so the next trainer takes it again
+and decides anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrl.contract.errors import InfraError, UserError, WaitTimeoutError
+from meshrl.contract.nouns import REWARD_INPUTS, Batch, Columns, Json, Sample, Score, Uid
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import column_text, reward_write, sample_again
+
+log = logging.getLogger(__name__)
+
+TRIES = 3
+"""Of a row that cannot be scored again; then its group leaves the run as filtered."""
+REASON = "not scored again"
+
+
+class RewardVersions(Protocol):
+    """The reward service, as far as a batch needs it."""
+
+    async def current(self) -> str:
+        """The version that scores now."""
+        ...
+
+    async def score(self, samples: Sequence[Sample], *, reward_hash: str) -> Sequence[Score]:
+        """One Score per sample, in order, by version `reward_hash`."""
+        ...
+
+
+class OneReward:
+    """A Queue whose batches are of one reward version; everything else is the queue's own."""
+
+    def __init__(self, queue: Queue, versions: RewardVersions | None) -> None:
+        """Wrap `queue`.
+
+        Args:
+            queue: Where batches come from.
+            versions: Who scores again; None where nobody is known, then a mixed batch is refused.
+        """
+        self._queue = queue
+        self._versions = versions
+        self._step = -1
+        self._hash = ""
+        """What the last batch was unified to."""
+        self._hash_of_step = ""
+        self._taking: dict[str, asyncio.Task[Batch]] = {}
+        self._overlay: dict[Uid, Columns] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    @property
+    def facts(self) -> dict[str, Json]:
+        """Of the step under way."""
+        return {"reward/hash": self._hash, "reward/rescored_rows": len(self._overlay)}
+
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """As the port says, of one reward version; taking again joins what is being scored.
+
+        Raises:
+            UserError: rows of several versions, and no reward service is known.
+        """
+        if step != self._step:
+            self._step, self._hash_of_step = step, ""
+            self._taking.clear()
+            self._overlay.clear()
+        if batch_id not in self._taking:
+            batch = await self._queue.take(
+                run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
+            )
+            self._taking[batch_id] = asyncio.create_task(
+                self._unified(batch, epoch), name="one-reward"
+            )
+        scoring = self._taking[batch_id]
+        await asyncio.wait({scoring}, timeout=max(wait_s, 0.01))
+        if not scoring.done():
+            raise WaitTimeoutError(f"step {step}: rows are being scored with version {self._hash}")
+        if scoring.cancelled() or scoring.exception() is not None:
+            del self._taking[batch_id]
+        return scoring.result()
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        """As the port says, with the scores of `take`."""
+        found = await self._queue.fetch(run, uids, columns)
+        return [self._overlaid(uid, row) for uid, row in zip(uids, found, strict=True)]
+
+    async def close(self) -> None:
+        """End what is being scored; idempotent. The queue stays open."""
+        for task in self._taking.values():
+            task.cancel()
+        await asyncio.gather(*self._taking.values(), return_exceptions=True)
+
+    def to_json(self) -> Json:
+        """The scores of this step's rows, for the other ranks."""
+        return {
+            str(uid): [float(c["reward"][0]), *(column_text(c[name]) for name in _TEXTS)]
+            for uid, c in self._overlay.items()
+        }
+
+    def hear(self, told: Mapping[str, Json]) -> None:
+        """On another rank: what `to_json` said on rank 0."""
+        self._overlay = {}
+        for uid, (reward, *texts) in told.items():
+            columns: dict[str, npt.NDArray[Any]] = {"reward": np.array([reward], dtype=np.float32)}
+            for name, text in zip(_TEXTS, texts, strict=True):
+                columns[name] = np.frombuffer(text.encode(), dtype=np.uint8)
+            self._overlay[Uid.parse(uid)] = columns
+
+    def _overlaid(self, uid: Uid, row: Columns) -> Columns:
+        over = self._overlay.get(uid)
+        return row if over is None else {name: over.get(name, row[name]) for name in row}
+
+    async def _unified(self, batch: Batch, epoch: int) -> Batch:
+        uids = [row.uid for row in batch.rows]
+        rows = await self._queue.fetch(batch.run, uids, ("reward_hash",))
+        hashes = [column_text(row["reward_hash"]) for row in rows]
+        wanted = self._hash_of_step = self._hash_of_step or await self._version_of(hashes)
+        self._hash = wanted
+        others = [uid for uid, found in zip(uids, hashes, strict=True) if found != wanted]
+        if not others:
+            return batch
+        log.info(
+            "step %d: %d of %d rows are scored again, with version %s",
+            batch.step,
+            len(others),
+            len(uids),
+            wanted,
+        )
+        lost = await self._score_again(batch.run, others, wanted)
+        if not lost:
+            return batch
+        tasks = {uid.task for uid in lost}
+        leaving = [uid for uid in uids if uid.task in tasks]
+        await self._queue.filter(batch.run, epoch=epoch, uids=leaving, reason=REASON)
+        kept = tuple(group for group in batch.groups if group.task not in tasks)
+        if not kept:
+            raise InfraError(f"reward version {wanted} scores no row of step {batch.step}")
+        return replace(batch, groups=kept)
+
+    async def _version_of(self, hashes: Sequence[str]) -> str:
+        """H. Asked for only when the rows differ from one another or from the step before."""
+        found = set(hashes)
+        if found == {self._hash}:
+            return self._hash
+        if self._versions is not None:
+            return await self._versions.current()
+        if len(found) == 1:
+            return found.pop()
+        raise UserError(
+            f"the batch of step {self._step} has rows of {len(found)} reward versions, and this trainer knows no "
+            "reward service to score them again: give --reward HOST:PORT, or set reward.mixed_versions=allow"
+        )
+
+    async def _score_again(self, run: str, uids: Sequence[Uid], wanted: str) -> Collection[Uid]:
+        """Fill the overlay; the rows that could not be scored."""
+        assert self._versions is not None
+        columns = await self._queue.fetch(run, uids, ("response_text", REWARD_INPUTS))
+        left = {uid: sample_again(uid, c) for uid, c in zip(uids, columns, strict=True)}
+        for _ in range(TRIES):
+            for score in await self._versions.score(list(left.values()), reward_hash=wanted):
+                if not score.outcome.trainable:
+                    log.warning(
+                        "row %s: version %s gives no score: %s", score.uid, wanted, score.reason
+                    )
+                elif score.reward_hash != wanted:
+                    raise InfraError(
+                        f"asked for a score by {wanted}, got one by {score.reward_hash}"
+                    )
+                else:
+                    self._overlay[score.uid] = reward_write(score).columns
+                    del left[score.uid]
+            if not left:
+                break
+        return left.keys()
+
+
+_TEXTS = ("reward_components", "reward_hash")
