@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.services.cli import main
+from meshrl.services.cli import main, operator
+from meshrl.services.cli import mesh as cli_mesh
 from meshrl.services.config import load_recipe
 from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.doors.queue_admin import QueueAdminDoor
@@ -177,3 +178,26 @@ async def test_prometheus_sees_leases_that_expire(mesh: Mesh) -> None:
     await short.lease(wait_s=20.0)
     (run,) = (run for run in queue.open_runs if run.name == "short")  # type: ignore[attr-defined]
     assert run.lease_expiries["rollout"] == 2
+
+
+async def test_every_shard_of_a_queue_is_backed_up_verified_and_restored(mesh: Mesh) -> None:
+    recipe, backup = str(mesh.folder / "my.yaml"), str(mesh.folder / "backup")
+    # The same queue twice stands in for two shards: what is asked of each is the same.
+    twice = ["--queue", f"{mesh.server.address}, {mesh.server.address}", "--run", "run"]
+    code, out, err = await mesh.meshrl("queue", "backup", backup, *twice)
+    assert (code, err) == (0, "") and out.startswith(f"backed up to {backup}: ")
+    for where in (twice, [backup]):
+        code, out, _ = await mesh.meshrl("queue", "verify", *where)
+        assert code == 0 and out.startswith("no problems: 1 runs, 16 resident rows")
+
+    fresh = f"run.dir={mesh.folder / 'fresh'}"
+    code, _, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh)
+    assert code == 2 and "holds 2 shards of a queue and queue.shards is 1" in err
+    code, out, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh, "queue.shards=2")
+    assert (code, err) == (0, "") and out.startswith(f"restored {backup}")
+    change(mesh.folder / "fresh" / "queue-1", "meta", lambda key: key[:1] == b"g", b"12345678[]")
+    restored = load_recipe(mesh.folder / "my.yaml", [fresh, "queue.shards=2"], check=False)
+    left = await asyncio.to_thread(
+        operator.verify_all, cli_mesh.Mesh(run="run", queue="", stopped=restored)
+    )
+    assert left.problems and all(problem.startswith("shard 1: ") for problem in left.problems)

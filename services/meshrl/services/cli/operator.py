@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol, TypeVar
 
 from meshrl.services.cli.mesh import PATIENCE_S, Mesh
+from meshrl.services.queues import build_store
 from meshrl.services.up.book import run_lock
 from meshrl.services.wires.queue_admin import QueueAdminWire
-from meshrl.transferqueue import stores
 from meshrl.transferqueue.audit import Audit, audit
+from meshrl.transferqueue.sharding.books import add
 from meshrl.transferqueue.store import Operation, Store
 
 Answer = TypeVar("Answer")
+Told = TypeVar("Told", covariant=True)
 
 
 class Operator(Protocol):
@@ -26,6 +29,14 @@ class Operator(Protocol):
 
     async def verify(self) -> Audit:
         """Look at all of it."""
+        ...
+
+
+class Question(Protocol[Told]):
+    """What is asked of each shard."""
+
+    def __call__(self, operator: Operator, number: int) -> Awaitable[Told]:
+        """The answer of the shard `number`."""
         ...
 
 
@@ -52,15 +63,56 @@ async def ask_store(store: Store, question: Callable[[Operator], Awaitable[Answe
         await store.close()
 
 
-def ask_operator(mesh: Mesh, question: Callable[[Operator], Awaitable[Answer]]) -> Answer:
-    """One conversation with the queue of `mesh`, running or not."""
+def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
+    """One conversation with each shard of the queue of `mesh`, by number; running or not."""
 
-    async def ask() -> Answer:
+    async def ask() -> list[Answer]:
+        answers: list[Answer] = []
         if mesh.stopped is None:
-            async with QueueAdminWire(mesh.queue, patience_s=PATIENCE_S) as wire:
-                return await question(wire)
+            for number, address in enumerate(mesh.queue.split(",")):
+                async with QueueAdminWire(address.strip(), patience_s=PATIENCE_S) as wire:
+                    answers.append(await question(wire, number))
+            return answers
         recipe = mesh.stopped
         with run_lock(recipe.run.path):
-            return await ask_store(stores.build(recipe.queue, recipe.queue_path), question)
+            for number in range(recipe.queue.shards):
+                store = build_store(recipe, number)
+                answers.append(await ask_store(store, partial(question, number=number)))
+        return answers
 
     return asyncio.run(ask())
+
+
+def shards_of(mesh: Mesh) -> int:
+    """How many processes the queue is, or was."""
+    return mesh.queue.count(",") + 1 if mesh.stopped is None else mesh.stopped.queue.shards
+
+
+def verify_all(mesh: Mesh) -> Audit:
+    """Audit every shard."""
+
+    async def ask(operator: Operator, number: int) -> Audit:
+        return await operator.verify()
+
+    return merged(ask_operator(mesh, ask))
+
+
+def merged(audits: Sequence[Audit]) -> Audit:
+    """One audit of all shards."""
+    if len(audits) == 1:
+        return audits[0]
+    names = dict.fromkeys(name for one in audits for name in one.ledgers)
+    return Audit(
+        ledgers={
+            name: add([one.ledgers[name] for one in audits if name in one.ledgers])
+            for name in names
+        },
+        records=sum(one.records for one in audits),
+        values=sum(one.values for one in audits),
+        nbytes=sum(one.nbytes for one in audits),
+        problems=[
+            f"shard {number}: {problem}"
+            for number, one in enumerate(audits)
+            for problem in one.problems
+        ],
+    )

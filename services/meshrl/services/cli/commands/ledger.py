@@ -18,9 +18,9 @@ from rich.table import Table
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.nouns import Ledger
 from meshrl.contract.ports import Queue
-from meshrl.services.cli.commands.queue import tell_audit, verify_all
+from meshrl.services.cli.commands.queue import tell_audit
 from meshrl.services.cli.mesh import Mesh, find_mesh
-from meshrl.services.cli.operator import ask_operator
+from meshrl.services.cli.operator import verify_all
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.up.exits import Exit
 from meshrl.transferqueue.audit import Audit
@@ -53,7 +53,7 @@ def ledger(
     if watch:
         _watch(mesh, as_json)
     if audited:
-        found = ask_operator(mesh, verify_all)
+        found = verify_all(mesh)
         ledgers = [found.ledgers[name] for name in mesh.runs if name in found.ledgers]
     else:
         found = None

@@ -5,19 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from meshrl.contract.errors import ConflictError, UserError
 from meshrl.services.cli.mesh import find_mesh
-from meshrl.services.cli.operator import Operator, ask_operator, ask_store
+from meshrl.services.cli.operator import (
+    Operator,
+    ask_operator,
+    ask_store,
+    merged,
+    shards_of,
+    verify_all,
+)
 from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.services.config.load import load_recipe
+from meshrl.services.queues import build_store
 from meshrl.services.up.book import run_lock
 from meshrl.services.up.exits import Exit
-from meshrl.transferqueue import stores
 from meshrl.transferqueue.audit import Audit
 from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
 
@@ -35,11 +44,15 @@ def backup(
     folder: Path, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
 ) -> None:
     """Copy everything that the queue stores, as of one moment, to FOLDER on this machine; it goes on meanwhile."""
+    if folder.exists():
+        raise ConflictError(f"{folder} exists: a backup never overwrites anything")
     mesh = find_mesh(run_dir, queue, run, stopped=True)
+    shards = shards_of(mesh)
+    parts = [folder / f"queue-{number}" for number in range(shards)] if shards > 1 else [folder]
 
-    async def copy(operator: Operator) -> Copied:
+    async def copy(operator: Operator, number: int) -> Copied:
         async with aclosing(operator.export()) as pieces:
-            return await back_up(pieces, folder)
+            return await back_up(pieces, parts[number])
 
     copied = ask_operator(mesh, copy)
     _tell_copied(f"backed up to {folder}", copied, as_json)
@@ -54,12 +67,22 @@ def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: boo
     """Fill the queue of RECIPE, which must be empty and not running, from the backup in FOLDER."""
     wanted = load_recipe(recipe, overrides, check=False)
 
-    async def fill() -> Copied:
-        store = stores.build(wanted.queue, wanted.queue_path)
-        try:
-            return await restore_backup(folder, store)
-        finally:
-            await store.close()
+    parts = _shards_in(folder)
+    if len(parts) != wanted.queue.shards:
+        raise UserError(
+            f"{folder} holds {len(parts)} shards of a queue and queue.shards is {wanted.queue.shards}:"
+            " a backup goes into as many as it came from"
+        )
+
+    async def fill() -> list[Copied]:
+        copied: list[Copied] = []
+        for number, part in enumerate(parts):
+            store = build_store(wanted, number)
+            try:
+                copied.append(await restore_backup(part, store))
+            finally:
+                await store.close()
+        return copied
 
     wanted.run.path.mkdir(parents=True, exist_ok=True)
     with run_lock(wanted.run.path):
@@ -76,9 +99,9 @@ def verify(
 ) -> None:
     """Check every stored value and derive the ledger anew, of a backup or of a mesh; exit code 1 if it is off."""
     if folder is not None:
-        found = asyncio.run(ask_store(opened(folder), verify_all))
+        found = merged(asyncio.run(_verify(_shards_in(folder))))
     else:
-        found = ask_operator(find_mesh(run_dir, queue, run, stopped=True), verify_all)
+        found = verify_all(find_mesh(run_dir, queue, run, stopped=True))
     if as_json:
         ledgers = {
             name: asdict(one) | {"balanced": one.balanced} for name, one in found.ledgers.items()
@@ -101,12 +124,25 @@ def tell_audit(found: Audit) -> None:
     )
 
 
-async def verify_all(operator: Operator) -> Audit:
-    """Ask for an audit."""
-    return await operator.verify()
+def _shards_in(folder: Path) -> list[Path]:
+    """Where the backup of each shard is: FOLDER itself for a single one."""
+    found = [part for part in folder.glob("queue-*") if part.name[6:].isdecimal()]
+    return sorted(found, key=lambda part: int(part.name[6:])) or [folder]
 
 
-def _tell_copied(what: str, copied: Copied, as_json: bool) -> None:
+async def _verify(folders: Sequence[Path]) -> list[Audit]:
+    async def ask(operator: Operator) -> Audit:
+        return await operator.verify()
+
+    return [await ask_store(opened(folder), ask) for folder in folders]
+
+
+def _tell_copied(what: str, parts: Sequence[Copied], as_json: bool) -> None:
+    copied = Copied(
+        records=sum(part.records for part in parts),
+        values=sum(part.values for part in parts),
+        nbytes=sum(part.nbytes for part in parts),
+    )
     if as_json:
         click.echo(json.dumps(asdict(copied)))
     else:
