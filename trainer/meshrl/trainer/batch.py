@@ -14,7 +14,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ def schedule(
     return Schedule(
         batch=batch,
         rows=rows,
-        mini_batches=tuple(minis),
+        mini_batches=_evened(rows, minis),
         baselines=baselines,
         extra_rows=extra_rows,
     )
@@ -134,6 +134,25 @@ def _mini_batch(
         for rank in made.ranks
     )
     return MiniBatch(rows=tuple(itertools.chain.from_iterable(units)), ranks=micros)
+
+
+def _evened(rows: Sequence[BatchRow], minis: Sequence[MiniBatch]) -> tuple[MiniBatch, ...]:
+    """The same shares, the largest of each mini-batch to the rank with the fewest tokens so far.
+
+    So that over the whole batch, too, each rank fetches about as much; within a mini-batch nothing changes.
+    """
+    loads: list[int] = []
+    found: list[MiniBatch] = []
+    for mini in minis:
+        sizes = [sum(rows[i].num_tokens for micro in rank for i in micro) for rank in mini.ranks]
+        loads = loads or [0] * len(sizes)
+        takers = sorted(range(len(sizes)), key=lambda rank: (loads[rank], -sizes[rank]))
+        shares = sorted(range(len(sizes)), key=lambda rank: -sizes[rank])
+        given = dict(zip(takers, shares, strict=True))
+        loads = [load + sizes[given[rank]] for rank, load in enumerate(loads)]
+        ranks = tuple(mini.ranks[given[rank]] for rank in range(len(sizes)))
+        found.append(replace(mini, ranks=ranks))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
