@@ -415,21 +415,27 @@ class LeaseResponse(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___LeaseHeader: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedGroup]:
         """Together about 1 MiB a message."""
 
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One for each part of `groups`, in order."""
+
     def __init__(
         self,
         *,
         header: Global___LeaseHeader | None = ...,
         groups: _abc.Iterable[Global___LeasedGroup] | None = ...,
+        frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "groups", b"groups", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,24 +503,23 @@ Global___Siblings: _TypeAlias = Siblings  # noqa: Y015
 
 @_typing.final
 class Part(_message.Message):
-    """A sealed frame of columns (meshrl/contract/frames.py): its row i belongs to row rows[i] of the group."""
+    """Says of one of the frames that its row i belongs to row rows[i] of the group. A sealed frame of columns is described in
+    meshrl/contract/frames.py; the frames of a message lie in the order of the parts that speak of them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
-    FRAME_FIELD_NUMBER: _builtins.int
-    frame: _builtins.bytes
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         rows: _abc.Iterable[_builtins.int] | None = ...,
-        frame: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -625,21 +630,27 @@ class WriteRequest(_message.Message):
 
     HEADER_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___WriteHeader: ...
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrittenGroup]:
         """Together about 1 MiB a message."""
 
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One sealed frame of columns for each of `groups`, in order; its rows in the order of the group's."""
+
     def __init__(
         self,
         *,
         header: Global___WriteHeader | None = ...,
         groups: _abc.Iterable[Global___WrittenGroup] | None = ...,
+        frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "groups", b"groups", "header", b"header"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -679,11 +690,8 @@ class WrittenGroup(_message.Message):
 
     ROWS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
-    FRAME_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
-    frame: _builtins.bytes
-    """A sealed frame of columns (meshrl/contract/frames.py), its rows in the order of `rows`."""
     @_builtins.property
     def rows(self) -> Global___Siblings: ...
     @_builtins.property
@@ -695,12 +703,11 @@ class WrittenGroup(_message.Message):
         *,
         rows: Global___Siblings | None = ...,
         token: _builtins.int = ...,
-        frame: _builtins.bytes = ...,
         facts: Global___GroupFacts | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "frame", b"frame", "rows", b"rows", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1009,21 +1016,27 @@ class FetchRowsResponse(_message.Message):
 
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     num_groups: _builtins.int
     """Groups in the stream; in the first message only."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadGroup]:
         """In the order asked for; together about 1 MiB a message."""
 
+    @_builtins.property
+    def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One for each part of `groups`, in order."""
+
     def __init__(
         self,
         *,
         num_groups: _builtins.int = ...,
         groups: _abc.Iterable[Global___PayloadGroup] | None = ...,
+        frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "num_groups", b"num_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "groups", b"groups", "num_groups", b"num_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,9 +7,10 @@ an error of the caller here; gRPC by itself would answer UNKNOWN.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import grpc
@@ -23,6 +24,8 @@ Around: TypeAlias = "Callable[[str, Context], AbstractAsyncContextManager[None]]
 """Given the method's full name and the call's context, what the handler runs in."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behavior: TypeAlias = Callable[..., Any]
+Parse: TypeAlias = Callable[[bytes], Any]
+Serialize: TypeAlias = Callable[[Any], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,18 @@ class _Unparsed:
 class AroundInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Enters `arounds` in order, the first outermost, for every call."""
 
-    def __init__(self, arounds: Sequence[Around]) -> None:
+    def __init__(
+        self,
+        arounds: Sequence[Around],
+        parsers: Mapping[str, Parse] = MappingProxyType({}),
+        serializers: Mapping[str, Serialize] = MappingProxyType({}),
+    ) -> None:
+        """`parsers` of requests and `serializers` of answers, by method, instead of protobuf's own."""
         self._arounds = tuple(arounds)
+        self._parsers = parsers
+        self._serializers = serializers
+        self._wrapped: dict[str, Handler] = {}
+        """By method: what a servicer offers does not change."""
 
     async def intercept_service(
         self,
@@ -44,8 +57,14 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """The handler of the method, wrapped; None for a method that nobody serves."""
-        handler = await continuation(handler_call_details)
-        return handler and self._wrap(handler, handler_call_details.method)
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if not handler:
+                return handler
+            wrapped = self._wrapped[method] = self._wrap(handler, method)
+        return wrapped
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
         kind = f"{_kind(handler.request_streaming)}_{_kind(handler.response_streaming)}"
@@ -54,9 +73,10 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             run = self._streaming(behavior, method, handler.request_streaming)
         else:
             run = self._answering(behavior, method, handler.request_streaming)
-        parse = handler.request_deserializer
+        parse = self._parsers.get(method, handler.request_deserializer)
+        serialize = self._serializers.get(method, handler.response_serializer)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        wrapped: Handler = make(run, parse and _forgiving(parse), handler.response_serializer)
+        wrapped: Handler = make(run, parse and _forgiving(parse), serialize)
         return wrapped
 
     async def _enter(self, stack: AsyncExitStack, method: str, context: Context) -> None:

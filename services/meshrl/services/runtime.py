@@ -114,6 +114,14 @@ class Server:
         self._grpc: grpc.aio.Server | None = None
         self._closing = ExitStack()
 
+    def _methods(self, table: str) -> dict[str, Callable[[Any], Any]]:
+        """What doors say of their methods in `parsers` or `serializers`, by the method's full name."""
+        return {
+            f"/{door.service}/{name}": function
+            for door in self._doors
+            for name, function in getattr(door, table, {}).items()
+        }
+
     @property
     def address(self) -> str:
         """host:port, for clients on this host."""
@@ -128,7 +136,10 @@ class Server:
             *self._arounds,
         )
         self._grpc = grpc.aio.server(
-            interceptors=[AroundInterceptor(arounds)], options=SERVER_OPTIONS
+            interceptors=[
+                AroundInterceptor(arounds, self._methods("parsers"), self._methods("serializers"))
+            ],
+            options=SERVER_OPTIONS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         for door in self._doors:

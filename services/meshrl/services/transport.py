@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Protocol
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """Of one message, either way. Bulk travels in streams of much smaller ones."""
@@ -43,3 +43,11 @@ SERVER_OPTIONS: Final = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+
+
+class Sized(Protocol):
+    """A message, or one with its bulk beside it (contract/codec/bulk.py)."""
+
+    def ByteSize(self) -> int:
+        """On the wire."""
+        ...

@@ -5,6 +5,7 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
 
     checks     what turns a mistake into a UserError; enums, JSON, presence
     arrays     small arrays in one piece
+    bulk       messages whose payload protobuf never touches
     pages      many small messages in a few larger ones
     nouns      versions, uids, tasks, and what else every service shares
     runs       what the queue's control methods say
@@ -14,6 +15,7 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
 """
 
 from meshrl.contract.codec.arrays import decode_array, encode_array
+from meshrl.contract.codec.bulk import Bulk, parser, serialize
 from meshrl.contract.codec.checks import printable
 from meshrl.contract.codec.nouns import (
     decode_outcome,
@@ -77,6 +79,7 @@ from meshrl.contract.codec.work import (
 __all__ = [
     "PAGE_BYTES",
     "AdmitCall",
+    "Bulk",
     "WriteCall",
     "decode_admit",
     "decode_array",
@@ -129,5 +132,7 @@ __all__ = [
     "encode_waiting",
     "encode_write",
     "pages",
+    "parser",
     "printable",
+    "serialize",
 ]

@@ -39,6 +39,8 @@ def _decode_versions(message: pb.VersionList, rows: int) -> tuple[Version, ...]:
         malformed(f"{rows} rows with {len(epochs)} epochs, {len(steps)} steps of a version")
     if rows and (min(epochs) < 0 or min(steps) < 0):
         malformed("a version with a negative part")
+    if len(set(epochs)) == len(set(steps)) == 1:
+        return (Version(epochs[0], steps[0]),) * rows
     return tuple(map(Version, epochs, steps))
 
 

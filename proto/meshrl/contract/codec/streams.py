@@ -1,15 +1,17 @@
 """What the queue streams: admitted tasks, leases, writes, fetched rows. A noun is a list of messages here.
 
 The first message of a stream, and only the first, has a header that counts what follows, so that a stream that was
-cut short is never taken for a short one. Payload travels in the frames in which it was packed, undecoded.
+cut short is never taken for a short one. Payload travels in the frames in which it was packed, uncopied (bulk.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
+from meshrl.contract.codec.bulk import Bulk, Frame, bulk_pages
 from meshrl.contract.codec.checks import decoder, encoder, malformed, require
 from meshrl.contract.codec.nouns import decode_task, encode_task
 from meshrl.contract.codec.pages import pages
@@ -78,13 +80,16 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
 
 
 @encoder
-def encode_lease(lease: Lease) -> list[pb.LeaseResponse]:
+def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     """Rows with their tasks and the columns that the stage reads."""
-    messages = [pb.LeaseResponse(groups=page) for page in pages(map(_leased_group, lease.groups))]
+    items = ((_leased_group(group), _frames(group)) for group in lease.groups)
+    messages = [
+        Bulk(pb.LeaseResponse(groups=groups), frames) for groups, frames in bulk_pages(items)
+    ]
     header = pb.LeaseHeader(
         stage=lease.stage, worker=lease.worker, ttl_s=lease.ttl_s, num_groups=len(lease.groups)
     )
-    messages[0].header.CopyFrom(header)
+    messages[0].message.header.CopyFrom(header)
     return messages
 
 
@@ -100,21 +105,43 @@ def _leased_group(group: LeasedGroup) -> pb.LeasedGroup:
 
 
 def _parts(group: PayloadGroup) -> list[pb.Part]:
-    return [pb.Part(rows=part.rows, frame=part.frame) for part in group.parts]
+    return [pb.Part(rows=part.rows) for part in group.parts]
+
+
+def _frames(group: PayloadGroup) -> list[Frame]:
+    return [part.frame for part in group.parts]
+
+
+def _frames_of(messages: Iterable[Bulk[Any]]) -> Iterator[Frame]:
+    return chain.from_iterable(message.frames for message in messages)
+
+
+def _finished(frames: Iterator[Frame]) -> None:
+    if next(frames, None) is not None:
+        malformed("more frames than groups speak of")
+
+
+def _next(frames: Iterator[Frame]) -> Frame:
+    frame = next(frames, None)
+    if frame is None:
+        malformed("fewer frames than groups speak of")
+    return frame
 
 
 @decoder
-def decode_lease(messages: Sequence[pb.LeaseResponse]) -> Lease:
+def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
     """Raises UserError."""
-    if not messages or not messages[0].HasField("header"):
+    if not messages or not messages[0].message.HasField("header"):
         malformed("the first message has no header")
-    header = messages[0].header
-    groups = tuple(_decode_leased(group) for message in messages for group in message.groups)
+    header = messages[0].message.header
+    frames = _frames_of(messages)
+    groups = tuple(_decode_leased(group, frames) for m in messages for group in m.message.groups)
+    _finished(frames)
     _count("groups", header.num_groups, len(groups))
     return Lease(stage=header.stage, worker=header.worker, ttl_s=header.ttl_s, groups=groups)
 
 
-def _decode_leased(message: pb.LeasedGroup) -> LeasedGroup:
+def _decode_leased(message: pb.LeasedGroup, frames: Iterator[Frame]) -> LeasedGroup:
     require(message, "prompt")
     prompt = decode_task(message.prompt)
     rows = decode_siblings(
@@ -126,15 +153,17 @@ def _decode_leased(message: pb.LeasedGroup) -> LeasedGroup:
         task=rows.task,
         indices=rows.indices,
         attempts=rows.attempts,
-        parts=_decode_parts(message.parts, len(rows)),
+        parts=_decode_parts(message.parts, frames, len(rows)),
         token=message.token,
         deliveries=tuple(message.deliveries),
         prompt=prompt,
     )
 
 
-def _decode_parts(messages: Sequence[pb.Part], rows: int) -> tuple[Part, ...]:
-    parts = tuple(Part(rows=tuple(message.rows), frame=message.frame) for message in messages)
+def _decode_parts(
+    messages: Sequence[pb.Part], frames: Iterator[Frame], rows: int
+) -> tuple[Part, ...]:
+    parts = tuple(Part(rows=tuple(message.rows), frame=_next(frames)) for message in messages)
     for part in parts:
         if any(not 0 <= row < rows for row in part.rows):
             malformed(f"a frame with columns of rows {part.rows} for a group of {rows} rows")
@@ -142,11 +171,14 @@ def _decode_parts(messages: Sequence[pb.Part], rows: int) -> tuple[Part, ...]:
 
 
 @encoder
-def encode_write(call: WriteCall) -> list[pb.WriteRequest]:
+def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
     """Any groups: frames are packed already."""
-    messages = [pb.WriteRequest(groups=page) for page in pages(map(_written_group, call.groups))]
+    items = ((_written_group(group), [group.frame]) for group in call.groups)
+    messages = [
+        Bulk(pb.WriteRequest(groups=groups), frames) for groups, frames in bulk_pages(items)
+    ]
     header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.groups))
-    messages[0].header.CopyFrom(header)
+    messages[0].message.header.CopyFrom(header)
     return messages
 
 
@@ -154,23 +186,24 @@ def _written_group(group: PackedGroup) -> pb.WrittenGroup:
     return pb.WrittenGroup(
         rows=encode_siblings(group),
         token=group.token,
-        frame=group.frame,
         facts=encode_facts(group.facts) if group.facts else None,
     )
 
 
 @decoder
-def decode_write(messages: Sequence[pb.WriteRequest]) -> WriteCall:
+def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     """Raises UserError; frames are looked into by the queue."""
-    if not messages or not messages[0].HasField("header"):
+    if not messages or not messages[0].message.HasField("header"):
         malformed("the first message has no header")
-    header = messages[0].header
-    groups = tuple(_decode_written(group) for message in messages for group in message.groups)
+    header = messages[0].message.header
+    frames = _frames_of(messages)
+    groups = tuple(_decode_written(group, frames) for m in messages for group in m.message.groups)
+    _finished(frames)
     _count("groups", header.num_groups, len(groups))
     return WriteCall(run=header.run, stage=header.stage, groups=groups)
 
 
-def _decode_written(message: pb.WrittenGroup) -> PackedGroup:
+def _decode_written(message: pb.WrittenGroup, frames: Iterator[Frame]) -> PackedGroup:
     require(message, "rows")
     rows = decode_siblings(message.rows)
     return PackedGroup(
@@ -178,27 +211,31 @@ def _decode_written(message: pb.WrittenGroup) -> PackedGroup:
         indices=rows.indices,
         attempts=rows.attempts,
         token=message.token,
-        frame=message.frame,
+        frame=bytes(_next(frames)),
         facts=decode_facts(message.facts) if message.HasField("facts") else (),
     )
 
 
-def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[pb.FetchRowsResponse]:
+def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    payload = (
-        pb.PayloadGroup(rows=encode_siblings(group), parts=_parts(group)) for group in groups
+    items = (
+        (pb.PayloadGroup(rows=encode_siblings(group), parts=_parts(group)), _frames(group))
+        for group in groups
     )
-    for number, page in enumerate(pages(payload)):
-        yield pb.FetchRowsResponse(num_groups=0 if number else len(groups), groups=page)
+    for number, (page, frames) in enumerate(bulk_pages(items)):
+        announced = 0 if number else len(groups)
+        yield Bulk(pb.FetchRowsResponse(num_groups=announced, groups=page), frames)
 
 
 @decoder
 def decode_fetched(
-    messages: Sequence[pb.FetchRowsResponse], asked: Sequence[Siblings]
+    messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[Siblings]
 ) -> list[PayloadGroup]:
     """The payload of `asked`, in order; raises UserError when the answer is about other rows."""
-    found = [_decode_payload(group) for group in chain.from_iterable(m.groups for m in messages)]
-    _count("groups", messages[0].num_groups if messages else 0, len(found))
+    frames = _frames_of(messages)
+    found = [_decode_payload(group, frames) for m in messages for group in m.message.groups]
+    _finished(frames)
+    _count("groups", messages[0].message.num_groups if messages else 0, len(found))
     for group, wanted in zip(found, asked, strict=True):
         if (group.task, group.indices, group.attempts) != (
             wanted.task,
@@ -209,12 +246,12 @@ def decode_fetched(
     return found
 
 
-def _decode_payload(message: pb.PayloadGroup) -> PayloadGroup:
+def _decode_payload(message: pb.PayloadGroup, frames: Iterator[Frame]) -> PayloadGroup:
     require(message, "rows")
     rows = decode_siblings(message.rows)
     return PayloadGroup(
         task=rows.task,
         indices=rows.indices,
         attempts=rows.attempts,
-        parts=_decode_parts(message.parts, len(rows)),
+        parts=_decode_parts(message.parts, frames, len(rows)),
     )

@@ -116,7 +116,7 @@ class Part:
     """A frame and whose columns it has: its row i belongs to row `rows[i]` of the group."""
 
     rows: tuple[int, ...]
-    frame: bytes
+    frame: bytes | memoryview
 
     @cached_property
     def read(self) -> Frame:

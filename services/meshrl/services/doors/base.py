@@ -8,13 +8,12 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
-from google.protobuf.message import Message
 
 from meshrl.contract.errors import CapacityError, UserError
-from meshrl.services.transport import MAX_STREAM_BYTES, MAX_WAIT_S
+from meshrl.services.transport import MAX_STREAM_BYTES, MAX_WAIT_S, Sized
 
 Item = TypeVar("Item")
-Request = TypeVar("Request", bound=Message)
+Request = TypeVar("Request", bound=Sized)
 
 
 def full_name(file: FileDescriptor, service: str) -> str:

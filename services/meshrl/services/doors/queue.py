@@ -22,6 +22,8 @@ class QueueDoor(rpc.QueueServicer):
 
     service: Final = full_name(pb.DESCRIPTOR, "Queue")
     waits: Final = frozenset({"Admit", "Lease", "Take"})
+    parsers: Final = {"Write": codec.parser(pb.WriteRequest)}
+    serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
@@ -52,9 +54,9 @@ class QueueDoor(rpc.QueueServicer):
         await self._queue.close_feed(request.run)
         return Ack()
 
-    async def Lease(
+    async def Lease(  # type: ignore[override]  # payload beside the message
         self, request: pb.LeaseRequest, context: Context
-    ) -> AsyncIterator[pb.LeaseResponse]:
+    ) -> AsyncIterator[codec.Bulk[pb.LeaseResponse]]:
         lease = await self._queue.lease(
             list(request.runs),
             request.stage,
@@ -72,8 +74,8 @@ class QueueDoor(rpc.QueueServicer):
         lost = await self._queue.renew(request.run, request.stage, request.worker, uids)
         return pb.RenewResponse(lost=codec.encode_uids(lost))
 
-    async def Write(
-        self, request_iterator: AsyncIterator[pb.WriteRequest], context: Context
+    async def Write(  # type: ignore[override]  # payload beside the message
+        self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
         await self._queue.write_packed(call.run, call.stage, call.groups)
@@ -101,9 +103,9 @@ class QueueDoor(rpc.QueueServicer):
         )
         return codec.encode_batch(batch)
 
-    async def Fetch(
+    async def Fetch(  # type: ignore[override]  # payload beside the message
         self, request: pb.FetchRowsRequest, context: Context
-    ) -> AsyncIterator[pb.FetchRowsResponse]:
+    ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
         asked = [codec.decode_siblings(rows) for rows in request.groups]
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
         for message in codec.encode_fetched(groups):

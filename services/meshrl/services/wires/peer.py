@@ -29,12 +29,13 @@ from meshrl.contract.errors import (
 )
 from meshrl.services import tls
 from meshrl.services.errors import from_rpc
-from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, Sized
 
 log = logging.getLogger(__name__)
 
-Question = TypeVar("Question", bound=Message)
-Answer = TypeVar("Answer", bound=Message)
+
+Question = TypeVar("Question", bound=Sized)
+Answer = TypeVar("Answer", bound=Sized)
 Noun = TypeVar("Noun")
 
 STAGE_PATIENCE_S: Final = 120.0
@@ -203,7 +204,7 @@ class Peer:
         except UserError as error:
             raise CorruptError(f"{self.name} answered nonsense: {error}") from error
 
-    def check_size(self, message: Message) -> None:
+    def check_size(self, message: Sized) -> None:
         """Raises CapacityError for a message that gRPC would refuse to send."""
         size = message.ByteSize()
         if size > MAX_MESSAGE_BYTES:

@@ -25,6 +25,7 @@ from meshrl.contract.rowwise import RowVerbs
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
+from meshrl.v1.trajectory_pb2 import Ack
 
 
 class QueueWire(Wire, RowVerbs):
@@ -37,6 +38,20 @@ class QueueWire(Wire, RowVerbs):
     def __init__(self, address: str, *, patience_s: float = STAGE_PATIENCE_S) -> None:
         super().__init__("queue", address, patience_s)
         self._stub = rpc.QueueStub(self._peer.channel)
+        channel = self._peer.channel
+        self._lease = channel.unary_stream(
+            "/meshrl.v1.Queue/Lease",
+            pb.LeaseRequest.SerializeToString,
+            codec.parser(pb.LeaseResponse),
+        )
+        self._write = channel.stream_unary(
+            "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
+        )
+        self._fetch = channel.unary_stream(
+            "/meshrl.v1.Queue/Fetch",
+            pb.FetchRowsRequest.SerializeToString,
+            codec.parser(pb.FetchRowsResponse),
+        )
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """See Queue."""
@@ -95,7 +110,7 @@ class QueueWire(Wire, RowVerbs):
                 wait_s=seconds,
             )
             return await self._peer.ask_for_stream(
-                self._stub.Lease, request, codec.decode_lease, wait_s=seconds
+                self._lease, request, codec.decode_lease, wait_s=seconds
             )
 
         return await self._peer.poll(wait_s, ask)
@@ -110,7 +125,7 @@ class QueueWire(Wire, RowVerbs):
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        await self._peer.tell_stream(self._stub.Write, codec.encode_write(call), nothing)
+        await self._peer.tell_stream(self._write, codec.encode_write(call), nothing)
 
     async def fail(
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
@@ -154,7 +169,7 @@ class QueueWire(Wire, RowVerbs):
             run=run, groups=map(codec.encode_siblings, groups), columns=columns
         )
         return await self._peer.ask_for_stream(
-            self._stub.Fetch, request, lambda answer: codec.decode_fetched(answer, groups)
+            self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:

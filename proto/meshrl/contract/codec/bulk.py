@@ -1,0 +1,143 @@
+"""Messages whose payload protobuf never touches: field 15, `repeated bytes frames`, is written and read beside it.
+
+    on the wire    the message as its .proto says: other fields, then 15: frame, 15: frame ...
+    sent           one join of the frames as they are, instead of three copies in protobuf
+    received       views of the bytes that came in, instead of a parse and a copy for each
+
+Any protobuf implementation reads and writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Generic, TypeAlias, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from meshrl.contract.codec.pages import PAGE_BYTES
+
+FRAMES: Final = 15
+"""The number of the field `frames` in every message that carries bulk."""
+_TAG: Final = FRAMES << 3 | 2
+_FIXED: Final = {1: 8, 5: 4}
+"""Bytes of a value, by wire type."""
+
+M = TypeVar("M", bound=Message)
+Frame: TypeAlias = bytes | memoryview
+
+
+class Bulk(Generic[M]):
+    """A message without its frames, and the frames."""
+
+    __slots__ = ("_size", "frames", "message")
+
+    def __init__(self, message: M, frames: Sequence[Frame], size: int | None = None) -> None:
+        self.message = message
+        self.frames = frames
+        self._size = size
+
+    def ByteSize(self) -> int:
+        """Bytes on the wire, as protobuf's method of that name says."""
+        if self._size is None:
+            heads = sum(1 + len(_varint(len(frame))) + len(frame) for frame in self.frames)
+            self._size = self.message.ByteSize() + heads
+        return self._size
+
+    def SerializeToString(self) -> bytes:
+        """The bytes that protobuf would write."""
+        parts: list[Frame] = [self.message.SerializeToString()]
+        for frame in self.frames:
+            parts.append(bytes((_TAG,)) + _varint(len(frame)))
+            parts.append(frame)
+        return b"".join(parts)
+
+
+def serialize(bulk: Bulk[M]) -> bytes:
+    """For gRPC: what a generated stub would be given `Message.SerializeToString` for."""
+    return bulk.SerializeToString()
+
+
+def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
+    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError."""
+
+    def parse(data: bytes) -> Bulk[M]:
+        rest, frames = _apart(memoryview(data))
+        return Bulk(kind.FromString(rest), frames, len(data))
+
+    return parse
+
+
+def bulk_pages(
+    items: Iterable[tuple[M, Sequence[Frame]]],
+) -> Iterator[tuple[list[M], list[Frame]]]:
+    """As `pages`, for messages with frames of their own: the frames of a page lie in the order of its messages."""
+    messages: list[M] = []
+    frames: list[Frame] = []
+    room = PAGE_BYTES
+    for message, own in items:
+        size = message.ByteSize() + sum(map(len, own))
+        if messages and size > room:
+            yield messages, frames
+            messages, frames, room = [], [], PAGE_BYTES
+        messages.append(message)
+        frames += own
+        room -= size
+    yield messages, frames
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise DecodeError("a varint of more than ten bytes")
+
+
+def _apart(data: memoryview) -> tuple[bytes, list[Frame]]:
+    """The message without its frames, and views of the frames."""
+    rest: list[memoryview] = []
+    frames: list[Frame] = []
+    at = kept = 0
+    try:
+        while at < len(data):
+            start = at
+            tag, at = _read_varint(data, at)
+            if tag == _TAG:
+                size, at = _read_varint(data, at)
+                if start > kept:
+                    rest.append(data[kept:start])
+                frames.append(data[at : at + size])
+                at = kept = at + size
+            else:
+                at = _past(data, tag & 7, at)
+            if at > len(data):
+                raise DecodeError(f"a field ends {at - len(data)} bytes after the message")
+    except IndexError:
+        raise DecodeError("the message ends in the middle of a field") from None
+    rest.append(data[kept:])
+    return b"".join(rest), frames
+
+
+def _past(data: memoryview, wire_type: int, at: int) -> int:
+    """Where the value ends. What protobuf does not take either, it refuses when it parses the rest."""
+    if wire_type == 0:
+        return _read_varint(data, at)[1]
+    if wire_type == 2:
+        size, at = _read_varint(data, at)
+        return at + size
+    if wire_type in _FIXED:
+        return at + _FIXED[wire_type]
+    raise DecodeError(f"a field of wire type {wire_type}")
