@@ -56,10 +56,10 @@ class Scene:
     requests: dict[str, list[Request]]
     channel: grpc.aio.Channel
 
-    async def send(self, method: str, request: Request) -> grpc.StatusCode:
+    async def send(self, method: str, request: Request, wait_s: float = WAIT_S) -> grpc.StatusCode:
         """The status of a call made of bytes."""
         call = self.channel.stream_stream(f"/meshrl.v1.Queue/{method}")(
-            iter(request), timeout=WAIT_S
+            iter(request), timeout=wait_s
         )
         try:
             async for _ in call:
@@ -169,7 +169,7 @@ async def test_a_message_for_another_method_is_refused_or_understood(scene: Scen
 
 async def test_a_message_beyond_the_limit_is_refused_by_its_size(scene: Scene) -> None:
     before = await scene.books()
-    status = await scene.send("Write", [bytes(MAX_MESSAGE_BYTES + 1)])
+    status = await scene.send("Write", [bytes(MAX_MESSAGE_BYTES + 1)], wait_s=60)
     assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await scene.books() == before
     await assert_serves(scene)

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from meshrl.contract.errors import CorruptError
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
+
+from ..contract.queue_actors import Actors, spec, tasks
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("FUZZ_SEED", "1")
@@ -66,6 +69,30 @@ def test_a_flipped_bit_is_a_clear_error_or_the_right_data(tmp_path: Path) -> Non
             assert not wrong(sound, trial["told"]), (trial["way"], wrong(sound, trial["told"]))
     assert sum(trial["code"] != 0 for trial in spoiled) <= max(1, TRIALS // 500)
     assert any(trial["told"] != sound for trial in spoiled)
+
+
+async def test_payload_that_the_store_has_lost_is_named(tmp_path: Path) -> None:
+    actors = Actors(await TransferQueue.open(DiskStore(tmp_path)))
+    await actors.start(spec(batch_groups=1, max_staleness=5.0, lease_ttl_s=1e6))
+    await actors.feed(tasks(3))
+    await actors.write(await actors.lease("rollout", limit=4))
+    await actors.write(await actors.lease("reward", limit=2))
+    batch = await actors.take(0, groups=1)
+    await actors.queue.close()
+    with lmdb.open(str(tmp_path), max_dbs=2) as environment:
+        payload = environment.open_db(b"payload")
+        with environment.begin(write=True) as transaction:
+            transaction.drop(payload, delete=False)
+    actors.queue = await TransferQueue.open(DiskStore(tmp_path))
+    with pytest.raises(CorruptError, match="payload of task t0"):
+        await actors.queue.fetch("run", [batch.rows[0].uid], ["tokens"])
+    with pytest.raises(CorruptError, match="manifest of batch b0"):
+        await actors.take(0, groups=1)
+    with pytest.raises(CorruptError, match="payload of task t1"):
+        await actors.lease("reward")
+    with pytest.raises(CorruptError, match="payload of task t2"):
+        await actors.lease("rollout")
+    await actors.queue.close()
 
 
 @pytest.mark.parametrize("gone", ["emptied", "removed"])

@@ -275,7 +275,10 @@ async def test_a_server_that_promises_less_is_refused(server: RedisServer) -> No
         await TransferQueue.open(store_of(server.url))
 
 
-async def test_rows_may_not_use_the_reserve_of_maxmemory_but_may_leave(server: RedisServer) -> None:
+async def test_rows_may_not_use_the_reserve_of_maxmemory_but_may_leave(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "ROOM_EVERY_S", 0.0)
     with server.client() as client:
         client.config_set("maxmemory", 64 << 20)
     actors = Actors(await TransferQueue.open(store_of(server.url, reserve_bytes=0)))

@@ -16,6 +16,7 @@ from typing import Self
 
 from meshrl.contract.errors import (
     ConflictError,
+    CorruptError,
     FencedError,
     NotFoundError,
     UnavailableError,
@@ -303,7 +304,12 @@ class TransferQueue(RowVerbs):
         stages = state.stages.of_columns(columns)
         wanted = [payload.extract(state.resident(rows), rows, stages, columns) for rows in groups]
         await self._journal.flush()
-        return await self._payload.read(wanted, columns, state.stages.writes)
+        try:
+            return await self._payload.read(wanted, columns, state.stages.writes)
+        except NotFoundError:
+            for rows in groups:
+                self._check_left(state, rows)
+            raise
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See the port."""
@@ -394,6 +400,10 @@ class TransferQueue(RowVerbs):
                 run.stages.writes,
                 [(given.token, given.deliveries) for given in granted],
             )
+            answered = {group.task for group in groups}
+            for given in granted:
+                if given.extract.rows.task not in answered:
+                    self._check_left(run, given.extract.rows)
         except asyncio.CancelledError:
             if self._runs.get(run.name) is run and not self._closing:
                 tokens = {
@@ -416,8 +426,20 @@ class TransferQueue(RowVerbs):
         await self._journal.flush()
         (value,) = await self._store.read([taken.manifest_key])
         if value is None:
+            if self._run(run).batches.get(taken.batch_id) is taken:
+                raise CorruptError(f"the store has lost the manifest of batch {taken.batch_id}")
             raise FencedError(f"batch {taken.batch_id} was given back while it was read")
         return batches.read_manifest(run, taken, value)
+
+    def _check_left(self, run: Run, rows: Siblings) -> None:
+        """Payload that the store does not have is of rows that left. Raises CorruptError if they are still here."""
+        try:
+            self._run(run.name).resident(rows)
+        except NotFoundError:
+            return
+        raise CorruptError(
+            f"the store has lost the payload of task {rows.task} of run {run.name}", task=rows.task
+        )
 
     def _expired(self, held: Grant) -> None:
         leases.expired(self._runs[held.group.run], held)

@@ -42,8 +42,10 @@ RESTART_S: Final = 30.0
 """How long a commit waits for a Redis that restarts or fails over; then it is refused. The queue goes on trying."""
 OWNER_GONE_S: Final = 0.5
 """How long a queue that opens waits for Redis to notice that the former owner's connection is closed."""
-PART_BYTES: Final = 16 << 20
+PART_BYTES: Final = 64 << 20
 """A commit beyond it is staged in parts, so that no command grows without bound."""
+ROOM_EVERY_S: Final = 1.0
+"""Between two looks at the memory that Redis has left; what is written meanwhile is taken off."""
 READ_KEYS: Final = 1024
 SCAN_RECORDS: Final = 2000
 _RANK: Final = {"none": 0, "no": 0, "everysec": 1, "always": 2}
@@ -94,6 +96,8 @@ class RedisStore:
         """Held by a commit, and by an export, which shows one moment."""
         self._free: float = float("inf")
         self._used = 0
+        self._room_at = 0.0
+        """When `_free` and `_used` are to be asked for again; loop time."""
         self._closed = False
 
     @property
@@ -114,12 +118,14 @@ class RedisStore:
         await self._link.call(self._check_server, patience_s)
         await self._link.hold(self._channel + self._owner, patience_s)
         await self._claim(patience_s)
+        await self._look_at_room()
         found = [pair async for part in self._scan(Table.META) for pair in part]
         return sorted(dict(found).items())
 
     async def apply(self, operations: Sequence[Operation]) -> None:
         """One script. Raises CapacityError, InfraError, OwnerLostError; none of `operations` was done then."""
         async with self._applying:
+            await self._look_at_room()
             number = self._sequence + 1
             state = await self._write(operations, number)
             if state == "unstaged":
@@ -129,6 +135,7 @@ class RedisStore:
             if state != "done":
                 raise InfraError(f"{self.name}: commit {number} ended as {state!r}")
             self._sequence = number
+            self._free -= sum(len(operation.value or b"") for operation in operations)
 
     async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         """The PAYLOAD values. Raises InfraError, also for a server that forgot acknowledged commits."""
@@ -150,7 +157,7 @@ class RedisStore:
         return [value for part in values for value in part]
 
     def check_room(self, nbytes: int) -> None:
-        """Compare with `maxmemory`, as it was after the last commit. Raises CapacityError."""
+        """Compare with `maxmemory` and what was left of it a moment ago. Raises CapacityError."""
         if self._free < nbytes + self._reserve_bytes:
             raise CapacityError(
                 f"{self.name}: {self._free:.0f} bytes free of Redis' maxmemory, {nbytes} wanted and"
@@ -160,7 +167,7 @@ class RedisStore:
             )
 
     def size_bytes(self) -> int:
-        """Memory that Redis uses, as of the last commit; all its users together."""
+        """Memory that Redis uses, as of the last commits; all its users together."""
         return self._used
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
@@ -284,12 +291,10 @@ class RedisStore:
         counts = [len(puts[Table.META]), len(puts[Table.PAYLOAD]), len(gone[Table.META])]
         items = [item for found in (puts, gone) for table in Table for item in found[table]]
         keys = [self._keys["head"], *self._keys.tables(), *self._keys.staged()]
-        return await self._answer(COMMIT, keys, [*fence, *staged, *counts, *items], watch_room=True)
+        return await self._answer(COMMIT, keys, [*fence, *staged, *counts, *items])
 
-    async def _answer(
-        self, script: str, keys: list[str], arguments: list[Any], *, watch_room: bool = False
-    ) -> str:
-        state, *rest = await self._script(script, keys, arguments, RESTART_S, watch_room=watch_room)
+    async def _answer(self, script: str, keys: list[str], arguments: list[Any]) -> str:
+        state, *rest = await self._script(script, keys, arguments, RESTART_S)
         if state == b"lost":
             generation, sequence, name = int(rest[0]), rest[1], rest[2].decode()
             if generation > self._generation:
@@ -307,29 +312,29 @@ class RedisStore:
         await self._link.call(lambda client: client.delete(*self._keys.staged()), RESTART_S)
 
     async def _script(
-        self,
-        script: str,
-        keys: list[str],
-        arguments: list[Any],
-        patience_s: float,
-        *,
-        watch_room: bool = False,
+        self, script: str, keys: list[str], arguments: list[Any], patience_s: float
     ) -> list[bytes]:
         # EVAL, not EVALSHA: a promoted replica or a restarted server would not know the script.
-        async def ask(client: Redis) -> list[Any]:
-            async with client.pipeline(transaction=False) as pipe:
-                pipe.eval(script, len(keys), *keys, *arguments)
-                if watch_room:
-                    pipe.info("memory")
-                return await pipe.execute()
+        async def ask(client: Redis) -> Any:
+            return await client.eval(script, len(keys), *keys, *arguments)
 
-        answers = await self._link.call(ask, patience_s)
-        if watch_room:
-            self._used = int(answers[1]["used_memory"])
-            limit = int(answers[1].get("maxmemory", 0))
-            self._free = limit - self._used if limit else float("inf")
-        found: list[bytes] = answers[0]
+        found: list[bytes] = await self._link.call(ask, patience_s)
         return found
+
+    async def _look_at_room(self) -> None:
+        """Ask for Redis' memory, once in a while."""
+        now = asyncio.get_running_loop().time()
+        if now < self._room_at:
+            return
+
+        async def ask(client: Redis) -> Any:
+            return await client.info("memory")
+
+        memory = await self._link.call(ask, RESTART_S)
+        self._used = int(memory["used_memory"])
+        limit = int(memory.get("maxmemory", 0))
+        self._free = limit - self._used if limit else float("inf")
+        self._room_at = now + ROOM_EVERY_S
 
     async def _scan(self, table: Table) -> AsyncGenerator[list[tuple[bytes, bytes]], None]:
         cursor = 0
