@@ -21,6 +21,8 @@ class RewardFunctionConfig(Config):
     path: Path | None = None
     """A Python file that defines `name`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
+    gate: float | None = Field(default=None, allow_inf_nan=False)
+    """Below this score the reward is this function's alone: `weight` times its score, the others do not count."""
     label: str | None = None
     """The name of its component in metrics; None takes `name`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -30,6 +32,26 @@ class RewardFunctionConfig(Config):
     def component(self) -> str:
         """The name under which this function's own score is reported."""
         return self.label or self.name
+
+
+class JudgeConfig(Config):
+    """A judge that is no Python function, one among the parts of the reward."""
+
+    kind: str
+    """`http`, `grpc`, `pooling` (a reward model on vLLM), `generative` (a language model as judge), `model` (a reward
+    model in this process), or a dotted module with a `Config` and a `build`."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    gate: float | None = Field(default=None, allow_inf_nan=False)
+    """Below this score the reward is this part's alone."""
+    label: str | None = None
+    """The name of its component; null takes `kind`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Checked against the kind's own Config."""
+
+    @property
+    def component(self) -> str:
+        """The name under which its score is reported."""
+        return self.label or self.kind
 
 
 class CustomRewardFunctionConfig(Config):
@@ -48,6 +70,8 @@ class RewardConfig(Config):
 
     functions: list[RewardFunctionConfig] = Field(default_factory=list)
     """The weighted sum of these; empty and no custom function: the built-in `verl`."""
+    judges: list[JudgeConfig] = Field(default_factory=list)
+    """Services and models that score beside the functions, or alone; their weighted scores are added."""
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     """Joins `functions` with weight 1 when its `path` is set."""
     workers: PositiveInt = 1
@@ -86,7 +110,7 @@ class RewardConfig(Config):
 
     @model_validator(mode="after")
     def _names_differ(self) -> RewardConfig:
-        names = [function.component for function in self.scorers]
+        names = [f.component for f in self.scorers] + [j.component for j in self.judges]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two reward functions are called {name!r}: give one a `label`")
@@ -94,7 +118,7 @@ class RewardConfig(Config):
 
     @property
     def scorers(self) -> tuple[RewardFunctionConfig, ...]:
-        """The functions that score, the custom one last, or `verl` when none is named."""
+        """The functions that score, the custom one last, or `verl` when nothing is named."""
         custom = self.custom_reward_function
         scorers = tuple(self.functions)
         if custom.path is not None:
@@ -103,7 +127,7 @@ class RewardConfig(Config):
                     name=custom.name, path=custom.path, kwargs=custom.reward_kwargs
                 ),
             )
-        return scorers or (RewardFunctionConfig(name="verl"),)
+        return scorers if scorers or self.judges else (RewardFunctionConfig(name="verl"),)
 
     @property
     def recipe_limits(self) -> Limits:

@@ -290,11 +290,14 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
     """
     total, components = 0.0, {}
     tokens: list[float] | None = None
+    gated: float | None = None
     answer: dict[str, Json] = {}
     for scorer, result in zip(scorers, results, strict=True):
         name, weight = scorer.spec.component, scorer.spec.weight
         score, others = numbers_of(result, name)
         total += weight * score
+        if gated is None and scorer.spec.gate is not None and score < scorer.spec.gate:
+            gated = weight * score
         components[name] = score
         prefix = "" if len(scorers) == 1 else f"{name}."
         components |= {prefix + key: value for key, value in others.items()}
@@ -307,4 +310,5 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
             answer["outcome"] = outcome
     if tokens is not None:
         answer["token_rewards"] = tokens
+    total = total if gated is None else gated
     return {**answer, "score": _number(total, "the weighted sum"), "components": components}

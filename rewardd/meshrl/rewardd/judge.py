@@ -7,6 +7,8 @@ from pathlib import Path
 
 from meshrl.contract.nouns import Sample, Score
 from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.judges._build import with_judges
+from meshrl.rewardd.judges._composite import CompositeJudge
 from meshrl.rewardd.pool import ScoringPool
 from meshrl.rewardd.rule import Rule, read_rule
 from meshrl.rewardd.sandbox.cell import Cell, open_cell
@@ -67,6 +69,7 @@ class PoolJudge:
                 components=result.components,
                 reason=result.reason,
                 reward_hash=self._hash,
+                token_rewards=result.token_rewards,
             )
             for sample, result in zip(samples, results, strict=True)
         ]
@@ -82,10 +85,18 @@ def _recipe_cell(rule: Rule, config: RewardConfig) -> Cell:
     return open_cell(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
 
 
-def build_judge(config: RewardConfig) -> PoolJudge:
+def build_judge(config: RewardConfig) -> PoolJudge | CompositeJudge:
     """The judge that a recipe describes, not started yet.
 
     Raises:
-        ConfigError: an unknown reward, a file that is missing or does not define the function.
+        ConfigError: an unknown reward or judge, a file that is missing or does not define the function.
     """
-    return PoolJudge(read_rule(config), config)
+    return judge_of(read_rule(config), config)
+
+
+def judge_of(rule: Rule, config: RewardConfig) -> PoolJudge | CompositeJudge:
+    """As `build_judge`, with a rule that has been read. Raises ConfigError."""
+    functions = PoolJudge(rule, config) if rule.functions else None
+    if functions is not None and not config.judges:
+        return functions
+    return with_judges(functions, config.judges, rule.reward_hash)

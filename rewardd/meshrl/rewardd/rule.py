@@ -42,6 +42,8 @@ class FunctionSpec:
     source: str = ""
     kind: Kind = Kind.COMPUTE_SCORE
     """How it is called."""
+    gate: float | None = None
+    """Below this score the reward is this function's alone."""
     digest: str
     """Of the source, with every helper and package version that a built-in declares."""
 
@@ -51,14 +53,17 @@ class Rule:
     """What scores: the weighted sum of `functions`."""
 
     functions: tuple[FunctionSpec, ...]
+    judges: tuple[Json, ...] = ()
+    """The judges beside them, as the recipe describes them; what answers elsewhere is not covered."""
 
     @property
     def reward_hash(self) -> str:
         """32 hex digits of SHA-256 over sources, names, arguments and weights; not over where a file lies."""
-        content = [
-            [f.component, f.weight, f.name, f.module, f.digest, f.kwargs] for f in self.functions
+        content: list[Json] = [
+            [f.component, f.weight, f.gate, f.kind, f.name, f.module, f.digest, f.kwargs]
+            for f in self.functions
         ]
-        return _digest(json.dumps(content, sort_keys=True, default=str))
+        return _digest(json.dumps([*content, *self.judges], sort_keys=True, default=str))
 
     def to_json(self) -> Json:
         """For the scoring process."""
@@ -78,7 +83,10 @@ def read_rule(config: RewardConfig) -> Rule:
         ConfigError: an unknown name, a file that is missing, does not parse or does not define the function,
             arguments that are not JSON.
     """
-    return Rule(functions=tuple(_read(function) for function in config.scorers))
+    return Rule(
+        functions=tuple(_read(function) for function in config.scorers),
+        judges=tuple(judge.model_dump(mode="json") for judge in config.judges),
+    )
 
 
 def _read(function: RewardFunctionConfig) -> FunctionSpec:
@@ -93,6 +101,7 @@ def _read(function: RewardFunctionConfig) -> FunctionSpec:
         return FunctionSpec(
             component=function.component,
             weight=function.weight,
+            gate=function.gate,
             kwargs=kwargs,
             name=function.name,
             path=str(path),
@@ -103,6 +112,7 @@ def _read(function: RewardFunctionConfig) -> FunctionSpec:
     return FunctionSpec(
         component=function.component,
         weight=function.weight,
+        gate=function.gate,
         kwargs=kwargs,
         name="compute_score",
         module=module,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshrl.contract.nouns.names import Json, Outcome, Uid
+from meshrl.contract.nouns.tasks import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class Sample:
     solution: str
     ground_truth: Json
     extra_info: Mapping[str, Json]
+    messages: tuple[Message, ...] = ()
+    """The prompt, for judges that read the conversation; empty where the caller has only tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +32,5 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     reward_hash: str = ""
+    token_rewards: tuple[float, ...] | None = None
+    """One per response token, in order, where the judge gives them; then `score` is what reports show."""

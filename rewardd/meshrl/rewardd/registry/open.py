@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judge import PoolJudge
+from meshrl.rewardd.judge import judge_of
+from meshrl.rewardd.judges._composite import StartableJudge
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.run import version_judge
 from meshrl.rewardd.registry.shelf import Shelf
@@ -26,9 +27,9 @@ async def open_registry(config: RewardConfig, directory: Path) -> AsyncIterator[
     """
     rule = read_rule(config)
 
-    def build(version: str) -> PoolJudge:
+    def build(version: str) -> StartableJudge:
         if version == rule.reward_hash:
-            return PoolJudge(rule, config)
+            return judge_of(rule, config)
         return version_judge(store.directory(version), config)
 
     store = VersionStore(directory, config.registry.max_versions)

@@ -12,25 +12,25 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from meshrl.rewardd.judge import PoolJudge
+from meshrl.rewardd.judges._composite import StartableJudge
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    judge: PoolJudge
+    judge: StartableJudge
     holders: int = 0
 
 
 class Shelf:
     """At most `spare` judges that nobody holds stay warm."""
 
-    def __init__(self, build: Callable[[str], PoolJudge], *, spare: int = 2) -> None:
+    def __init__(self, build: Callable[[str], StartableJudge], *, spare: int = 2) -> None:
         self._build = build
         self._spare = spare
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def hold(self, version: str) -> PoolJudge:
+    async def hold(self, version: str) -> StartableJudge:
         """The started judge of `version`, until `release`.
 
         Raises:
@@ -54,7 +54,7 @@ class Shelf:
         self._let_go(version, self._entries[version])
 
     @asynccontextmanager
-    async def borrow(self, version: str) -> AsyncIterator[PoolJudge]:
+    async def borrow(self, version: str) -> AsyncIterator[StartableJudge]:
         """Hold `version` for the length of the body."""
         judge = await self.hold(version)
         try:

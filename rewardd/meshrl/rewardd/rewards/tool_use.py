@@ -3,8 +3,8 @@
 The response holds `<think>…</think>` and then `<tool_call>` with one JSON object per line, `{"name": …,
 "parameters": {…}}`, and/or `<response>…</response>`; the ground truth is a response of that form. Two components:
 `format_score`, 1 for the blocks that the ground truth has, each once and in order; `accuracy_score`, how well the
-calls agree: common tool names, common parameter names and equal parameter values over a pairing of the calls, as a share
-of the most, scaled from -3 to 3. The score is their sum.
+calls agree: common tool names, common parameter names and equal parameter values over a pairing of the calls, as a
+share of the most, scaled from -3 to 3. The score is their sum.
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""Several judges as one: the weighted sum of their scores, each a component by its label; gates come first.
+
+    reward = Σ weight · score        unless a gated part scores below its gate: then that part alone, weight · score
+
+Components are what GDPO weighs by itself (`algorithm.gdpo_reward_keys`). A part that gives no score gives the whole
+none: half a reward would be a wrong one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshrl.contract.nouns import Outcome, Sample, Score
+from meshrl.contract.ports import Judge
+
+
+class StartableJudge(Judge, Protocol):
+    """A Judge that can be warmed."""
+
+    async def start(self) -> None:
+        """Be ready. Raises ConfigError when it cannot be."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One judge among several."""
+
+    label: str
+    """The name of its component; empty for the functions, whose components have names."""
+    judge: StartableJudge
+    weight: float = 1.0
+    gate: float | None = None
+    """Below this score the reward is this part's alone."""
+
+
+class CompositeJudge:
+    """Implements the Judge port."""
+
+    def __init__(self, parts: Sequence[Part], reward_hash: str) -> None:
+        self._parts = tuple(parts)
+        self._hash = reward_hash
+
+    @property
+    def reward_hash(self) -> str:
+        """Of what the recipe says about the parts."""
+        return self._hash
+
+    async def start(self) -> None:
+        """Start every part. Raises ConfigError."""
+        await asyncio.gather(*(part.judge.start() for part in self._parts))
+
+    async def close(self) -> None:
+        """Close every part; idempotent."""
+        await asyncio.gather(*(part.judge.close() for part in self._parts))
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """One Score per sample, in order; all parts are asked at once."""
+        columns = await asyncio.gather(*(part.judge.score(samples) for part in self._parts))
+        return [
+            self._together(sample, scores)
+            for sample, scores in zip(samples, zip(*columns, strict=True), strict=True)
+        ]
+
+    def _together(self, sample: Sample, scores: Sequence[Score]) -> Score:
+        for part, score in zip(self._parts, scores, strict=True):
+            if not score.outcome.trainable:
+                named = f"{part.label}: {score.reason}" if part.label else score.reason
+                return Score(
+                    uid=sample.uid, outcome=score.outcome, reason=named, reward_hash=self._hash
+                )
+        total, outcome, components = 0.0, Outcome.OK, dict[str, float]()
+        gated: float | None = None
+        for part, score in zip(self._parts, scores, strict=True):
+            total += part.weight * score.score
+            if part.gate is not None and score.score < part.gate and gated is None:
+                gated = part.weight * score.score
+            if score.outcome is Outcome.POLICY_FAULT:
+                outcome = score.outcome
+            prefix = f"{part.label}." if part.label else ""
+            components |= {prefix + key: value for key, value in score.components.items()}
+            if part.label:
+                components[part.label] = score.score
+        return Score(
+            uid=sample.uid,
+            outcome=outcome,
+            score=total if gated is None else gated,
+            components=components,
+            reward_hash=self._hash,
+        )

@@ -1,0 +1,158 @@
+"""What judges behind HTTP have in common: one request per sample, some at once; outcomes; a hash."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from pydantic import Field, PositiveInt
+
+from meshrl.contract.config import Config
+from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
+from meshrl.contract.nouns import Json, Outcome, Sample, Score
+from meshrl.rewardd.functions import numbers_of
+from meshrl.rewardd.judges._guard import Guard, GuardConfig
+
+RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
+MAX_ANSWER_BYTES = 16 << 20
+MAX_SHOWN = 200
+
+
+class ElsewhereConfig(Config):
+    """What every judge behind an HTTP address needs."""
+
+    url: str
+    """`http://` or `https://`; see the judge for which path it adds."""
+    token_env: str | None = None
+    """The environment variable whose value is sent as a bearer token."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Sent with every request."""
+    concurrency: PositiveInt = 32
+    """Requests under way at once."""
+    guard: GuardConfig = GuardConfig()
+    """Deadline, retries, circuit breaker."""
+
+
+class Elsewhere(ABC):
+    """Implements the Judge port for `_ask`, which scores one sample."""
+
+    def __init__(self, kind: str, config: ElsewhereConfig) -> None:
+        """Raises ConfigError when the variable of `token_env` is not set or the URL is none."""
+        if not config.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"judge {kind}: url {config.url!r} does not start with http:// or https://"
+            )
+        headers = dict(config.headers)
+        if config.token_env is not None:
+            if config.token_env not in os.environ:
+                raise ConfigError(
+                    f"judge {kind}: the variable {config.token_env} (token_env) is not set"
+                )
+            headers["Authorization"] = f"Bearer {os.environ[config.token_env]}"
+        self._kind = kind
+        self._url = config.url.rstrip("/")
+        self._hash = hash_of(kind, config)
+        self._guard = Guard(f"the {kind} judge at {config.url}", config.guard)
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(config.guard.deadline_s),
+            limits=httpx.Limits(max_connections=config.concurrency),
+            trust_env=False,
+        )
+
+    @property
+    def reward_hash(self) -> str:
+        """Of the kind and its configuration, addresses and patience left out; not of what answers there."""
+        return self._hash
+
+    async def start(self) -> None:
+        """Nothing is asked yet: a judge that is away now may be there when the first row comes."""
+        return
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        await self._client.aclose()
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """One Score per sample, in order; a failure says what failed and where."""
+        return await asyncio.gather(*(self._score(sample) for sample in samples))
+
+    async def _score(self, sample: Sample) -> Score:
+        try:
+            async with self._slots:
+                result = await self._guard.ask(lambda: self._ask(sample))
+            score, components = numbers_of(result, f"the {self._kind} judge")
+        except TimeoutError:
+            return self._fault(sample, Outcome.TIMEOUT, "no score within its deadline")
+        except MeshError as error:
+            return self._fault(sample, Outcome.INFRA_FAULT, str(error))
+        return Score(
+            uid=sample.uid,
+            outcome=Outcome.OK,
+            score=score,
+            components=components,
+            reward_hash=self._hash,
+        )
+
+    def _fault(self, sample: Sample, outcome: Outcome, why: str) -> Score:
+        named = why if self._kind in why else f"the {self._kind} judge at {self._url}: {why}"
+        return Score(uid=sample.uid, outcome=outcome, reason=named, reward_hash=self._hash)
+
+    @abstractmethod
+    async def _ask(self, sample: Sample) -> Json:
+        """A number, or a dict with `score`. Raises MeshError; a retryable one is tried again."""
+
+    async def post(self, path: str, body: Json) -> Json:
+        """The JSON answer to `body`.
+
+        Raises:
+            UnavailableError: no connection, or a status that may pass.
+            UserError: any other status from 400 on; says what the answer says.
+            CorruptError: no JSON, or too much.
+        """
+        try:
+            content = json.dumps(body).encode(errors="replace")
+            answer = await self._client.post(
+                self._url + path, content=content, headers={"Content-Type": "application/json"}
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(f"the sample is not JSON: {error}") from error
+        except httpx.HTTPError as error:
+            raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
+        if answer.status_code >= 400:
+            said = " ".join(answer.text[:MAX_SHOWN].split())
+            kind = UnavailableError if answer.status_code in RETRYABLE else UserError
+            raise kind(f"HTTP {answer.status_code} from {self._url}{path}: {said}")
+        if len(answer.content) > MAX_ANSWER_BYTES:
+            raise CorruptError(f"an answer of {len(answer.content)} bytes")
+        try:
+            return answer.json()
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"the answer of {self._url}{path} is not JSON: {error}") from error
+
+
+def hash_of(kind: str, config: ElsewhereConfig) -> str:
+    """32 hex digits of SHA-256 over what decides a score."""
+    content = config.model_dump(
+        mode="json", exclude={"url", "token_env", "headers", "concurrency", "guard"}
+    )
+    return hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def conversation(sample: Sample) -> list[Mapping[str, Any]]:
+    """The prompt's messages and the response as the assistant's.
+
+    Raises:
+        UserError: the sample has no messages.
+    """
+    if not sample.messages:
+        raise UserError("this judge reads conversations, and the sample has no messages")
+    prompt = [{"role": m.role, "content": m.content} for m in sample.messages]
+    return [*prompt, {"role": "assistant", "content": sample.solution}]

@@ -1,0 +1,127 @@
+"""A language model as judge, through any OpenAI-compatible endpoint: a template asks, a pattern finds the score.
+
+The template may use {prompt}, {response}, {ground_truth}, {data_source}; other braces stay as they are. The score is
+the last match of `pattern` (its first group), divided by `scale`. An answer without a score is an infrastructure
+fault after `attempts` tries: the judge has failed, not the policy.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+
+from meshrl.contract.errors import CorruptError, InfraError
+from meshrl.contract.nouns import Json, Sample
+from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig
+
+TEMPLATE = """Grade the response to the question.
+
+Question:
+{prompt}
+
+Reference answer:
+{ground_truth}
+
+Response:
+{response}
+
+Think briefly, then end with a line "Score: N", N from 0 (wrong) to 10 (right and complete)."""
+FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
+
+
+class Config(ElsewhereConfig):
+    """`url` is the API's root, usually ending in /v1."""
+
+    model: str
+    """The judge's model."""
+    template: str = TEMPLATE
+    """The user's message."""
+    system: str = ""
+    """The system message; empty: none."""
+    pattern: str = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    """Its first group, at its last match, is the score."""
+    scale: PositiveFloat = 10.0
+    """The score is divided by this."""
+    low: float = 0.0
+    """A score below (after scaling) is none."""
+    high: float = 1.0
+    """A score above (after scaling) is none."""
+    temperature: NonNegativeFloat = 0.0
+    max_tokens: PositiveInt = 512
+    attempts: PositiveInt = 2
+    """Answers asked for until one has a score."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        if groups < 1:
+            raise ValueError("it has no group that would be the score")
+        return value
+
+
+class GenerativeJudge(Elsewhere):
+    """Implements the Judge port."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__("generative", config)
+        self._config = config
+        self._pattern = re.compile(config.pattern)
+
+    async def _ask(self, sample: Sample) -> Json:
+        config, said = self._config, ""
+        system = [{"role": "system", "content": config.system}] if config.system else []
+        question = {"role": "user", "content": filled(config.template, sample)}
+        for number in range(config.attempts):
+            body = {
+                "model": config.model,
+                "messages": [*system, question],
+                "max_tokens": config.max_tokens,
+                # The same question at temperature 0 has the same answer: a further try must differ.
+                "temperature": config.temperature if number == 0 else max(config.temperature, 0.7),
+            }
+            said = _content(await self.post("/chat/completions", body))
+            if (score := self._parsed(said)) is not None:
+                return score
+        raise InfraError(
+            f"the generative judge gave no score in {config.attempts} answers; the last ends with {said[-120:]!r}"
+        )
+
+    def _parsed(self, said: str) -> float | None:
+        found = self._pattern.findall(said)
+        try:
+            first = found[-1] if isinstance(found[-1], str) else found[-1][0]
+            score = float(first) / self._config.scale
+        except (IndexError, ValueError):
+            return None
+        return score if self._config.low <= score <= self._config.high else None
+
+
+def filled(template: str, sample: Sample) -> str:
+    """The template with the sample's fields, each put in once: braces in a response are text."""
+    values = {
+        "prompt": "\n\n".join(message.content for message in sample.messages),
+        "response": sample.solution,
+        "ground_truth": str(sample.ground_truth),
+        "data_source": sample.data_source,
+    }
+    return FIELD.sub(lambda match: values[match.group(1)], template)
+
+
+def _content(answer: Any) -> str:
+    try:
+        return str(answer["choices"][0]["message"]["content"] or "")
+    except (KeyError, IndexError, TypeError) as error:
+        raise CorruptError(
+            f"the generative judge: no choices[0].message.content in {str(answer)[:200]}"
+        ) from error
+
+
+def build(config: Config) -> GenerativeJudge:
+    """The judge, not connected yet."""
+    return GenerativeJudge(config)

@@ -1,0 +1,45 @@
+"""A judge of your own behind HTTP: one POST of JSON per sample, a score back.
+
+POST url  {"uid", "data_source", "solution_str", "ground_truth", "extra_info", "messages"}
+200       a number, {"score": …, further numbers} or {"fault": "why no score"}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshrl.contract.errors import InfraError
+from meshrl.contract.nouns import Json, Sample
+from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig
+
+
+class Config(ElsewhereConfig):
+    """The whole `url` is asked."""
+
+    version: str = ""
+    """Part of the reward hash: change it when what answers there changes."""
+
+
+class HttpJudge(Elsewhere):
+    """Implements the Judge port."""
+
+    async def _ask(self, sample: Sample) -> Json:
+        answer: Any = await self.post(
+            "",
+            {
+                "uid": str(sample.uid),
+                "data_source": sample.data_source,
+                "solution_str": sample.solution,
+                "ground_truth": sample.ground_truth,
+                "extra_info": dict(sample.extra_info),
+                "messages": [{"role": m.role, "content": m.content} for m in sample.messages],
+            },
+        )
+        if isinstance(answer, dict) and "fault" in answer:
+            raise InfraError(f"the http judge says: {str(answer['fault'])[:500]}")
+        return answer
+
+
+def build(config: Config) -> HttpJudge:
+    """The judge, not connected yet."""
+    return HttpJudge("http", config)
