@@ -42,6 +42,12 @@ def test_killed_and_stopped_processes_cost_no_row_and_repeat_none() -> None:
     assert report["kills"] == 10
 
 
+def test_shards_are_killed_one_by_one_and_a_batch_is_never_torn() -> None:
+    report = campaign("--shards", "2", "--kills", "12")
+    assert_exact(report)
+    assert {"kill queue-0", "kill queue-1"} & set(report["struck"])
+
+
 def test_a_network_that_swallows_everything_for_a_while_costs_no_row() -> None:
     """For longer than leases last, and than gRPC believes in a peer that acknowledges nothing."""
     report = campaign("--cuts", "1", "--cut-s", "14")

@@ -207,20 +207,20 @@ class GroupsResponse(_message.Message):
 
         DESCRIPTOR: _descriptor.Descriptor
 
-        STEP_FIELD_NUMBER: _builtins.int
+        ROUND_FIELD_NUMBER: _builtins.int
         GROUPS_FIELD_NUMBER: _builtins.int
-        step: _builtins.int
-        """The step that they were first taken for."""
+        round: _builtins.int
+        """The round that first took them."""
         groups: _builtins.int
         def __init__(
             self,
             *,
-            step: _builtins.int = ...,
+            round: _builtins.int = ...,
             groups: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "step", b"step"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "round", b"round"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -229,16 +229,19 @@ class GroupsResponse(_message.Message):
     FRESH_FIELD_NUMBER: _builtins.int
     UNFINISHED_FIELD_NUMBER: _builtins.int
     FEED_CLOSED_FIELD_NUMBER: _builtins.int
+    NEXT_ROUND_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
-    """Groups of each shard, joined by dots; empty when nothing of the batch was taken here."""
+    """"round/shard:groups.shard:groups"; empty when nothing of the batch was taken here."""
     fresh: _builtins.int
     """Complete groups that were never taken."""
     unfinished: _builtins.int
     """Groups in no batch that are not complete."""
     feed_closed: _builtins.bool
+    next_round: _builtins.int
+    """Later than any round of the run here."""
     @_builtins.property
     def replays(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupsResponse.Replay]:
-        """By step."""
+        """By round."""
 
     def __init__(
         self,
@@ -248,10 +251,11 @@ class GroupsResponse(_message.Message):
         fresh: _builtins.int = ...,
         unfinished: _builtins.int = ...,
         feed_closed: _builtins.bool = ...,
+        next_round: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "fresh", b"fresh", "plan", b"plan", "replays", b"replays", "unfinished", b"unfinished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "fresh", b"fresh", "next_round", b"next_round", "plan", b"plan", "replays", b"replays", "unfinished", b"unfinished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

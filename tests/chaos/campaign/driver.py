@@ -74,10 +74,10 @@ class Campaign:
             self._disk = SmallDisk(plan.store)
             self._disk.open()
             undo.callback(self._disk.close)
-        self.plan = replace(plan, port=_free_port())
+        self.plan = replace(plan, ports=_free_ports(plan.shards))
         here = self._network and self._network.here
         there = self._network and self._network.there
-        self._actors = [Actor("queue", self.plan, there)]
+        self._actors = [Actor(name, self.plan, there) for name in self.plan.queues]
         self._actors += [Actor(name, self.plan, here) for name in ACTORS]
         for actor in self._actors:
             undo.callback(actor.kill)
@@ -145,15 +145,16 @@ class Campaign:
 
     def _finish(self) -> None:
         """Everybody comes to the end of the data, then the queue is told to stop."""
-        queue, *others = self._actors
-        for actor in others:
+        queues = self._actors[: self.plan.shards]
+        for actor in self._actors[self.plan.shards :]:
             if not actor.wait(END_S):
                 raise CampaignError(f"{actor.name} has not come to its end within {END_S:.0f} s")
             if actor.code:
                 self._complain()
-        queue.stop()
-        if not queue.wait(END_S) or queue.code:
-            raise CampaignError(f"the queue did not drain: code {queue.code}")
+        for queue in queues:
+            queue.stop()
+            if not queue.wait(END_S) or queue.code:
+                raise CampaignError(f"the {queue.name} did not drain: code {queue.code}")
 
     def _look(self) -> None:
         actor = Actor("look", self.plan)
@@ -187,7 +188,7 @@ class Campaign:
         return sum(log.read_text().count("; trying again for") for log in logs)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> tuple[int, ...]:
+    with ExitStack() as open_:
+        probes = [open_.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return tuple(probe.getsockname()[1] for probe in probes)

@@ -38,8 +38,11 @@ class Plan:
     """A queue that is wrong on purpose, from bugs.py."""
     queue: dict[str, Any] = field(default_factory=dict)
     """Keys of the recipe's `queue:` section: the store and its options."""
+    shards: int = 1
+    """Queue processes, each killed by itself."""
     host: str = "127.0.0.1"
-    port: int = 0
+    ports: tuple[int, ...] = ()
+    """Of the shards."""
 
     @property
     def spec(self) -> RunSpec:
@@ -54,8 +57,23 @@ class Plan:
         )
 
     @property
+    def queues(self) -> tuple[str, ...]:
+        """The names of the queue's processes."""
+        if self.shards == 1:
+            return ("queue",)
+        return tuple(f"queue-{number}" for number in range(self.shards))
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(f"{self.host}:{port}" for port in self.ports)
+
+    @property
     def store(self) -> Path:
+        """Of the first shard."""
         return self.folder / "queue"
+
+    def store_of(self, number: int) -> Path:
+        return self.store.with_name(f"queue-{number}") if number else self.store
 
     @property
     def events(self) -> Path:

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import run_service
-from meshrl.services.wires import QueueWire
 
 from .actors import actor
 from .events import EventLog
@@ -124,12 +124,12 @@ def until(done: Callable[[], bool], timeout_s: float) -> bool:
 
 
 async def _run(name: str, plan: Plan, birth: int) -> None:
-    if name == "queue":
-        await serve(plan)
+    if name in plan.queues:
+        await serve(plan, plan.queues.index(name))
     elif name == "look":
         await look(plan)
     else:
         moods = random.Random(f"{plan.seed} {name} {birth}")
-        async with QueueWire(f"{plan.host}:{plan.port}", patience_s=PATIENCE_S) as queue:
+        async with connect_queue(plan.addresses, patience_s=PATIENCE_S) as queue:
             await actor(name, plan, moods)(RecordedQueue(queue, EventLog(plan.events, name)))  # type: ignore[arg-type]
             await asyncio.sleep(0)

@@ -5,34 +5,37 @@ from __future__ import annotations
 import json
 
 from meshrl.services.doors import QueueDoor
+from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
 
 from .bugs import planted
 from .plan import RUN, Plan
 from .recorded import told_ledger
 
 
-async def opened(plan: Plan) -> TransferQueue:
-    """The queue on the campaign's store."""
+async def opened(plan: Plan, number: int) -> ShardQueue:
+    """One shard, on its store."""
     config = QueueConfig.model_validate(plan.queue)
-    return await TransferQueue.open(stores.build(config, plan.store))
+    return await ShardQueue.open(stores.build(config, plan.store_of(number)))
 
 
-async def serve(plan: Plan) -> None:
-    """Serve until stopped."""
-    queue = await opened(plan)
+async def serve(plan: Plan, number: int) -> None:
+    """Serve a shard until stopped."""
+    queue = await opened(plan, number)
     settings = ServerSettings(
         host=plan.host,
-        port=plan.port,
+        port=plan.ports[number],
         metrics_port=None,
         drain_grace_s=1.0,
         allow_insecure_bind=True,
     )
     try:
-        async with Server(settings, [QueueDoor(planted(plan.bug, queue))]) as server:
+        doors = [QueueDoor(planted(plan.bug, queue)), ShardDoor(queue)]
+        async with Server(settings, doors) as server:
             await server.ready()
             await server.until_stopped()
     finally:
@@ -40,9 +43,12 @@ async def serve(plan: Plan) -> None:
 
 
 async def look(plan: Plan) -> None:
-    """Open the store once more and write down what the queue says."""
-    queue = await opened(plan)
+    """Open the stores once more and write down what the queue says."""
+    shards = [await opened(plan, number) for number in range(plan.shards)]
+    queue = ShardedQueue(shards) if plan.shards > 1 else shards[0]
     ledger, state = await queue.ledger(RUN), await queue.run_state(RUN)
-    await queue.close()
+    for shard in shards:
+        assert (await shard.ledger(RUN)).balanced
+        await shard.close()
     told = {"ledger": told_ledger(ledger), "cursor": state.cursor}
     plan.final.write_text(json.dumps(told))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshrl.contract.errors import FencedError, UnavailableError, UserError, Wai
 from meshrl.contract.nouns import Lease, RunSpec
 from meshrl.transferqueue import admission
 from meshrl.transferqueue.sharding.placing import Members, owner
+from meshrl.transferqueue.sharding.plan import Plan, planned
 from meshrl.transferqueue.sharding.port import Groups
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
@@ -91,26 +93,42 @@ def test_a_task_is_looked_for_wherever_it_may_have_been_admitted() -> None:
 
 
 def told(fresh: int, *replays: tuple[int, int]) -> Groups:
-    return Groups(plan="", replays=replays, fresh=fresh, unfinished=0, feed_closed=False)
+    return Groups(
+        plan="",
+        replays=replays,
+        fresh=fresh,
+        unfinished=0,
+        feed_closed=False,
+        next_round=max((at for at, _ in replays), default=0) + 1,
+    )
 
 
 @pytest.mark.parametrize(
     ("shards", "count", "expected"),
     [
-        ([told(8), told(8)], 8, (4, 4)),
-        ([told(1), told(9)], 8, (1, 7)),
-        ([told(0), told(9)], 8, (0, 8)),
-        ([told(2), told(1)], 8, (2, 1)),
-        ([told(8), told(8), told(8)], 2, (0, 1, 1)),
-        ([told(9, (3, 5)), told(9, (3, 3))], 8, (5, 3)),
-        ([told(9, (4, 5)), told(9, (3, 3))], 4, (1, 3)),
-        ([told(9, (3, 1)), told(9, (3, 1))], 4, (2, 2)),
+        ([told(8), told(8)], 8, "1/0:4.1:4"),
+        ([told(1), told(9)], 8, "1/0:1.1:7"),
+        ([told(0), told(9)], 8, "1/1:8"),
+        ([told(2), told(1)], 8, "1/0:2.1:1"),
+        ([told(8), told(8), told(8)], 2, "1/1:1.2:1"),
+        ([told(9, (3, 5)), told(9, (3, 3))], 8, "4/0:5.1:3"),
+        ([told(9, (4, 5)), told(9, (3, 3))], 4, "5/1:3.0:1"),
+        ([told(9, (3, 1)), told(9, (3, 1))], 4, "4/0:1.1:1.0:1.1:1"),
+        ([told(0, (3, 1), (4, 2)), told(0, (3, 2))], 9, "5/0:1.1:2.0:2"),
     ],
 )
-def test_replays_come_first_by_step_then_even_shares(
-    shards: list[Groups], count: int, expected: tuple[int, ...]
+def test_replays_come_first_by_round_then_even_shares(
+    shards: list[Groups], count: int, expected: str
 ) -> None:
-    assert split(shards, count, step=1) == expected
+    assert str(split(shards, count, step=1)) == expected
+
+
+def test_a_plan_is_read_back_from_the_id_of_its_batch() -> None:
+    plan = Plan(7, ((1, 3), (0, 2), (1, 1)))
+    assert planned(plan.name("run/1.2#x")) == ("run/1.2#x", plan)
+    assert plan.shares == {1: 4, 0: 2}
+    assert plan.in_order({0: "ab", 1: "uvwx"}) == tuple("uvwabx")
+    assert planned("run/1.2#x") == ("run/1.2#x", None)
 
 
 # --- somebody dies between two shards
@@ -217,6 +235,18 @@ async def test_a_call_that_reached_some_shards_is_repaired_by_repeating_it(
         (states[0].epoch, states[0].published, 0, True)
     }
     assert await actors.resident() == {"ready": 24}
+
+
+async def test_whoever_opens_a_run_while_a_trainer_takes_it_over_is_not_fenced(
+    shards: list[ShardQueue],
+) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start()
+    # The trainer's epoch has reached the last shard, and what shard 0 said before is on its way to it.
+    await shards[2].follow(replace(await shards[0].run_state("run"), epoch=9), "next")
+    await ShardedQueue(shards).open_run(spec())
+    with pytest.raises(FencedError):
+        await ShardedQueue(shards).acquire("run", "late")
 
 
 # --- credits

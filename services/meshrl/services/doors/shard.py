@@ -80,11 +80,12 @@ class ShardDoor(rpc.ShardServicer):
         return pb.GroupsResponse(
             plan=groups.plan,
             replays=[
-                pb.GroupsResponse.Replay(step=step, groups=count) for step, count in groups.replays
+                pb.GroupsResponse.Replay(round=at, groups=count) for at, count in groups.replays
             ],
             fresh=groups.fresh,
             unfinished=groups.unfinished,
             feed_closed=groups.feed_closed,
+            next_round=groups.next_round,
         )
 
     async def PlanOf(self, request: pb.PlanOfRequest, context: Context) -> pb.PlanOfResponse:

@@ -132,10 +132,11 @@ def _room(answer: pb.RoomResponse) -> Room:
 def _groups(answer: pb.GroupsResponse) -> Groups:
     return Groups(
         plan=answer.plan,
-        replays=tuple((replay.step, replay.groups) for replay in answer.replays),
+        replays=tuple((replay.round, replay.groups) for replay in answer.replays),
         fresh=answer.fresh,
         unfinished=answer.unfinished,
         feed_closed=answer.feed_closed,
+        next_round=answer.next_round,
     )
 
 

@@ -34,12 +34,14 @@ class Groups:
     plan: str
     """Of the batch asked about, if any of its groups were taken here; else empty."""
     replays: tuple[tuple[int, int], ...]
-    """(step, groups): complete groups that were taken before, by the step they were first taken for, in order."""
+    """(round, groups): complete groups that were taken before, by the round that first took them, in order."""
     fresh: int
     """Complete groups that were never taken; counted together with the replays up to the number asked for."""
     unfinished: int
     """Groups that are in no batch and not complete."""
     feed_closed: bool
+    next_round: int
+    """Later than any round of the run here."""
 
     @property
     def complete(self) -> int:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.errors import FencedError, NotFoundError, UserError
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -83,8 +84,10 @@ class ShardedQueue(RowVerbs):
         members = await membership.join(first, spec.run, len(self._shards))
         state = await first.open_run(spec)
         await all_of(shard.open_run(spec) for shard in others)
-        # Shard 0 hears of everything last, but for epochs: whoever is behind it missed something.
-        await all_of(shard.follow(state, "") for shard in others)
+        # Shard 0 hears of everything last, but for epochs: whoever is behind it missed something. An epoch that began
+        # since then has its own trainer to bring the shards along.
+        with suppress(FencedError):
+            await all_of(shard.follow(state, "") for shard in others)
         self._know(spec, members)
         return state
 

@@ -1,11 +1,4 @@
-"""A transfer queue that can be one of several: it tells what it could hand out, and takes groups by plan.
-
-    batch id on a shard:  <batch id>#<groups of shard 0>.<groups of shard 1>. ...
-
-The plan is part of the id under which a shard records its groups of a batch. So the first shard that has recorded
-them has recorded the plan, in the same transaction and under the trainer's epoch: whoever asks for the batch again
-finds it, whatever died in between.
-"""
+"""A transfer queue that can be one of several: it tells what it could hand out, and takes groups by plan."""
 
 from __future__ import annotations
 
@@ -17,6 +10,7 @@ from meshrl.contract.errors import FencedError, WaitTimeoutError
 from meshrl.contract.nouns import Batch, RunState, Task
 from meshrl.transferqueue import admission, batches, leases
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.plan import ROUND_BITS, planned
 from meshrl.transferqueue.sharding.port import Groups, Room, Rows
 from meshrl.transferqueue.store import Store
 from meshrl.transferqueue.waiting import Bell, any_bell
@@ -24,9 +18,6 @@ from meshrl.transferqueue.waiting import Bell, any_bell
 if TYPE_CHECKING:
     from meshrl.transferqueue.run import Run
     from meshrl.transferqueue.stages import Stage
-
-STEP_BITS = 24
-"""A position is `step << STEP_BITS` and a number: whatever was taken for one step stands together on every shard."""
 
 
 class ShardQueue(TransferQueue):
@@ -143,10 +134,12 @@ class ShardQueue(TransferQueue):
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """See Queue. What is taken first for a step stands before all that is taken first for a later one."""
+        """See Queue. What a round takes first stands behind everything that earlier rounds took first."""
         state = self._run(run)
         state.check_epoch(epoch)
-        state.next_position = max(state.next_position, step << STEP_BITS)
+        _, plan = planned(batch_id)
+        if plan is not None:
+            state.next_position = max(state.next_position, plan.round << ROUND_BITS)
         return await super().take(
             run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
         )
@@ -194,20 +187,21 @@ class ShardQueue(TransferQueue):
 
 
 def _plan(run: Run, batch_id: str) -> str:
-    names = (name.rpartition("#") for name in run.batches)
-    return next((plan for name, _, plan in names if name == batch_id), "")
+    found = (plan for name, plan in map(planned, run.batches) if plan and name == batch_id)
+    return str(next(found, ""))
 
 
 def _groups(run: Run, step: int, count: int, plan: str) -> Groups:
     """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
     found = [] if plan else batches._fresh_enough(run, step, count)
-    replays = Counter(g.position >> STEP_BITS for g in found if g.position >= 0)
+    replays = Counter(group.position >> ROUND_BITS for group in found if group.position >= 0)
     return Groups(
         plan=plan,
         replays=tuple(sorted(replays.items())),
         fresh=len(found) - replays.total(),
         unfinished=len(run.groups) - run.in_batches - run.complete,
         feed_closed=run.feed_closed,
+        next_round=(run.next_position >> ROUND_BITS) + 1,
     )
 
 

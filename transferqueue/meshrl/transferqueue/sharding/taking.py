@@ -1,16 +1,16 @@
-"""Batches over several shards: a plan says how many groups each gives, and is recorded with them.
+"""Batches over several shards: a plan says how many groups each gives, and is recorded with them (plan.py).
 
-    shards tell their complete groups ──▶ enough? ──▶ plan "5.3" ──▶ take 5 and 3 under the id "<batch id>#5.3"
+    shards tell their complete groups ──▶ enough? ──▶ plan ──▶ each shard takes its share under the plan
 
 **Exactly once, whatever dies.** A group that is complete and fresh enough for a step stays so until it is taken, so
-the parts of a plan can always be taken. The first part that a shard records carries the plan: whoever asks for the
-batch again, before or after a kill, follows it, and a shard that has given its part gives the same one again. Parts
+the shares of a plan can always be taken. The first share that a shard records carries the plan: whoever asks for the
+batch again, before or after a kill, follows it, and a shard that has given its share gives the same one again. Shares
 of an older epoch that were not settled come back at `acquire`, as from a single queue.
 
-**Order.** What was taken before is taken first, by the step that it was first taken for, then by shard, then in its
-old order: a rewound trainer gets the same batches. What is new is taken in even shares, each shard's in its
-sampler's order; where one has fewer, the others give more. So batches are in order of admission (or the sampler's) on
-each shard, and about so over all.
+**Order.** What was taken before is taken first: by the round that first took it, then by shard, then in its old
+order there. That is the order in which it stood, so a rewound trainer gets the same batches. What is new is taken in
+even shares, each shard's in its sampler's order; where one has fewer, the others give more. So batches are in order
+of admission (or the sampler's) on each shard, and about so over all.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import EndOfDataError, UserError, WaitTimeoutError
 from meshrl.contract.nouns import Batch
 from meshrl.transferqueue.sharding.asking import all_of, any_of
+from meshrl.transferqueue.sharding.plan import Plan
 from meshrl.transferqueue.sharding.port import Groups, Shard
 
 PLANS = 64
 """Plans that a router keeps in mind; older ones are asked for again."""
 
 
-def split(told: Sequence[Groups], count: int, step: int) -> tuple[int, ...]:
-    """How many of `count` groups each shard gives; together fewer only when there are fewer."""
-    given = [0] * len(told)
+def split(told: Sequence[Groups], count: int, step: int) -> Plan:
+    """`count` groups, fewer only when there are fewer. Who gives one more of what is new changes with `step`."""
+    runs: list[tuple[int, int]] = []
     left = count
-    for first in sorted({at for one in told for at, _ in one.replays}):
-        for number, one in enumerate(told):
-            part = min(left, dict(one.replays).get(first, 0))
-            given[number] += part
-            left -= part
-    fresh = [one.fresh for one in told]
-    # One group from each in turn; who begins changes with the step, so that no shard is always the last.
-    turn = [(step + number) % len(told) for number in range(len(told))]
-    while left and any(fresh):
-        for number in turn:
-            if left and fresh[number]:
-                fresh[number] -= 1
-                given[number] += 1
+    for round_ in sorted({at for one in told for at, _ in one.replays}):
+        for shard, one in enumerate(told):
+            groups = min(left, dict(one.replays).get(round_, 0))
+            runs.append((shard, groups))
+            left -= groups
+    fresh = [0] * len(told)
+    turns = [(step + turn) % len(told) for turn in range(len(told))]
+    while left and any(one.fresh > given for one, given in zip(told, fresh, strict=True)):
+        for shard in turns:
+            if left and fresh[shard] < told[shard].fresh:
+                fresh[shard] += 1
                 left -= 1
-    return tuple(given)
+    return Plan.of(max(one.next_round for one in told), [*runs, *enumerate(fresh)])
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +55,8 @@ class Taking:
 
     run: str
     shards: Sequence[Shard]
-    plans: OrderedDict[str, str] = field(default_factory=OrderedDict)
-    """Of batches whose parts are all taken."""
+    plans: OrderedDict[str, Plan] = field(default_factory=OrderedDict)
+    """Of batches whose shares are all taken."""
 
     async def take(
         self, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
@@ -68,47 +67,48 @@ class Taking:
         plan = self.plans.get(batch_id)
         if plan is None:
             plan = await self._agree(epoch, step, groups, batch_id, wait_s)
+        shares = plan.shares
         parts = await all_of(
-            self.shards[number].take(
+            self.shards[shard].take(
                 self.run,
                 epoch=epoch,
                 step=step,
-                groups=count,
-                batch_id=f"{batch_id}#{plan}",
+                groups=share,
+                batch_id=plan.name(batch_id),
                 wait_s=0.0,
             )
-            for number, count in enumerate(map(int, plan.split(".")))
-            if count
+            for shard, share in shares.items()
         )
         self._keep(batch_id, plan)
-        every = tuple(group for part in parts for group in part.groups)
-        return Batch(batch_id=batch_id, run=self.run, step=step, groups=every)
+        taken = {shard: part.groups for shard, part in zip(shares, parts, strict=True)}
+        return Batch(batch_id=batch_id, run=self.run, step=step, groups=plan.in_order(taken))
 
     async def settle(self, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
         plan = self.plans.get(batch_id) or await self._recorded(batch_id)
-        if not plan:
+        if plan is None:
             # Committed long ago, or nobody's: a shard by itself knows what to say.
             await self.shards[0].settle(self.run, epoch=epoch, step=step, batch_id=batch_id)
             return
         await all_of(
-            self.shards[number].settle(
-                self.run, epoch=epoch, step=step, batch_id=f"{batch_id}#{plan}"
+            self.shards[shard].settle(
+                self.run, epoch=epoch, step=step, batch_id=plan.name(batch_id)
             )
-            for number, count in enumerate(map(int, plan.split(".")))
-            if count
+            for shard in plan.shares
         )
 
-    async def _recorded(self, batch_id: str) -> str:
+    async def _recorded(self, batch_id: str) -> Plan | None:
         plans = await all_of(shard.plan_of(self.run, batch_id) for shard in self.shards)
-        return next(filter(None, plans), "")
+        return next((Plan.parse(plan) for plan in plans if plan), None)
 
-    def _keep(self, batch_id: str, plan: str) -> None:
+    def _keep(self, batch_id: str, plan: Plan) -> None:
         self.plans[batch_id] = plan
         while len(self.plans) > PLANS:
             self.plans.popitem(last=False)
 
-    async def _agree(self, epoch: int, step: int, groups: int, batch_id: str, wait_s: float) -> str:
+    async def _agree(
+        self, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Plan:
         """The plan on record, or a new one once there are enough groups.
 
         A shard is heard of again when it has its share of what is missing: when enough have come in, some shard has.
@@ -123,11 +123,11 @@ class Taking:
             told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)  # type: ignore[arg-type]
             plan = next((one.plan for one in told if one.plan), "")
             if plan:
-                return plan
+                return Plan.parse(plan)
             complete = sum(one.complete for one in told)
             done = all(one.done for one in told)
             if complete >= groups or (done and complete):
-                return ".".join(map(str, split(told, groups, step)))
+                return split(told, groups, step)
             if done:
                 raise EndOfDataError(
                     f"run {self.run}: the feed is closed and every group is taken or has left"
