@@ -82,3 +82,21 @@ def find_mesh(
         trainer=book.address("trainer"),
         fleet={name: entry.address for name, entry in book.of_kind("rollout").items()},
     )
+
+
+def reward_address(run_dir: Path | None, address: str | None) -> str:
+    """Where the reward service listens: `address`, or as the mesh of `run_dir` (the newest one here) says.
+
+    Raises:
+        NotFoundError: no mesh was ever started here. UnavailableError: it does not run now.
+    """
+    if address is not None:
+        return address
+    directory = run_dir if run_dir is not None else newest_run_dir()
+    book = AddressBook.load(directory / BOOK_NAME)
+    if not is_up(directory):
+        raise UnavailableError(
+            f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
+        )
+    tls.use(load_recipe(book.recipe, check=False).tls)
+    return book.address("reward")

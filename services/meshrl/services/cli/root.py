@@ -43,6 +43,7 @@ KNOWN: Mapping[str, Lazy] = {
     "why-waiting": Lazy(f"{COMMANDS}.why_waiting:why_waiting", "What blocks, since when, and who."),
     "dead-letters": Lazy(f"{COMMANDS}.dead_letters:dead_letters", "Rows given up; `replay` them."),
     "queue": Lazy(f"{COMMANDS}.queue:queue", "Back up, restore and verify what a queue stores."),
+    "reward": Lazy(f"{COMMANDS}.reward:reward", "Reward functions, submitted while training runs."),
     "health": Lazy(f"{COMMANDS}.health:health", "Is the service at HOST:PORT ready?"),
     "config": Lazy(f"{COMMANDS}.config:config", "Check, show and explain recipes."),
 }

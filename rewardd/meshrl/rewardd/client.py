@@ -1,0 +1,173 @@
+"""The reward registry from Python, over HTTP: `RewardClient`, and `AsyncRewardClient` with the same methods.
+
+    with RewardClient("http://127.0.0.1:8800", token="mrl_...") as rewards:
+        rewards.submit("reward", source=Path("reward.py").read_text())
+        rewards.score("reward", [{"solution": "#### 42", "ground_truth": "42"}])
+
+Needs httpx (`pip install 'meshrl[client]'`). Answers are the JSON of the service; its pages at /docs describe them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from meshrl.contract.errors import InfraError, MeshError, UnavailableError, from_wire
+from meshrl.contract.nouns import Json
+
+TIMEOUT_S = 120.0
+"""Longer than a submission may take to load and to pass its tests."""
+
+
+def _answer(response: httpx.Response) -> Any:
+    """The JSON of a success. Raises what the service raised."""
+    if response.is_success:
+        return response.json() if "json" in response.headers["content-type"] else response.text
+    try:
+        problem = response.json()
+        code, detail = str(problem.pop("code")), str(problem.pop("detail"))
+    except (ValueError, KeyError, AttributeError):
+        raise InfraError(
+            f"HTTP {response.status_code} without a problem: {response.text[:200]}"
+        ) from None
+    raise from_wire(code, detail, problem)
+
+
+def _unreachable(url: httpx.URL, error: httpx.TransportError) -> MeshError:
+    return UnavailableError(f"the reward service at {url} cannot be reached: {error}")
+
+
+def _headers(token: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class _Methods:
+    """What can be asked; `_send` sends it, and its result is what the service answered.
+
+    Every method raises the MeshError that the service names (UserError, NotFoundError, ConflictError …).
+    """
+
+    def _send(self, verb: str, path: str, **arguments: Any) -> Any:
+        raise NotImplementedError
+
+    def submit(
+        self,
+        name: str,
+        *,
+        source: str = "",
+        wheel: bytes = b"",
+        entry_point: str = "",
+        kind: str = "compute_score",
+        deps: Sequence[str] = (),
+        tests: Sequence[Mapping[str, Json]] = (),
+        note: str = "",
+        hold: bool = False,
+    ) -> Any:
+        """Hand in a version; `hash`, `created`, `name`."""
+        body = {
+            "name": name,
+            "source": source,
+            "wheel": base64.b64encode(wheel).decode(),
+            "entry_point": entry_point,
+            "kind": kind,
+            "deps": list(deps),
+            "tests": list(tests),
+            "note": note,
+            "hold": hold,
+        }
+        return self._send("POST", "/v1/rewards", json=body)
+
+    def list(self) -> Any:
+        """Every name, and what scores the run."""
+        return self._send("GET", "/v1/rewards")
+
+    def show(self, name: str, version: str = "current") -> Any:
+        """One version with its source."""
+        return self._send("GET", f"/v1/rewards/{name}/versions/{version}")
+
+    def diff(self, name: str, old: str, new: str = "") -> Any:
+        """A unified diff of two sources, as text."""
+        return self._send("GET", f"/v1/rewards/{name}/diff", params={"old": old, "new": new})
+
+    def roll_back(self, name: str, version: str = "") -> Any:
+        """Point the name to `version`, or to the one before."""
+        return self._send("POST", f"/v1/rewards/{name}/rollback", json={"version": version})
+
+    def retire(self, name: str, version: str) -> Any:
+        """Bar a version from scoring under this name."""
+        return self._send("POST", f"/v1/rewards/{name}/retire", json={"version": version})
+
+    def watch(self, name: str, version: str, share: float = 1.0) -> Any:
+        """Score a share of the rows with it too and compare; 0 ends it."""
+        body = {"version": version, "share": share}
+        return self._send("POST", f"/v1/rewards/{name}/watch", json=body)
+
+    def score(self, name: str, samples: Sequence[Mapping[str, Json]], version: str = "") -> Any:
+        """Try a version out: one score per sample."""
+        body = {"samples": [*samples], "version": version}
+        return self._send("POST", f"/v1/rewards/{name}/score", json=body)
+
+    def compare(
+        self, name: str, a: str, b: str = "", samples: Sequence[Mapping[str, Json]] = ()
+    ) -> Any:
+        """Two versions on `samples`, or on what the run scored last."""
+        body = {"a": a, "b": b, "samples": [*samples]}
+        return self._send("POST", f"/v1/rewards/{name}/compare", json=body)
+
+
+class RewardClient(_Methods):
+    """Blocks until the service has answered."""
+
+    def __init__(self, url: str, *, token: str | None = None, verify: Any = True) -> None:
+        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority)."""
+        self._http = httpx.Client(
+            base_url=url, headers=_headers(token), timeout=TIMEOUT_S, verify=verify
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def _send(self, verb: str, path: str, **arguments: Any) -> Any:
+        try:
+            return _answer(self._http.request(verb, path, **arguments))
+        except httpx.TransportError as error:
+            raise _unreachable(self._http.base_url, error) from error
+
+
+class AsyncRewardClient(_Methods):
+    """The same methods, to be awaited."""
+
+    def __init__(self, url: str, *, token: str | None = None, verify: Any = True) -> None:
+        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority)."""
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=_headers(token), timeout=TIMEOUT_S, verify=verify
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def _send(self, verb: str, path: str, **arguments: Any) -> Any:
+        try:
+            return _answer(await self._http.request(verb, path, **arguments))
+        except httpx.TransportError as error:
+            raise _unreachable(self._http.base_url, error) from error

@@ -1,0 +1,350 @@
+"""`meshrl reward`: submit, look at, move, try out and compare the reward functions of a running mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Json, Sample, Uid
+from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.registry.nouns import Case, Submission
+from meshrl.services.cli.options import PATH, json_option
+from meshrl.services.up.exits import Exit
+
+Answer = TypeVar("Answer")
+RESCORE_ROWS = 2048
+"""Rows of a file that are on their way at once."""
+
+
+@click.group()
+@click.option(
+    "--run-dir",
+    type=PATH,
+    envvar="MESHRL_RUN_DIR",
+    help="The run's directory; the newest runs/*/mesh.json if not given.",
+)
+@click.option(
+    "--reward",
+    "address",
+    metavar="HOST:PORT",
+    envvar="MESHRL_REWARD",
+    help="Ask this reward service. Where it asks for tokens: MESHRL_TOKEN.",
+)
+@click.pass_context
+def reward(context: click.Context, run_dir: Path | None, address: str | None) -> None:
+    """Submit reward functions to a running mesh, and say which one scores."""
+    context.obj = (run_dir, address)
+
+
+def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -> Answer:
+    """One conversation with the registry."""
+    # Imported here: with it comes gRPC, which `--help` can do without.
+    from meshrl.services.cli.mesh import reward_address
+    from meshrl.services.wires.reward_registry import RewardRegistryWire
+
+    async def ask() -> Answer:
+        async with RewardRegistryWire(reward_address(*context.obj)) as wire:
+            return await question(wire)
+
+    return asyncio.run(ask())
+
+
+@reward.command()
+@click.argument("file", type=PATH)
+@click.option("--name", help="What will point to it; the file's name if not given.")
+@click.option(
+    "--entry-point", default="", help="A function of the file; of a wheel module:function."
+)
+@click.option(
+    "--kind", type=click.Choice([k.value for k in Kind]), default=Kind.COMPUTE_SCORE.value
+)
+@click.option("--deps", default="", help="Packages that it imports, separated by commas.")
+@click.option("--tests", type=PATH, help="JSON lines: solution, score, ground_truth ...")
+@click.option("--note", default="", help="For people.")
+@click.option("--hold", is_flag=True, help="Keep it without pointing the name to it.")
+@click.pass_context
+def submit(context: click.Context, /, file: Path, name: str | None, **options: Any) -> None:
+    """Hand in FILE, Python source or a wheel. The run switches to it if it follows that name."""
+    data = _bytes(file)
+    packed = file.suffix == ".whl"
+    submission = Submission(
+        name=name or file.stem.lower(),
+        source="" if packed else _decoded(file, data),
+        wheel=data if packed else b"",
+        entry_point=options["entry_point"],
+        kind=Kind(options["kind"]),
+        deps=tuple(dep.strip() for dep in options["deps"].split(",") if dep.strip()),
+        cases=tuple(_cases(options["tests"])) if options["tests"] else (),
+        note=options["note"],
+        point=not options["hold"],
+    )
+    done = _ask(context, lambda wire: wire.submit(submission))
+    state = (
+        "points to it"
+        if done.name.current == done.hash
+        else f"points to {done.name.current or 'none'}"
+    )
+    known = "" if done.created else ", known before"
+    click.echo(f"{done.hash}  {submission.name} {state} ({done.cases} tests passed{known})")
+
+
+@reward.command("list")
+@json_option
+@click.pass_context
+def list_(context: click.Context, as_json: bool) -> None:
+    """Every name, what it points to, and what scores the run."""
+    found = _ask(context, lambda wire: wire.names())
+    if as_json:
+        from google.protobuf.json_format import MessageToDict
+
+        click.echo(json.dumps(MessageToDict(found, preserving_proto_field_name=True), indent=2))
+        return
+    table = Table()
+    for column in ("name", "version", "versions", "last change"):
+        table.add_column(column)
+    for name in found.names:
+        last = name.history[-1]
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+        table.add_row(
+            name.name, name.current, str(len(name.versions)), f"{last.action} by {last.by}, {when}"
+        )
+    Console(highlight=False).print(table)
+    of = "the recipe's own" if found.scoring == found.base else f"as {found.followed!r} says"
+    click.echo(f"scoring: {found.scoring} ({of})")
+    if found.HasField("watch"):
+        _tell(found.watch)
+    if found.http_address:
+        click.echo(f"HTTP: {found.http_address} (pages: {found.http_address}/docs)")
+
+
+@reward.command()
+@click.argument("name")
+@click.argument("version", default="")
+@click.pass_context
+def show(context: click.Context, name: str, version: str) -> None:
+    """Print the source of NAME, or of one VERSION of it."""
+    found = _ask(context, lambda wire: wire.get(name, version))
+    if found.is_wheel:
+        click.echo(f"# a wheel of {len(found.content)} bytes, entry point {found.entry_point}")
+    else:
+        click.echo(found.content.decode(), nl=False)
+
+
+@reward.command()
+@click.argument("name")
+@click.argument("old")
+@click.argument("new", default="")
+@click.pass_context
+def diff(context: click.Context, name: str, old: str, new: str) -> None:
+    """What changed from version OLD to NEW, or to the current one."""
+    click.echo(_ask(context, lambda wire: wire.diff(name, old, new)), nl=False)
+
+
+@reward.command()
+@click.argument("name")
+@click.argument("version", default="")
+@click.pass_context
+def rollback(context: click.Context, name: str, version: str) -> None:
+    """Point NAME to VERSION, or to the one before the current one."""
+    found = _ask(context, lambda wire: wire.roll_back(name, version))
+    click.echo(f"{name} points to {found.current}")
+
+
+@reward.command()
+@click.argument("name")
+@click.argument("version")
+@click.pass_context
+def retire(context: click.Context, name: str, version: str) -> None:
+    """Bar VERSION from scoring as NAME."""
+    _ask(context, lambda wire: wire.retire(name, version))
+    click.echo(f"{name}: {version} is retired")
+
+
+@reward.command()
+@click.argument("name")
+@click.argument("version")
+@click.option("--share", type=float, default=1.0, show_default=True, help="Of the rows; 0 ends it.")
+@click.pass_context
+def watch(context: click.Context, name: str, version: str, share: float) -> None:
+    """Score rows with VERSION too and compare, using nothing of it (a canary; a shadow with all rows)."""
+    found = _ask(context, lambda wire: wire.watch(name, version, share))
+    watched, of = found.watched
+    click.echo(f"watching {watched} on {of:.0%} of the rows" if watched else "watching nothing")
+
+
+@reward.command("test")
+@click.argument("name")
+@click.option("--solution", required=True, help="The response.")
+@click.option("--truth", default="null", help="The ground truth: JSON, or text.")
+@click.option("--data-source", default="")
+@click.option("--version", default="", help="The current one if not given.")
+@json_option
+@click.pass_context
+def test_(context: click.Context, /, name: str, solution: str, truth: str, **options: Any) -> None:
+    """Score one solution with NAME; nothing of it enters the run."""
+    sample = Sample(
+        uid=Uid("try", "sample", 0),
+        data_source=options["data_source"],
+        solution=solution,
+        ground_truth=_json_or_text(truth),
+        extra_info={},
+    )
+    (score,) = _ask(context, lambda wire: wire.score(name, options["version"], [sample]))
+    if options["as_json"]:
+        shown = {
+            "outcome": score.outcome,
+            "score": score.score,
+            "components": dict(score.components),
+        }
+        click.echo(json.dumps({**shown, "reason": score.reason, "hash": score.reward_hash}))
+    elif score.outcome.trainable:
+        parts = ", ".join(f"{key} {value:g}" for key, value in score.components.items())
+        click.echo(f"{score.score:g}  ({parts}; version {score.reward_hash})")
+    else:
+        click.echo(f"{score.outcome}: {score.reason}", err=True)
+    sys.exit(Exit.DONE if score.outcome.trainable else Exit.FAILED)
+
+
+@reward.command()
+@click.argument("name")
+@click.argument("a")
+@click.argument("b", default="")
+@click.option("--samples", type=PATH, help="JSON lines: solution, ground_truth ...")
+@click.pass_context
+def compare(context: click.Context, name: str, a: str, b: str, samples: Path | None) -> None:
+    """Versions A and B (or the current one) on the rows of a file, or on those that the run scored last.
+
+    `recipe` stands for the functions of the recipe.
+    """
+    given = [sample for _, sample in _samples(samples)] if samples else []
+    _tell(_ask(context, lambda wire: wire.compare(name, a, b, given)))
+
+
+@reward.command()
+@click.argument("name")
+@click.argument("rows", type=PATH)
+@click.option("--version", default="", help="The current one if not given.")
+@click.option("--out", type=PATH, required=True, help="Where the rows go, with their new scores.")
+@click.pass_context
+def rescore(context: click.Context, name: str, rows: Path, version: str, out: Path) -> None:
+    """Score stored ROWS (JSON lines: solution, ground_truth ...) again, telling progress and rate."""
+    given = list(_samples(rows))
+    began = time.monotonic()
+
+    async def all_of_it(wire: Any) -> tuple[int, int]:
+        done = faults = 0
+        draft = out.with_name(f".{out.name}.writing")
+        with draft.open("w") as file:
+            for start in range(0, len(given), RESCORE_ROWS):
+                part = given[start : start + RESCORE_ROWS]
+                scores = await wire.score(name, version, [sample for _, sample in part])
+                for (row, _), score in zip(part, scores, strict=True):
+                    faults += not score.outcome.trainable
+                    file.write(json.dumps({**row, **_scored(score)}) + "\n")
+                done += len(part)
+                rate = done / (time.monotonic() - began)
+                click.echo(f"{done} of {len(given)} rows, {rate:.0f} rows/s", err=True)
+        draft.replace(out)
+        return done, faults
+
+    done, faults = _ask(context, all_of_it)
+    click.echo(f"{done} rows scored again, {faults} of them without a score: {out}")
+
+
+@reward.command()
+@click.argument("name")
+@click.option("--roles", default="read", show_default=True, help="Of submit, read, operate.")
+def token(name: str, roles: str) -> None:
+    """Make a token for NAME: the token on stderr, its line for reward.registry.tokens on stdout."""
+    from meshrl.services.rewards.auth import Role, new_token
+
+    wanted = [role.strip() for role in roles.split(",")]
+    unknown = [role for role in wanted if role not in set(Role)]
+    if unknown:
+        raise UserError(f"no role {unknown[0]!r}; there are {', '.join(Role)}")
+    made, digest = new_token()
+    click.echo(f"the token, shown this once: {made}", err=True)
+    click.echo(f"  - {{name: {json.dumps(name)}, roles: [{', '.join(wanted)}], sha256: {digest}}}")
+
+
+def _scored(score: Any) -> dict[str, Json]:
+    if not score.outcome.trainable:
+        return {"score": None, "outcome": score.outcome, "reason": score.reason}
+    return {"score": score.score, "outcome": score.outcome, "reward_hash": score.reward_hash}
+
+
+def _tell(found: Any) -> None:
+    click.echo(f"{found.a} -> {found.b}: {found.compared} of {found.rows} rows scored by both")
+    click.echo(f"  equal {found.equal}, mean {found.mean_a:.4g} -> {found.mean_b:.4g}")
+    if found.faults_a or found.faults_b or found.skipped:
+        click.echo(f"  no score: {found.faults_a} -> {found.faults_b}; left out: {found.skipped}")
+    for one in found.largest:
+        click.echo(f"  {one.uid}: {one.a:g} -> {one.b:g}")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+
+
+def _decoded(path: Path, data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _json_or_text(text: str) -> Json:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
+    """Raises UserError with file and line."""
+    for number, line in enumerate(_decoded(path, _bytes(path)).splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not JSON: {error}") from error
+            if not isinstance(row, dict) or not isinstance(row.get("solution"), str):
+                raise UserError(f"{path}:{number}: want an object with a `solution`, text")
+            yield number, row
+
+
+def _cases(path: Path) -> Iterator[Case]:
+    for number, row in _lines(path):
+        try:
+            yield Case(**{**row, "score": float(row["score"])})
+        except (TypeError, ValueError, KeyError) as error:
+            raise UserError(f"{path}:{number}: not a test: {error}") from error
+
+
+def _samples(path: Path) -> Sequence[tuple[dict[str, Json], Sample]]:
+    return [
+        (
+            row,
+            Sample(
+                uid=Uid("stored", path.name.replace("/", "_"), number),
+                data_source=str(row.get("data_source", "")),
+                solution=row["solution"],
+                ground_truth=row.get("ground_truth"),
+                extra_info=row.get("extra_info") or {},
+            ),
+        )
+        for number, row in _lines(path)
+    ]

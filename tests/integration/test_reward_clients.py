@@ -1,0 +1,123 @@
+"""The registry from the command line and from Python: what a person types, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
+from meshrl.rewardd.client import AsyncRewardClient, RewardClient
+from meshrl.services.cli.commands.reward import reward
+
+from .test_reward_doors import Service, serving, source
+
+
+async def cli(service: Service, *arguments: str) -> Result:
+    command = ["--reward", service.grpc, *arguments]
+    return await asyncio.to_thread(CliRunner().invoke, reward, command)
+
+
+async def told(service: Service, *arguments: str) -> str:
+    result = await cli(service, *arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return str(result.stdout)
+
+
+async def test_what_a_person_types(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"r{number}.py").write_text(source(number))
+    (tmp_path / "tests.jsonl").write_text('{"solution": "x", "score": 1}\n')
+    rows = [{"solution": "x", "ground_truth": n, "id": n} for n in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with serving(tmp_path) as service:
+        submit = ("submit", str(tmp_path / "r1.py"), "--name", "reward")
+        one = (await told(service, *submit, "--tests", str(tmp_path / "tests.jsonl"))).split()[0]
+        said = await told(service, "submit", str(tmp_path / "r2.py"), "--name", "reward", "--hold")
+        two = said.split()[0]
+        assert said == f"{two}  reward points to {one} (0 tests passed)\n"
+        assert await told(service, "show", "reward") == source(1)
+        assert (await told(service, "diff", "reward", one, two)).endswith("+    return 2\n")
+        assert (await told(service, "test", "reward", "--solution", "x")).startswith("1  (")
+        assert "mean 1 -> 2" in await told(
+            service, "compare", "reward", one, two, "--samples", str(tmp_path / "rows.jsonl")
+        )
+        assert await told(service, "watch", "reward", two, "--share", "0.5") == (
+            f"watching {two} on 50% of the rows\n"
+        )
+        assert await told(service, "rollback", "reward", two) == f"reward points to {two}\n"
+        listing = await told(service, "list")
+        assert f"scoring: {two} (as 'reward' says)" in listing
+        assert json.loads(await told(service, "list", "--json"))["scoring"] == two
+        out = tmp_path / "scored.jsonl"
+        await told(service, "rescore", "reward", str(tmp_path / "rows.jsonl"), "--out", str(out))
+        scored = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(row["id"], row["score"], row["reward_hash"]) for row in scored] == [
+            (n, 2.0, two) for n in range(5)
+        ]
+        assert await told(service, "retire", "reward", one) == f"reward: {one} is retired\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["submit", "nowhere.py"], "nowhere.py: No such file or directory"),
+        (["submit", "bad.py", "--name", "reward"], "the source, line 1: "),
+        (["submit", "r.py", "--tests", "broken.jsonl"], "broken.jsonl:1: not JSON"),
+        (["show", "nobody"], "no reward is called 'nobody'"),
+        (["compare", "reward", "a", "--samples", "broken.jsonl"], "broken.jsonl:1: not JSON"),
+    ],
+)
+async def test_a_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text("def f(:\n")
+    (tmp_path / "r.py").write_text(source(1))
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    async with serving(tmp_path) as service:
+        result = await cli(service, *arguments)
+    assert isinstance(result.exception, MeshError)
+    assert line in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_a_token_is_shown_once_and_its_hash_kept() -> None:
+    result = CliRunner().invoke(reward, ["token", "ann", "--roles", "read,submit"])
+    assert result.exit_code == 0
+    token = result.stderr.split()[-1]
+    assert token.startswith("mrl_") and token not in result.stdout
+    assert 'name: "ann", roles: [read, submit], sha256: ' in result.stdout
+    refused = CliRunner().invoke(reward, ["token", "ann", "--roles", "root"])
+    assert str(refused.exception) == "no role 'root'; there are read, submit, operate"
+
+
+async def test_the_python_clients_say_what_the_service_says(tmp_path: Path) -> None:
+    async with serving(tmp_path, closed=True) as service:
+        token = service.tokens["boss"]
+
+        def blocking() -> Any:
+            with RewardClient(service.http, token=token) as rewards:
+                made = rewards.submit(
+                    "reward", source=source(3), tests=[{"solution": "", "score": 3}]
+                )
+                assert rewards.list()["scoring"] == made["hash"]
+                with pytest.raises(UserError, match="line 1"):
+                    rewards.submit("reward", source="def f(:")
+                return made["hash"]
+
+        version = await asyncio.to_thread(blocking)
+        async with AsyncRewardClient(service.http, token=token) as rewards:
+            (score,) = await rewards.score("reward", [{"solution": "x"}])
+            assert (score["score"], score["reward_hash"]) == (3.0, version)
+            assert (await rewards.show("reward"))["source"] == source(3)
+            with pytest.raises(NotFoundError, match="nobody"):
+                await rewards.show("nobody")
+    with (
+        RewardClient(service.http) as gone,
+        pytest.raises(UnavailableError, match="cannot be reached"),
+    ):
+        gone.list()
