@@ -92,6 +92,11 @@ STORE ?= disk
 chaos: venv
 	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE)
 
+# Rewrite the client without `await` from the one with it.
+.PHONY: sync
+sync: venv
+	$(BIN)/python services/generate_sync.py
+
 bench: venv
 	@ls benchmarks/*.py
 

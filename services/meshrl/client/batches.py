@@ -1,0 +1,221 @@
+"""Batches for a trainer of your own, each trained once in the history that survives.
+
+    async for batch in (batches := run.batches(groups=4, step=resumed_at)):
+        ...one optimizer step...                       asking for the next batch settles this one
+        async with batches.checkpoint() as step:       settles it now
+            save(step)                                 at its good end, what came before is trained for good
+
+A trainer that dies comes back with the step of its last checkpoint: what was settled at or after that step, and what
+was taken and not settled, comes again in the same order; what came before does not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from meshrl.client.ranks import Share
+from meshrl.contract.errors import EndOfDataError, UserError
+from meshrl.contract.nouns import Batch, BatchRow, Columns, RunState, Trajectory, Uid, Version
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Complete groups with their payload, in the manifest's order: siblings stand next to each other."""
+
+    epoch: int
+    step: int
+    """The optimizer step that the batch is for."""
+    rows: tuple[BatchRow, ...]
+    columns: tuple[Columns, ...]
+    """One mapping a row: column name to a read-only array."""
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """The rows as Trajectories, for runs with the standard stages. Raises CorruptError."""
+        pairs = zip(self.rows, self.columns, strict=True)
+        return tuple(trajectory(row.uid, columns) for row, columns in pairs)
+
+
+async def take(
+    port: Queue, run: str, *, epoch: int, step: int, groups: int, wait_s: float
+) -> Batch:
+    """The batch of a step. Every rank and every worker that asks in one epoch gets the same one."""
+    return await port.take(
+        run, epoch=epoch, step=step, groups=groups, batch_id=f"{epoch}-{step}", wait_s=wait_s
+    )
+
+
+async def fetch(
+    port: Queue, batch: Batch, epoch: int, columns: Sequence[str], share: Share
+) -> TrainBatch:
+    """The payload of a rank's share of a batch."""
+    rows = share.rows_of(batch)
+    found = await port.fetch(batch.run, [row.uid for row in rows], columns) if rows else ()
+    return TrainBatch(epoch=epoch, step=batch.step, rows=rows, columns=tuple(found))
+
+
+def all_columns(state: RunState) -> tuple[str, ...]:
+    """Every column that a stage of the run writes."""
+    return tuple(dict.fromkeys(name for stage in state.spec.stages for name in stage.writes))
+
+
+def this_process() -> str:
+    """host:pid, for people who ask who has a run or a row."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+class Batches:
+    """An async iterator over a run's batches, by its one trainer. Made by `Run.batches`."""
+
+    def __init__(
+        self,
+        port: Queue,
+        run: str,
+        *,
+        groups: int,
+        columns: Sequence[str] | None,
+        step: int | None,
+        steps: int | None,
+        owner: str,
+        publish: bool,
+        wait_s: float,
+    ) -> None:
+        self._port = port
+        self._run = run
+        self._groups = groups
+        self._columns = columns
+        self._step = step
+        self._steps = steps
+        self._owner = owner
+        self._publish = publish
+        self._wait_s = wait_s
+        self._epoch: int | None = None
+        self._open: TrainBatch | None = None
+        self._again = False
+        self._done = 0
+
+    @property
+    def epoch(self) -> int:
+        """The trainer's epoch; an older trainer of the run is fenced. Raises UserError before `start`."""
+        if self._epoch is None:
+            raise UserError("the run has not been taken over yet: iterate, or call `start`")
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps settled so far, those before a resume included."""
+        if self._step is None:
+            raise UserError("the run has not been taken over yet: iterate, or call `start`")
+        return self._step
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are fetched, known after `start`."""
+        return tuple(self._columns or ())
+
+    async def start(self) -> None:
+        """Take the run over and go back to the step to resume at; done by the first iteration; idempotent.
+
+        Raises:
+            ConflictError: `step` is older than what was committed.
+        """
+        if self._epoch is not None:
+            return
+        state = await self._port.acquire(self._run, self._owner)
+        step = state.committed_step if self._step is None else self._step
+        if self._columns is None:
+            self._columns = all_columns(state)
+        await self._port.rewind(self._run, epoch=state.epoch, step=step)
+        if self._publish:
+            await self._port.publish(self._run, Version(state.epoch, step))
+        self._epoch, self._step = state.epoch, step
+
+    def __aiter__(self) -> Self:
+        """A loop that was left without settling its batch gets it once more."""
+        self._again = self._open is not None
+        return self
+
+    async def __anext__(self) -> TrainBatch:
+        await self.start()
+        if self._again and self._open is not None:
+            self._again = False
+            return self._open
+        await self.settle()
+        if self._steps is not None and self._done >= self._steps:
+            raise StopAsyncIteration
+        try:
+            batch = await take(
+                self._port,
+                self._run,
+                epoch=self.epoch,
+                step=self.step,
+                groups=self._groups,
+                wait_s=self._wait_s,
+            )
+        except EndOfDataError:
+            raise StopAsyncIteration from None
+        self._open = await fetch(self._port, batch, self.epoch, self.columns, Share())
+        return self._open
+
+    async def settle(self) -> None:
+        """The current batch went into its optimizer step. Without one: nothing.
+
+        Raises:
+            FencedError: another trainer has taken the run over.
+        """
+        if self._open is not None:
+            await settle(self._port, self._run, self.epoch, self._open.step, publish=self._publish)
+            self._step = self._open.step + 1
+            self._open = None
+            self._done += 1
+
+    async def filter(self, uids: Sequence[Uid], reason: str) -> None:
+        """Rows of the current batch leave the run untrained, counted under `reason`."""
+        await self._port.filter(self._run, epoch=self.epoch, uids=uids, reason=reason)
+
+    def checkpoint(self) -> Checkpoint:
+        """A block that saves the trainer's state: settles at its start, commits at its good end."""
+        return Checkpoint(self)
+
+    async def commit(self, step: int) -> None:
+        """A checkpoint with `step` optimizer steps is durable: rows settled before it are trained for good."""
+        await self._port.commit(self._run, epoch=self.epoch, step=step)
+
+
+class Checkpoint:
+    """`async with batches.checkpoint() as step: save(step)`.
+
+    Settling comes before the save, so that a trainer killed in between finds the rows of its checkpoint settled, and
+    committing after it, so that one killed before the save finds them ready again.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    async def __aenter__(self) -> int:
+        """Optimizer steps that the checkpoint will hold: what `step=` takes on resume."""
+        await self._batches.start()
+        await self._batches.settle()
+        return self._batches.step
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            await self._batches.commit(self._batches.step)
+
+
+async def settle(port: Queue, run: str, epoch: int, step: int, *, publish: bool) -> None:
+    """The batch of `step` was trained, which makes version `step + 1`."""
+    await port.settle(run, epoch=epoch, step=step, batch_id=f"{epoch}-{step}")
+    if publish:
+        await port.publish(run, Version(epoch, step + 1))

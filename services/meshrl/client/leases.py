@@ -1,0 +1,180 @@
+"""A lease that keeps itself alive while its body runs.
+
+    async with run.lease("reward", limit=64) as lease:     waits for rows
+        ...                                                a task renews them, every third of their time to live
+        await lease.write(rows)                            durable on return
+                                                           the rest is released, or failed if the body raised
+
+When every row is lost (a pause longer than the time to live, a step that no longer wants them) the body is cancelled
+and the block ends with LeaseLostError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, Self
+
+from meshrl.contract.errors import FencedError, MeshError, UserError
+from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, Uid
+from meshrl.contract.ports import Queue
+
+log = logging.getLogger(__name__)
+
+GIVE_BACK_S: Final = 10.0
+"""For giving rows back at the end of a block; after that their leases expire by themselves."""
+
+
+class LeaseLostError(FencedError):
+    """No row of the lease is ours any more: somebody else works on them, or nobody wants them."""
+
+
+class HeldLease:
+    """Rows of one stage, held for the length of its `async with` block."""
+
+    def __init__(self, port: Queue, ask: Callable[[], Coroutine[Any, Any, Lease]]) -> None:
+        self._port = port
+        self._ask = ask
+        self._lease: Lease | None = None
+        self._held: dict[Uid, int] = {}
+        self._writing: set[Uid] = set()
+        self._lost: LeaseLostError | None = None
+        self._body: asyncio.Task[Any] | None = None
+        self._cancelled_body = False
+
+    @property
+    def rows(self) -> tuple[LeasedRow, ...]:
+        """The rows that were granted, siblings together."""
+        return self._granted.rows
+
+    @property
+    def held(self) -> tuple[Uid, ...]:
+        """The rows that are still ours and not yet written."""
+        return tuple(self._held)
+
+    @property
+    def _granted(self) -> Lease:
+        if self._lease is None:
+            raise UserError("a lease holds rows inside its `with` block only")
+        return self._lease
+
+    async def __aenter__(self) -> Self:
+        """Raises WaitTimeoutError; EndOfDataError when the feed is closed and no row is left."""
+        if self._lease is not None:
+            raise UserError("a lease is entered once; ask the run for another one")
+        self._lease = await self._ask()
+        self._held = {row.uid: row.token for row in self._lease.rows}
+        self._body = asyncio.current_task()
+        self._cancelling = self._body.cancelling() if self._body else 0
+        self._renewer = asyncio.create_task(self._renew(), name=f"{self._lease.stage}-renew")
+        return self
+
+    async def write(self, rows: Sequence[RowWrite]) -> tuple[Uid, ...]:
+        """Write columns of leased rows; returns those that were lost and are somebody else's now.
+
+        Raises:
+            LeaseLostError: all of the lease is lost.
+            UserError: a column does not belong to the stage, or a row to this lease.
+        """
+        if self._lost is not None:
+            raise self._lost
+        granted = {row.uid for row in self._granted.rows}
+        for row in rows:
+            if row.uid not in granted:
+                raise UserError(f"row {row.uid} is not in this lease", uid=row.uid)
+        mine = {row.uid: row for row in rows if row.uid in self._held}
+        self._writing |= mine.keys()
+
+        async def write(tokens: Mapping[Uid, int]) -> None:
+            chosen = [mine[uid] for uid in tokens]
+            await self._port.write(chosen[0].uid.run, self._granted.stage, tokens, chosen)
+
+        try:
+            written = await _without_fenced({uid: self._held[uid] for uid in mine}, write)
+        finally:
+            self._writing -= mine.keys()
+        for uid in mine:
+            self._held.pop(uid, None)
+        return tuple(row.uid for row in rows if row.uid not in written)
+
+    async def fail(self, uid: Uid, reason: str, *, outcome: Outcome = Outcome.INFRA_FAULT) -> None:
+        """Give one row back as failed: it is tried again elsewhere, up to the run's `max_attempts`."""
+        token = self._held.pop(uid, None)
+        if token is not None:
+            await self._port.fail(uid.run, self._granted.stage, uid, token, outcome, reason)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._renewer.cancel()
+        await asyncio.gather(self._renewer, return_exceptions=True)
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await self._give_back(error)
+        except (MeshError, TimeoutError) as failure:
+            log.warning("rows were not given back, their leases will expire: %s", failure)
+        # As asyncio.timeout does it: our cancellation becomes our error, somebody else's goes on.
+        ours = self._body if self._cancelled_body else None
+        if ours is not None and ours.uncancel() > self._cancelling:
+            return
+        if self._lost is not None and (error is None or isinstance(error, asyncio.CancelledError)):
+            raise self._lost from error
+
+    async def _give_back(self, error: BaseException | None) -> None:
+        held, self._held = self._held, {}
+        if not held:
+            return
+        stage, run = self._granted.stage, next(iter(held)).run
+        if not isinstance(error, Exception):
+            await _without_fenced(held, lambda tokens: self._port.release(run, stage, tokens))
+            return
+        reason = f"{type(error).__name__}: {error}"
+        for uid, token in held.items():
+            with suppress(FencedError):  # its sibling's failure may have ended the group
+                await self._port.fail(run, stage, uid, token, Outcome.INFRA_FAULT, reason)
+
+    async def _renew(self) -> None:
+        """Consumes the time to live. Ends with the block, or when nothing is left to renew."""
+        lease = self._granted
+        while self._held:
+            await asyncio.sleep(lease.ttl_s / 3)
+            # A row that is being written may be ours no more because the write has arrived.
+            uids = [uid for uid in self._held if uid not in self._writing]
+            if not uids:
+                continue
+            try:
+                lost = await self._port.renew(uids[0].run, lease.stage, lease.worker, uids)
+            except MeshError as error:
+                self._lose(f"the lease could not be renewed: {error}")
+                return
+            gone = [uid for uid in lost if uid not in self._writing and self._held.pop(uid, 0)]
+            if gone and not self._held:
+                self._lose(f"every row of the lease is lost, {gone[0]} among them")
+                return
+
+    def _lose(self, why: str) -> None:
+        self._held.clear()
+        self._lost = LeaseLostError(f"{self._granted.worker}, stage {self._granted.stage}: {why}")
+        if self._body is not None and self._body is not asyncio.current_task():
+            self._cancelled_body = self._body.cancel()
+
+
+async def _without_fenced(
+    token_of: Mapping[Uid, int], call: Callable[[Mapping[Uid, int]], Awaitable[None]]
+) -> set[Uid]:
+    """Call for all rows, without those that the queue says are not ours; returns the others."""
+    left = dict(token_of)
+    while left:
+        try:
+            await call(left)
+        except FencedError as error:
+            del left[Uid.parse(error.details["uid"])]
+        else:
+            break
+    return set(left)

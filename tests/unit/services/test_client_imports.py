@@ -1,0 +1,35 @@
+"""Who uses the queue alone carries nothing else of the mesh."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SHOW = """
+import sys
+before = set(sys.modules)
+import {module}
+new = {{name.partition(".")[0] for name in sys.modules.keys() - before}}
+print(" ".join(new - sys.stdlib_module_names))
+"""
+HEAVY = {
+    "torch",
+    "transformers",
+    "pydantic",
+    "lmdb",
+    "uvloop",
+    "rich",
+    "click",
+    "prometheus_client",
+}
+
+
+@pytest.mark.parametrize("module", ["meshrl.client", "meshrl.client.sync"])
+def test_the_client_imports_grpc_and_numpy_and_little_else(module: str) -> None:
+    code = SHOW.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = set(done.stdout.split())
+    assert {"grpc", "numpy", "meshrl"} <= found
+    assert found & HEAVY == set()
