@@ -15,6 +15,7 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
 from ..redis_server import RedisServer, needs_redis, running
+from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
 
@@ -46,4 +47,8 @@ class TestQueue(QueueSuite):
 
 
 class TestQueueBatches(QueueBatchSuite):
+    pass
+
+
+class TestQueueAgain(QueueAgainSuite):
     pass

@@ -15,6 +15,7 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
+from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
 
@@ -36,4 +37,8 @@ class TestQueueOverGrpc(QueueSuite):
 
 
 class TestQueueBatchesOverGrpc(QueueBatchSuite):
+    pass
+
+
+class TestQueueAgainOverGrpc(QueueAgainSuite):
     pass

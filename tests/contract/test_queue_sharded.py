@@ -19,6 +19,7 @@ from meshrl.transferqueue.sharding.port import Shard
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
+from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
 
@@ -49,3 +50,7 @@ class TestShardedQueue(QueueSuite):
 
 class TestShardedQueueBatches(QueueBatchSuite):
     sharded = True
+
+
+class TestShardedQueueAgain(QueueAgainSuite):
+    pass

@@ -25,6 +25,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.v1 import queue_pb2
 
 from ..contract.queue_actors import Actors, spec, task, tasks
+from ..contract.queue_again_suite import more_of
 from .messages import Recorder, Request, ways_to_spoil
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
@@ -118,7 +119,9 @@ async def every_verb(wire: QueueWire) -> None:
     await wire.fetch("run", [row.uid for row in batch.rows], ["tokens", "reward"])
     await wire.filter("run", epoch=1, uids=[row.uid for row in batch.rows], reason="easy")
     await actors.take(2, groups=1)
+    await wire.redo("run", "reference", [lease.rows[-1].uid])
     lease = await actors.lease(limit=4)
+    await wire.append("run", "rollout", [more_of(lease.groups[0], 0, 3)])
     first, *rest = lease.rows
     await wire.fail("run", "rollout", first.uid, first.token, Outcome.TIMEOUT, "slow")
     await wire.release("run", "rollout", {row.uid: row.token for row in rest[-1:]})

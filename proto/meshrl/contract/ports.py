@@ -17,6 +17,7 @@ from meshrl.contract.nouns import (
     GenerateDelta,
     GenerateRequest,
     Int32,
+    JournalGroup,
     Lease,
     Ledger,
     OnUpdate,
@@ -107,6 +108,23 @@ class Queue(Protocol):
         """`write` for rows that are packed by group already: one frame for eight rows. All groups or none.
 
         Raises as `write` does.
+        """
+        ...
+
+    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+        """Keep what a stage has made so far of rows that it holds, durable on return; appending twice is once.
+
+        Whoever is granted a row next for this stage gets it (`LeasedRow.prefix`); the stage's write ends it. Frames
+        hold any columns, each with the same number of entries per row. Raises FencedError (with `uid`); ConflictError
+        (with `uid`) when entries before `starts` are missing.
+        """
+        ...
+
+    async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
+        """Have rows worked on by `stage` again: its columns go, and those of stages that read them; returns how many.
+
+        Only rows that are resident, written by the stage and in no batch; others are passed over. No uids mean all.
+        Raises UserError for a stage that samples.
         """
         ...
 

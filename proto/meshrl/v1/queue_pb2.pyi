@@ -115,6 +115,7 @@ class RunSpec(_message.Message):
     SAMPLER_FIELD_NUMBER: _builtins.int
     GATED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    RESIDENT_TOKENS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Not empty, no "/"."""
     group_size: _builtins.int
@@ -141,6 +142,8 @@ class RunSpec(_message.Message):
     """Whether admission and leases follow the published version."""
     priority: _builtins.int
     """Rows of the run with the highest priority are leased first."""
+    resident_tokens: _builtins.int
+    """Tokens; 0 is no bound."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]:
         """In order."""
@@ -163,10 +166,11 @@ class RunSpec(_message.Message):
         sampler: _builtins.str = ...,
         gated: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        resident_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "gated", b"gated", "group_k", b"group_k", "group_policy", b"group_policy", "group_size", b"group_size", "lease_ttl_s", b"lease_ttl_s", "max_attempts", b"max_attempts", "max_staleness", b"max_staleness", "priority", b"priority", "resident_batches", b"resident_batches", "resident_bytes", b"resident_bytes", "run", b"run", "sampler", b"sampler", "stages", b"stages", "stale_policy", b"stale_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "gated", b"gated", "group_k", b"group_k", "group_policy", b"group_policy", "group_size", b"group_size", "lease_ttl_s", b"lease_ttl_s", "max_attempts", b"max_attempts", "max_staleness", b"max_staleness", "priority", b"priority", "resident_batches", b"resident_batches", "resident_bytes", b"resident_bytes", "resident_tokens", b"resident_tokens", "run", b"run", "sampler", b"sampler", "stages", b"stages", "stale_policy", b"stale_policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,7 +428,7 @@ class LeaseResponse(_message.Message):
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One for each part of `groups`, in order."""
+        """One for each part of `groups`, in order: for each group its parts, then its journal."""
 
     def __init__(
         self,
@@ -535,6 +539,7 @@ class LeasedGroup(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     DELIVERIES_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """Fencing token: grows with every grant."""
     @_builtins.property
@@ -553,6 +558,10 @@ class LeasedGroup(_message.Message):
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
         """The columns that the stage reads."""
 
+    @_builtins.property
+    def journal(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """What earlier holders appended, in order; its frames follow those of `parts`."""
+
     def __init__(
         self,
         *,
@@ -562,10 +571,11 @@ class LeasedGroup(_message.Message):
         token: _builtins.int = ...,
         deliveries: _abc.Iterable[_builtins.int] | None = ...,
         parts: _abc.Iterable[Global___Part] | None = ...,
+        journal: _abc.Iterable[Global___Part] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "deliveries", b"deliveries", "indices", b"indices", "parts", b"parts", "prompt", b"prompt", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "deliveries", b"deliveries", "indices", b"indices", "journal", b"journal", "parts", b"parts", "prompt", b"prompt", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -691,6 +701,7 @@ class WrittenGroup(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     @_builtins.property
     def rows(self) -> Global___Siblings: ...
@@ -698,16 +709,21 @@ class WrittenGroup(_message.Message):
     def facts(self) -> Global___GroupFacts:
         """From the rollout stage only."""
 
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For Append only, per row: entries that were appended before."""
+
     def __init__(
         self,
         *,
         rows: Global___Siblings | None = ...,
         token: _builtins.int = ...,
         facts: Global___GroupFacts | None = ...,
+        starts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows", "starts", b"starts", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -809,6 +825,52 @@ class HeldRow(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeldRow: _TypeAlias = HeldRow  # noqa: Y015
+
+@_typing.final
+class RedoRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    UIDS_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    stage: _builtins.str
+    @_builtins.property
+    def uids(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Uid]: ...
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        uids: _abc.Iterable[_trajectory_pb2.Uid] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "stage", b"stage", "uids", b"uids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedoRequest: _TypeAlias = RedoRequest  # noqa: Y015
+
+@_typing.final
+class RedoResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Rows that the stage can lease again."""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedoResponse: _TypeAlias = RedoResponse  # noqa: Y015
 
 @_typing.final
 class FailRequest(_message.Message):

@@ -75,6 +75,16 @@ class QueueStub(object):
                 request_serializer=meshrl_dot_v1_dot_queue__pb2.WriteRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Append = channel.stream_unary(
+                '/meshrl.v1.Queue/Append',
+                request_serializer=meshrl_dot_v1_dot_queue__pb2.WriteRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
+                _registered_method=True)
+        self.Redo = channel.unary_unary(
+                '/meshrl.v1.Queue/Redo',
+                request_serializer=meshrl_dot_v1_dot_queue__pb2.RedoRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_queue__pb2.RedoResponse.FromString,
+                _registered_method=True)
         self.Fail = channel.unary_unary(
                 '/meshrl.v1.Queue/Fail',
                 request_serializer=meshrl_dot_v1_dot_queue__pb2.FailRequest.SerializeToString,
@@ -195,6 +205,20 @@ class QueueServicer(object):
 
     def Write(self, request_iterator, context):
         """Add columns to leased rows: all rows of the stream or none, durable when answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Append(self, request_iterator, context):
+        """Keep what a stage has made so far of rows that it holds; the next holder gets it. All groups of the stream or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Redo(self, request, context):
+        """Have rows worked on by a stage again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -333,6 +357,16 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.Write,
                     request_deserializer=meshrl_dot_v1_dot_queue__pb2.WriteRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.SerializeToString,
+            ),
+            'Append': grpc.stream_unary_rpc_method_handler(
+                    servicer.Append,
+                    request_deserializer=meshrl_dot_v1_dot_queue__pb2.WriteRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.SerializeToString,
+            ),
+            'Redo': grpc.unary_unary_rpc_method_handler(
+                    servicer.Redo,
+                    request_deserializer=meshrl_dot_v1_dot_queue__pb2.RedoRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_queue__pb2.RedoResponse.SerializeToString,
             ),
             'Fail': grpc.unary_unary_rpc_method_handler(
                     servicer.Fail,
@@ -616,6 +650,60 @@ class Queue(object):
             '/meshrl.v1.Queue/Write',
             meshrl_dot_v1_dot_queue__pb2.WriteRequest.SerializeToString,
             meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Append(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/meshrl.v1.Queue/Append',
+            meshrl_dot_v1_dot_queue__pb2.WriteRequest.SerializeToString,
+            meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Redo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.Queue/Redo',
+            meshrl_dot_v1_dot_queue__pb2.RedoRequest.SerializeToString,
+            meshrl_dot_v1_dot_queue__pb2.RedoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,10 @@ class QueueStub:
     """Extend leases; answers with those that are lost."""
     Write: _aio.StreamUnaryMultiCallable[_queue_pb2.WriteRequest, _trajectory_pb2.Ack]
     """Add columns to leased rows: all rows of the stream or none, durable when answered."""
+    Append: _aio.StreamUnaryMultiCallable[_queue_pb2.WriteRequest, _trajectory_pb2.Ack]
+    """Keep what a stage has made so far of rows that it holds; the next holder gets it. All groups of the stream or none."""
+    Redo: _aio.UnaryUnaryMultiCallable[_queue_pb2.RedoRequest, _queue_pb2.RedoResponse]
+    """Have rows worked on by a stage again."""
     Fail: _aio.UnaryUnaryMultiCallable[_queue_pb2.FailRequest, _trajectory_pb2.Ack]
     """Give a row back because it could not be worked on."""
     Release: _aio.UnaryUnaryMultiCallable[_queue_pb2.ReleaseRequest, _trajectory_pb2.Ack]
@@ -123,6 +127,22 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_queue_pb2.WriteRequest], _abc.Awaitable[_trajectory_pb2.Ack]],
     ) -> _abc.Awaitable[_trajectory_pb2.Ack]:
         """Add columns to leased rows: all rows of the stream or none, durable when answered."""
+
+    @_abc_1.abstractmethod
+    def Append(
+        self,
+        request_iterator: _abc.AsyncIterator[_queue_pb2.WriteRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_queue_pb2.WriteRequest], _abc.Awaitable[_trajectory_pb2.Ack]],
+    ) -> _abc.Awaitable[_trajectory_pb2.Ack]:
+        """Keep what a stage has made so far of rows that it holds; the next holder gets it. All groups of the stream or none."""
+
+    @_abc_1.abstractmethod
+    def Redo(
+        self,
+        request: _queue_pb2.RedoRequest,
+        context: _aio.ServicerContext[_queue_pb2.RedoRequest, _abc.Awaitable[_queue_pb2.RedoResponse]],
+    ) -> _abc.Awaitable[_queue_pb2.RedoResponse]:
+        """Have rows worked on by a stage again."""
 
     @_abc_1.abstractmethod
     def Fail(

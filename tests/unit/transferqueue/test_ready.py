@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshrl.contract.nouns import Version
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.group import Group, bits, lowest
+from meshrl.transferqueue.group import Group, Traits, bits, lowest
 from meshrl.transferqueue.ready import ReadyRows
 from meshrl.transferqueue.sampling import CompleteGroup
 
@@ -16,7 +16,7 @@ def make_groups(groups: int = 6, size: int = 3) -> list[Group]:
     return [
         Group.fresh(
             *("r", 0, number, f"t{number}"),
-            priority=number % 2,
+            traits=Traits(priority=number % 2),
             task_bytes=0,
             attempts=[0] * size,
             stages=1,
@@ -36,7 +36,7 @@ def test_rows_pop_in_the_order_of_a_sort(steps: list[tuple[str, int, int]]) -> N
             assert ready.set(groups[number], mask) == bool(rows - had)
             model = (model - had) | rows
         else:
-            expected = sorted(model, key=lambda row: (-groups[row[0]].priority, row))[:mask]
+            expected = sorted(model, key=lambda row: (-groups[row[0]].traits.priority, row))[:mask]
             popped = [(group.number, index) for group, m in ready.pop(mask) for index in bits(m)]
             assert popped == expected
             model -= set(expected)

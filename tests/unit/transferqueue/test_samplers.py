@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from meshrl.contract.nouns import Version
+from meshrl.transferqueue import sampling
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sampling import CompleteGroup
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import Actors, batch_uids, spec, tasks
+from ...contract.queue_actors import Actors, batch_uids, spec, task, tasks
 
 REVERSE = '''
 class Sampler:
@@ -51,6 +56,74 @@ async def test_fifo_takes_what_was_admitted_first() -> None:
 
 async def test_fresh_first_takes_the_newest_version_first() -> None:
     assert await first_batch("fresh_first") == ["t2", "t0"]
+
+
+def complete(
+    number: int, tokens: int = 1, source: str = "", difficulty: float = 0.0
+) -> CompleteGroup:
+    return CompleteGroup(
+        number=number,
+        task_id=f"t{number}",
+        priority=0,
+        num_tokens=(tokens,),
+        oldest=Version(0, 0),
+        newest=Version(0, 0),
+        data_source=source,
+        difficulty=difficulty,
+    )
+
+
+def test_curriculum_takes_the_easiest_first() -> None:
+    sampler = sampling.build("curriculum")
+    for number, difficulty in enumerate([0.5, 0.1, 0.9, 0.1]):
+        sampler.add(complete(number, difficulty=difficulty))
+    assert list(sampler.first(3)) == [1, 3, 0]
+
+
+async def test_the_difficulty_is_the_tasks_own() -> None:
+    actors = Actors(await TransferQueue.open(MemoryStore()))
+    await actors.start(spec(max_staleness=5.0, sampler="curriculum"))
+    for number, difficulty in enumerate([3, 1, "hard", 2.5]):
+        await actors.feed([task(f"t{number}", extra_info={"difficulty": difficulty})])
+    await actors.work()
+    batch = batch_uids(await actors.take(0, groups=4))
+    await actors.queue.close()
+    assert batch[::2] == ["t2.0.0", "t1.0.0", "t3.0.0", "t0.0.0"]
+
+
+def test_grouped_keeps_one_data_source_together() -> None:
+    sampler = sampling.build("grouped")
+    for number, source in enumerate("abab" + "cc"):
+        sampler.add(complete(number, source=source))
+    assert list(sampler.first(3)) == [0, 2, 1]
+    sampler.discard(0)
+    assert list(sampler.first(9)) == [1, 3, 2, 4, 5]
+    assert len(sampler) == 5
+
+
+@given(st.lists(st.integers(1, 5000), min_size=40, max_size=40))
+def test_length_balanced_takes_the_oldest_and_half_the_tokens_of_the_window(
+    tokens: list[int],
+) -> None:
+    sampler = sampling.build("length_balanced")
+    for number, count in enumerate(tokens):
+        sampler.add(complete(number, count))
+    taken = list(sampler.first(20))
+    assert len(set(taken)) == 20
+    assert 0 in taken
+    # Of each pair of neighbours in length one is taken: the halves differ by at most the spread of the lengths.
+    rest = sum(tokens) - sum(tokens[number] for number in taken)
+    assert abs(sum(tokens[number] for number in taken) - rest) <= max(tokens) - min(tokens)
+
+
+@given(st.integers(0, 30), st.integers(1, 20))
+def test_length_balanced_gives_as_many_as_there_are(there: int, wanted: int) -> None:
+    sampler = sampling.build("length_balanced")
+    for number in range(there):
+        sampler.add(complete(number, (7 * number) % 5 + 1))
+    taken = sampler.first(wanted)
+    assert len(set(taken)) == len(taken) == min(there, wanted)
+    assert list(taken) == list(sampler.first(wanted))
 
 
 async def test_a_sampler_of_the_users_own_is_named_by_its_dotted_path(

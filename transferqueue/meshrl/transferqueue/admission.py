@@ -19,14 +19,17 @@ import numpy as np
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.nouns import Task
-from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.sealed import pack_task
+from meshrl.transferqueue.group import Group, Traits
+from meshrl.transferqueue.sealed import pack_task, seal_json
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.batches import TakenBatch
     from meshrl.transferqueue.run import Run
 
+REMEMBERED = 100_000
+"""Tasks that left whose ids are still known. A feeder that repeats itself is at most one call behind its cursor, and
+never further than what may be admitted and not consumed."""
 TASK_ID_BYTES = 400
 """A task id is part of a key, and LMDB's keys have at most 511 bytes."""
 
@@ -34,7 +37,8 @@ TASK_ID_BYTES = 400
 def room(run: Run) -> int:
     """Groups that may come in now."""
     limit = run.spec.admission_groups
-    if run.open_bytes >= run.spec.resident_bytes:
+    spec = run.spec
+    if run.open_bytes >= spec.resident_bytes or 0 < spec.resident_tokens <= run.open_tokens:
         # The budget never holds up the batch that is being filled: that would wait for itself.
         limit = min(limit, run.spec.batch_groups)
     return max(0, math.floor(limit) - unconsumed(run))
@@ -51,6 +55,7 @@ def explain(run: Run) -> str:
     return (
         f"room: {unconsumed(run)} of {spec.admission_groups:g} groups are admitted and not consumed"
         f" (published {run.published}), {run.open_bytes} of {spec.resident_bytes} bytes"
+        + (f", {run.open_tokens} of {spec.resident_tokens} tokens" if spec.resident_tokens else "")
     )
 
 
@@ -97,12 +102,13 @@ def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, bytes], cursor: 
                 )
             if room(run) == 0:
                 break
-            added.append(_add(run, task, packed[task.task_id]))
+            added.append(_add(run, task, packed.get(task.task_id) or pack_task(task)))
         count += 1
     if count == len(tasks) and cursor != run.cursor:
         run.cursor = cursor
         run.save()
     if added:
+        _forget(run)
         run.save(added)
         run.ring_stages()
     return count
@@ -114,19 +120,33 @@ def _add(run: Run, task: Task, frame: bytes) -> Group:
     group = run.new_group(
         number,
         task.task_id,
-        priority=task.priority,
+        traits=Traits(task.priority, task.data_source, _difficulty(task)),
         task_bytes=len(frame),
         attempts=[0] * task.group_size,
     )
     run.journal.put(Table.PAYLOAD, group.task_key, frame)
-    run.seen.add(task.task_id)
-    run.journal.put(Table.META, seen_key(run.number, task.task_id), b"")
+    run.seen[task.task_id] = number
+    run.journal.put(Table.META, seen_key(run.number, task.task_id), seal_json(number))
     run.add_group(group)
     return group
 
 
+def _difficulty(task: Task) -> float:
+    given = task.extra_info.get("difficulty", 0.0)
+    return float(given) if isinstance(given, int | float) and math.isfinite(given) else 0.0
+
+
+def _forget(run: Run) -> None:
+    """The tasks that left longest ago, beyond REMEMBERED."""
+    while len(run.departed) > REMEMBERED:
+        task = run.departed.popleft()
+        if task not in run.by_task and task in run.seen:
+            del run.seen[task]
+            run.journal.delete(Table.META, seen_key(run.number, task))
+
+
 def seen_key(run_number: int, task_id: str) -> bytes:
-    """Says for ever that the task was admitted: a feeder that repeats itself changes nothing."""
+    """Says that the task was admitted: a feeder that repeats itself changes nothing."""
     return b"n" + run_number.to_bytes(4, "big") + task_id.encode()
 
 
@@ -145,3 +165,4 @@ def _turn(run: Run, batch: TakenBatch, consumed: bool) -> None:
     batch.consumed = consumed
     run.consumed += sign * len(batch.groups)
     run.open_bytes -= sign * sum(group.nbytes for group in batch.groups.values())
+    run.open_tokens -= sign * sum(group.num_tokens for group in batch.groups.values())

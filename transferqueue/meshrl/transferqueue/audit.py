@@ -3,14 +3,14 @@
     store ──export (one commit)──▶ META ──restore──▶ runs in RAM ──▶ ledger, wanted payload ─┐
                                    PAYLOAD ──checksums──▶ payload that is there ─────────────┴─▶ problems
 
-What left is only in the books, what is resident only in the rows: they must add up to what was admitted. Bounds that
-the books cannot know come from other records: every task that was ever admitted is stored by name, every dead letter
-until it is replayed.
+Three records that no code derives from each other must agree: the books (counters), the rows that are here, and the
+trail (each transition with its task; see trail.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +23,7 @@ from meshrl.transferqueue.restore import restore
 from meshrl.transferqueue.run import Run
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
+from meshrl.transferqueue.trail import ADMITTED
 from meshrl.transferqueue.waiting import Expiry
 
 PROBLEMS_TOLD = 20
@@ -126,8 +127,7 @@ def _of_books(run: Run) -> Iterator[str]:
             f"run {run.name}: {len(run.dead)} dead letters are stored, the books know of"
             f" {sum(ledger.dead_lettered.values())}"
         )
-    if ledger.admitted < len(run.seen):
-        yield f"run {run.name}: {len(run.seen)} tasks were admitted, and {ledger.admitted} rows"
+    yield from _of_trail(run)
     for group in run.groups.values():
         if group.task_id not in run.seen:
             yield f"run {run.name}: task {group.task_id} is resident and was never admitted"
@@ -144,6 +144,22 @@ def _of_books(run: Run) -> Iterator[str]:
                     f"run {run.name}: rows {sorted(missing)} of {group.task_id} are in no frame of"
                     f" stage {stage.name}, which wrote them"
                 )
+
+
+def _of_trail(run: Run) -> Iterator[str]:
+    """The books against the sum of all transitions, and each task's rows against its own."""
+    sums = run.trail.sums()
+    books = {exit_.value: left.total() for exit_, left in run.books.exits.items()}
+    books[ADMITTED] = run.books.admitted
+    for way, rows in books.items():
+        if rows != sums[way]:
+            yield f"run {run.name}: {way}: {rows} rows in the books, {sums[way]} in the trail"
+    here = Counter({task: group.present.bit_count() for task, group in run.by_task.items()})
+    wanted = run.trail.open_rows()
+    if wanted is not None and wanted != +here:
+        for task in sorted(wanted.keys() | here.keys()):
+            if wanted[task] != here[task]:
+                yield f"run {run.name}: task {task} has {here[task]} rows, by the trail {wanted[task]}"
 
 
 def _wanted(run: Run) -> dict[bytes, str]:

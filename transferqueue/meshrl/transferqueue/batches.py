@@ -257,6 +257,7 @@ def _give_back(run: Run, batches: Sequence[TakenBatch]) -> None:
             if batch.consumed:
                 run.consumed -= 1
                 run.open_bytes += group.nbytes
+                run.open_tokens += group.num_tokens
             group.batch = None
             run.refresh(group)
             run.offer(group)

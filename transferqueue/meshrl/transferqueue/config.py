@@ -72,6 +72,8 @@ class QueueConfig(Config):
     """Admission bound in batches where `max_staleness` is inf."""
     resident_bytes: PositiveInt = 4 << 30
     """Payload of groups that wait to be trained; beyond it new groups wait (one batch is always admitted)."""
+    resident_tokens: NonNegativeInt = 0
+    """Tokens of rows that wait to be trained; beyond it new groups wait, as with bytes. 0 is no bound."""
     sampler: str = "fifo"
     """A module of `meshrl.transferqueue.samplers`, or a dotted path: which complete group is taken next."""
     grow_bytes: PositiveInt = Field(default=256 << 20)
@@ -99,5 +101,6 @@ class QueueConfig(Config):
             lease_ttl_s=self.lease_ttl_s,
             resident_batches=self.resident_batches,
             resident_bytes=self.resident_bytes,
+            resident_tokens=self.resident_tokens,
             sampler=self.sampler,
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.nouns import DeadLetter, Json, Outcome, Uid
 from meshrl.transferqueue import policies
-from meshrl.transferqueue.group import Group
+from meshrl.transferqueue.group import Group, Traits
 from meshrl.transferqueue.ledger import Exit
 from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.stages import Stage
@@ -25,7 +25,7 @@ class DeadRow:
     number: int
     letter: DeadLetter
     group: int
-    priority: int
+    traits: Traits
     task_bytes: int
     attempts: list[int]
     """Of every index of the group, as it was when the group left."""
@@ -41,7 +41,7 @@ class DeadRow:
         return seal_json(
             [
                 *(self.number, str(letter.uid), letter.stage, letter.outcome, letter.reason),
-                *(letter.attempts, self.group, self.priority, self.task_bytes),
+                *(letter.attempts, self.group, tuple(self.traits), self.task_bytes),
                 self.attempts,
             ]
         )
@@ -49,7 +49,7 @@ class DeadRow:
     @classmethod
     def restored(cls, run_number: int, stored: Json) -> DeadRow:
         """The inverse of `encode`."""
-        number, uid, stage, outcome, reason, tried, *rest = stored
+        number, uid, stage, outcome, reason, tried, group, traits, task_bytes, attempts = stored
         letter = DeadLetter(
             uid=Uid.parse(uid),
             stage=stage,
@@ -57,7 +57,7 @@ class DeadRow:
             reason=reason,
             attempts=tried,
         )
-        return cls(run_number, number, letter, *rest)
+        return cls(run_number, number, letter, group, Traits(*traits), task_bytes, attempts)
 
 
 def bury(run: Run, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str) -> None:
@@ -73,7 +73,7 @@ def bury(run: Run, group: Group, index: int, stage: Stage, outcome: Outcome, rea
             attempts=group.deliveries[stage.number][index],
         ),
         group=group.number,
-        priority=group.priority,
+        traits=group.traits,
         task_bytes=group.task_bytes,
         attempts=list(group.attempts),
     )
@@ -111,7 +111,7 @@ def replay(run: Run, uids: list[Uid]) -> int:
             group = run.new_group(
                 dead.group,
                 uid.task,
-                priority=dead.priority,
+                traits=dead.traits,
                 task_bytes=dead.task_bytes,
                 attempts=[attempt + 1 for attempt in dead.attempts],
             )

@@ -7,9 +7,9 @@ integers and one put of one record, and a group is never half stored. Payload is
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.nouns import Json, Outcome, RowFacts, Siblings, Uid, Version
 from meshrl.transferqueue.sealed import seal_json
@@ -51,6 +51,14 @@ def task_key(run_number: int, number: int) -> bytes:
     return b"t" + _GROUP.pack(run_number, number)
 
 
+class Traits(NamedTuple):
+    """What of the task decides when its rows' turn comes."""
+
+    priority: int = 0
+    data_source: str = ""
+    difficulty: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Grant:
     """Rows of one group in the hands of one worker for one stage."""
@@ -79,6 +87,8 @@ class StoredFrame:
     nbytes: int
     live: int
     """Rows that are here still; the frame goes with the last of them."""
+    partial: bool = False
+    """What a stage has made so far of rows that it has not written yet (`append`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +101,7 @@ class Group:
     """Order of admission; a re-issued group keeps its own, so it stays the oldest."""
     task_id: str
     size: int
-    priority: int
+    traits: Traits
     task_bytes: int
     attempts: list[int]
     """The last attempt made at each index."""
@@ -113,6 +123,8 @@ class Group:
     grants: list[Grant] = field(default_factory=list)
     frames: list[StoredFrame] = field(default_factory=list)
     next_frame: int = 0
+    journaled: list[int] = field(default_factory=list)
+    """Per index: entries of the first stage's partial columns; empty where nothing was ever appended."""
     counts: Counts = NONE
     """What the books count of this group now."""
     complete: bool = False
@@ -133,7 +145,7 @@ class Group:
         number: int,
         task_id: str,
         *,
-        priority: int,
+        traits: Traits,
         task_bytes: int,
         attempts: list[int],
         stages: int,
@@ -141,7 +153,7 @@ class Group:
         """A group without rows; `add_row` puts them in."""
         size = len(attempts)
         return cls(
-            *(run, run_number, number, task_id, size, priority, task_bytes, attempts),
+            *(run, run_number, number, task_id, size, traits, task_bytes, attempts),
             done=[0] * stages,
             held=[0] * stages,
             deliveries=[[0] * size for _ in range(stages)],
@@ -224,6 +236,11 @@ class Group:
         """Payload of the group."""
         return self.task_bytes + sum(frame.nbytes for frame in self.frames)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the rows whose number is known."""
+        return sum(facts.num_tokens for facts in self.facts_of(self.present))
+
     def facts_of(self, mask: int) -> list[RowFacts]:
         """The facts of those rows in `mask` that have some."""
         return [facts for index in bits(mask) if (facts := self.facts[index]) is not None]
@@ -239,6 +256,8 @@ class Group:
             self.deliveries[stage][index] = self.writers[stage][index] = 0
         self.facts[index] = None
         self.replacements[index] = 0
+        if self.journaled:
+            self.journaled[index] = 0
         self.lost_by.pop(index, None)
         self.since = now
 
@@ -260,6 +279,18 @@ class Group:
             self.let_go(stage, mask)
         for frame in self.frames:
             frame.live &= ~mask
+        return self._dropped()
+
+    def drop_columns(
+        self, stages: Collection[int], mask: int, *, partial: bool
+    ) -> list[StoredFrame]:
+        """What `stages` wrote (or appended) of the rows in `mask` is not needed; returns frames that went whole."""
+        for frame in self.frames:
+            if frame.stage in stages and frame.partial is partial:
+                frame.live &= ~mask
+        return self._dropped()
+
+    def _dropped(self) -> list[StoredFrame]:
         gone = [frame for frame in self.frames if not frame.live]
         if gone:
             self.frames = [frame for frame in self.frames if frame.live]
@@ -273,7 +304,7 @@ class Group:
             [
                 self.number,
                 self.task_id,
-                self.priority,
+                tuple(self.traits),
                 self.task_bytes,
                 self.attempts,
                 f"{self.present:x}",
@@ -285,8 +316,12 @@ class Group:
                 self.writers,
                 self.replacements,
                 [facts and _stored_facts(facts) for facts in self.facts],
-                [[f.stage, f.number, f.rows, f.nbytes, f"{f.live:x}"] for f in self.frames],
+                [
+                    [f.stage, f.number, f.rows, f.nbytes, f"{f.live:x}", f.partial]
+                    for f in self.frames
+                ],
                 self.next_frame,
+                self.journaled,
                 [[g.stage, g.token, g.worker, f"{g.mask:x}"] for g in self.grants],
             ]
         )
@@ -294,12 +329,22 @@ class Group:
     @classmethod
     def restored(cls, run: str, run_number: int, stored: Json, now: float) -> tuple[Group, int]:
         """The inverse of `encode`, with the number of its batch (-1: none). Leases get no deadline yet."""
-        number, task_id, priority, task_bytes, attempts, present, dead, position, batch, *rest = (
+        number, task_id, traits, task_bytes, attempts, present, dead, position, batch, *rest = (
             stored
         )
-        done, deliveries, writers, replacements, facts, frames, next_frame, grants = rest
+        done, deliveries, writers, replacements, facts, frames, next_frame, *rest = rest
+        journaled, grants = rest
         group = cls(
-            *(run, run_number, number, task_id, len(attempts), priority, task_bytes, attempts),
+            *(
+                run,
+                run_number,
+                number,
+                task_id,
+                len(attempts),
+                Traits(*traits),
+                task_bytes,
+                attempts,
+            ),
             done=[int(mask, 16) for mask in done],
             held=[0] * len(done),
             deliveries=deliveries,
@@ -309,10 +354,11 @@ class Group:
             present=int(present, 16),
             dead=int(dead, 16),
             frames=[
-                StoredFrame(stage, own, tuple(rows), nbytes, int(live, 16))
-                for stage, own, rows, nbytes, live in frames
+                StoredFrame(stage, own, tuple(rows), nbytes, int(live, 16), partial)
+                for stage, own, rows, nbytes, live, partial in frames
             ],
             next_frame=next_frame,
+            journaled=journaled,
             position=position,
             since=now,
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.nouns import Outcome, PackedGroup, RowFacts, Uid, Version
-from meshrl.transferqueue import admission, columns, dead, policies
+from meshrl.transferqueue import admission, columns, dead, partial, policies
 from meshrl.transferqueue.group import Grant, Group, StoredFrame, bits
 from meshrl.transferqueue.payload import Extract, extract
 from meshrl.transferqueue.stages import Stage
@@ -109,7 +109,7 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
         named = group.siblings(mask)
         granted.append(
             Granted(
-                extract(group, named, run.stages.after(stage), stage.reads),
+                extract(group, named, run.stages.after(stage), stage.reads, journal_of=stage),
                 run.last_token,
                 tuple([deliveries[index] for index in named.indices]),
             )
@@ -170,7 +170,7 @@ def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[Check
     named: dict[int, int] = {}
     for write in writes:
         group, mask = _rows_to_write(run, stage, write)
-        frame = _read(run, write)
+        frame = read_frame(run, write)
         columns.check(run, write, frame, stage, group)
         if group is None or not mask:
             continue
@@ -205,11 +205,12 @@ def _rows_to_write(run: Run, stage: Stage, write: PackedGroup) -> tuple[Group | 
             written = group.done[stage.number] >> index & 1
             if written and group.writers[stage.number][index] == write.token:
                 continue
-        raise _fenced(run, stage, Uid(run.name, write.task, index, attempt), write.token)
+        raise fenced(run, stage, Uid(run.name, write.task, index, attempt), write.token)
     return group, mask
 
 
-def _read(run: Run, write: PackedGroup) -> Frame:
+def read_frame(run: Run, write: PackedGroup) -> Frame:
+    """The frame, with as many rows as are named. Raises UserError, with `uid`."""
     if not write.indices:
         raise UserError(f"a write to task {write.task!r} names no row", task=write.task)
     uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
@@ -237,11 +238,13 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
         run.open_bytes += stored.nbytes
         group.let_go(number, item.mask)
         group.done[number] |= item.mask
+        partial.drop(run, stage, group, item.mask)
         writers = group.writers[number]
         for index in item.rows:
             writers[index] = item.token
         for index, facts in zip(item.rows, item.facts, strict=False):
             group.facts[index] = facts
+            run.open_tokens += facts.num_tokens
         group.since = now
         run.refresh(group)
         policies.rows_finished(run, group)
@@ -252,7 +255,7 @@ def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason:
     """A worker gives a row up. Raises FencedError, with `uid`."""
     group = run.find(uid)
     if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
-        raise _fenced(run, stage, uid, token)
+        raise fenced(run, stage, uid, token)
     _redeliver(run, stage, group, 1 << uid.index, outcome, reason)
 
 
@@ -296,7 +299,8 @@ def _redeliver(
             dead.bury(run, group, index, stage, outcome, reason)
 
 
-def _fenced(run: Run, stage: Stage, uid: Uid, token: int) -> FencedError:
+def fenced(run: Run, stage: Stage, uid: Uid, token: int) -> FencedError:
+    """Why a write under `token` is refused."""
     group = run.find(uid)
     holders = [
         f"{held.worker} holds it under token {held.token}"

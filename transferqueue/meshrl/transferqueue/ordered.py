@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TypeAlias
 
-Key: TypeAlias = tuple[int, ...]
+Key: TypeAlias = tuple[float, ...]
 
 
 class OrderedNumbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import NotFoundError
@@ -37,10 +37,21 @@ class Extract:
     rows: Siblings
     task_key: bytes
     frames: tuple[Wanted, ...]
+    journal: tuple[Wanted, ...] = ()
+    """What was appended of the rows, in order."""
 
 
-def extract(group: Group, rows: Siblings, stages: Sequence[Stage], names: Sequence[str]) -> Extract:
+def extract(
+    group: Group,
+    rows: Siblings,
+    stages: Sequence[Stage],
+    names: Sequence[str],
+    *,
+    journal_of: Stage | None = None,
+) -> Extract:
     """Where the columns `names`, which `stages` write, lie for `rows`, all of which are here.
+
+    With `journal_of` also what was appended for that stage.
 
     Raises:
         NotFoundError: with `uid`; a stage has not written a row yet.
@@ -53,8 +64,12 @@ def extract(group: Group, rows: Siblings, stages: Sequence[Stage], names: Sequen
     wanted = frozenset(stage.number for stage in stages)
     place = {index: at for at, index in enumerate(rows.indices)}
     found: list[Wanted] = []
+    journal: list[Wanted] = []
     for frame in group.frames:
-        if frame.stage not in wanted:
+        if frame.partial:
+            if journal_of is None or frame.stage != journal_of.number:
+                continue
+        elif frame.stage not in wanted:
             continue
         pairs = [
             (place[index], position)
@@ -63,7 +78,7 @@ def extract(group: Group, rows: Siblings, stages: Sequence[Stage], names: Sequen
         ]
         if pairs:
             whole = len(pairs) == len(frame.rows)
-            found.append(
+            (journal if frame.partial else found).append(
                 Wanted(
                     group.frame_key(frame.number),
                     frame.stage,
@@ -71,7 +86,7 @@ def extract(group: Group, rows: Siblings, stages: Sequence[Stage], names: Sequen
                     None if whole else tuple([position for _, position in pairs]),
                 )
             )
-    return Extract(rows, group.task_key, tuple(found))
+    return Extract(rows, group.task_key, tuple(found), tuple(journal))
 
 
 class PayloadReader:
@@ -123,28 +138,26 @@ class PayloadReader:
     ) -> list[LeasedGroup]:
         """The same with the tasks, tokens and deliveries; groups that left in the meantime are left out."""
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
-        keys = [*missing, *(frame.key for each in extracts for frame in each.frames)]
+        keys = [*missing, *(f.key for each in extracts for f in (*each.frames, *each.journal))]
         stored = dict(zip(keys, await self._store.read(keys), strict=True)) if keys else {}
         wanted = frozenset(names)
         found: list[LeasedGroup] = []
         for each, (token, deliveries) in zip(extracts, held, strict=True):
             task = self._task(each, stored.get(each.task_key))
-            values = [stored[frame.key] for frame in each.frames]
-            if task is None or None in values:
+            parts = _parts(each.frames, stored, wanted, writes)
+            journal = _parts(each.journal, stored, None, writes)
+            if task is None or parts is None or journal is None:
                 continue
             found.append(
                 LeasedGroup(
                     task=each.rows.task,
                     indices=each.rows.indices,
                     attempts=each.rows.attempts,
-                    parts=tuple(
-                        _part(frame, value, wanted, writes[frame.stage])
-                        for frame, value in zip(each.frames, values, strict=True)
-                        if value is not None
-                    ),
+                    parts=parts,
                     token=token,
                     deliveries=deliveries,
                     prompt=task,
+                    journal=journal,
                 )
             )
         return found
@@ -159,10 +172,28 @@ class PayloadReader:
         return task
 
 
-def _part(frame: Wanted, value: bytes, names: frozenset[str], written: Sequence[str]) -> Part:
-    """The frame as it lies in the store, where nothing is to be left out of it."""
-    if frame.positions is None and names.issuperset(written):
+def _parts(
+    frames: Sequence[Wanted],
+    stored: Mapping[bytes, bytes | None],
+    names: frozenset[str] | None,
+    writes: Sequence[Sequence[str]],
+) -> tuple[Part, ...] | None:
+    """None when one of the frames left while they were read."""
+    parts: list[Part] = []
+    for frame in frames:
+        value = stored[frame.key]
+        if value is None:
+            return None
+        parts.append(_part(frame, value, names, writes[frame.stage]))
+    return tuple(parts)
+
+
+def _part(
+    frame: Wanted, value: bytes, names: frozenset[str] | None, written: Sequence[str]
+) -> Part:
+    """The frame as it lies in the store, where nothing is to be left out of it; no names are all names."""
+    if frame.positions is None and (names is None or names.issuperset(written)):
         return Part(rows=frame.rows, frame=value)
     read = Frame(value, f"frame {frame.key.hex()}")
-    kept = [name for name in read.columns if name in names]
+    kept = [name for name in read.columns if names is None or name in names]
     return Part(rows=frame.rows, frame=read.select(kept, frame.positions))

@@ -26,6 +26,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
+    JournalGroup,
     Lease,
     Ledger,
     Outcome,
@@ -40,7 +41,7 @@ from meshrl.contract.nouns import (
     Waiting,
 )
 from meshrl.contract.rowwise import RowVerbs
-from meshrl.transferqueue import admission, batches, dead, explain, leases, payload, specs
+from meshrl.transferqueue import admission, batches, dead, explain, leases, partial, payload, specs
 from meshrl.transferqueue.group import Grant
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.measures import Durations
@@ -254,6 +255,23 @@ class TransferQueue(RowVerbs):
             self._store.check_room(sum(len(item.frame) for item in writes))
             leases.write(state, spec, writes)
         await self._journal.flush()
+
+    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+        """See the port. Raises CapacityError for a full disk: nothing was kept, the lease goes on."""
+        state = self._run(run)
+        spec = state.stages[stage]
+        appends = partial.checked(state, spec, groups)
+        if appends:
+            self._store.check_room(sum(len(item.frame) for item in appends))
+            partial.append(state, spec, appends)
+        await self._journal.flush()
+
+    async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
+        """See the port."""
+        state = self._run(run)
+        rows = partial.redo(state, state.stages[stage], uids)
+        await self._journal.flush()
+        return rows
 
     async def fail(
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str

@@ -32,7 +32,7 @@ class ReadyRows:
         self._rows[number] = (group, mask)
         if number not in self._queued:
             self._queued.add(number)
-            heapq.heappush(self._heap, (-group.priority, number))
+            heapq.heappush(self._heap, (-group.traits.priority, number))
         return bool(mask & ~old)
 
     def pop(self, limit: int) -> list[tuple[Group, int]]:

@@ -1,13 +1,14 @@
 """From the records of a store back to runs in RAM: what happens when a queue opens.
 
 Keys of META, all with the run's number:  r spec · s state and books · g group with its rows · b batch · d dead letter
-· n task id that was admitted.  Keys of PAYLOAD:  t task · c frame of columns of one stage · m manifest of a batch.
+· n task that was admitted · x trail
+· y trail, folded.  Keys of PAYLOAD:  t task · c frame of columns of one stage · m manifest of a batch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError
@@ -48,7 +49,11 @@ def restore(items: Sequence[tuple[bytes, bytes]], make_run: MakeRun) -> dict[str
 def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
     run = make_run(specs.decode(_single(records[b"r"])), number)
     run.decode(_single(records[b"s"]))
-    run.seen = {key[5:].decode() for key, _ in records[b"n"]}
+    numbers = _values(records[b"n"])
+    run.seen = {key[5:].decode(): n for (key, _), n in zip(records[b"n"], numbers, strict=True)}
+    folded: Json = next(_values(records[b"y"]), {})
+    keys = [key for key, _ in records[b"x"]]
+    run.trail.restore(folded, list(zip(keys, _values(records[b"x"]), strict=True)))
     batches = {
         batch.number: batch
         for batch in (_batch(number, stored) for stored in _values(records[b"b"]))
@@ -59,6 +64,8 @@ def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
     for stored in _values(records[b"g"]):
         group, batch_number = Group.restored(run.name, number, stored, run.clock())
         _file(run, group, batches[batch_number] if batch_number >= 0 else None)
+    kept = {*run.by_task, *(uid.task for uid in run.dead)}
+    run.departed.extend(sorted(run.seen.keys() - kept, key=lambda task: run.seen[task]))
     admission.recount(run)
     return run
 
@@ -68,6 +75,7 @@ def _file(run: Run, group: Group, batch: TakenBatch | None) -> None:
     run.groups[group.number] = group
     run.by_task[group.task_id] = group
     run.open_bytes += group.nbytes
+    run.open_tokens += group.num_tokens
     group.batch = batch
     if batch is not None:
         batch.groups[group.number] = group
@@ -85,7 +93,7 @@ def _batch(run_number: int, stored: Json) -> TakenBatch:
     return TakenBatch(run_number, number, batch_id, step, epoch, settled)
 
 
-def _values(items: Iterable[tuple[bytes, bytes]]) -> Iterable[Json]:
+def _values(items: Iterable[tuple[bytes, bytes]]) -> Iterator[Json]:
     return (unseal_json(value, f"record {key.hex()}") for key, value in items)
 
 

@@ -6,7 +6,7 @@ the bells of whoever may go on. The verbs (lease, write, take, settle …) are i
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from meshrl.contract.errors import FencedError, NotFoundError
@@ -14,7 +14,7 @@ from meshrl.contract.nouns import Json, RunSpec, RunState, Siblings, Uid, Versio
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.batches import TakenBatch
 from meshrl.transferqueue.dead import DeadRow
-from meshrl.transferqueue.group import Counts, Group, StoredFrame
+from meshrl.transferqueue.group import Counts, Group, StoredFrame, Traits
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.ledger import Books, Exit, State
 from meshrl.transferqueue.measures import Durations
@@ -23,6 +23,7 @@ from meshrl.transferqueue.ready import ReadyRows
 from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.stages import Stages
 from meshrl.transferqueue.store import Table
+from meshrl.transferqueue.trail import ADMITTED, Trail
 from meshrl.transferqueue.waiting import Bell, Expiry
 
 
@@ -60,12 +61,16 @@ class Run:
 
         self.groups: dict[int, Group] = {}
         self.by_task: dict[str, Group] = {}
-        self.seen: set[str] = set()
+        self.seen: dict[str, int] = {}
+        """Tasks that were admitted, with their group's number: a feeder that repeats itself changes nothing."""
+        self.departed: deque[str] = deque()
+        """Those of `seen` that left, in that order; the oldest are forgotten (see admission.py)."""
         self.batches: dict[str, TakenBatch] = {}
         self.dead: dict[Uid, DeadRow] = {}
         self.dead_of: dict[int, list[DeadRow]] = {}
         """Dead letters by group number: they keep the task of a group that left."""
         self.books = Books()
+        self.trail = Trail(number)
 
         self.ready = tuple(ReadyRows() for _ in self.stages)
         self.sampler = sampling.build(spec.sampler)
@@ -79,6 +84,8 @@ class Run:
         """Groups whose batch gives no credit back any more: see admission.py."""
         self.open_bytes = 0
         """Payload of the groups that are not consumed."""
+        self.open_tokens = 0
+        """Tokens of their rows, as far as these are sampled."""
 
         self.lease_expiries: Counter[str] = Counter()
         """Rows whose holder fell silent, by stage; since the queue opened, like `ready_to_taken`."""
@@ -143,6 +150,7 @@ class Run:
     def save(self, groups: Iterable[Group] = ()) -> None:
         """Stage the run's record and those of `groups` that are still here."""
         self.journal.touch(self)
+        self.trail.stage(self.journal)
         for group in groups:
             if self.groups.get(group.number) is group:
                 self.journal.touch(group)
@@ -189,12 +197,12 @@ class Run:
         return group
 
     def new_group(
-        self, number: int, task_id: str, *, priority: int, task_bytes: int, attempts: list[int]
+        self, number: int, task_id: str, *, traits: Traits, task_bytes: int, attempts: list[int]
     ) -> Group:
         """A group without rows, of this run."""
         return Group.fresh(
             *(self.name, self.number, number, task_id),
-            priority=priority,
+            traits=traits,
             task_bytes=task_bytes,
             attempts=attempts,
             stages=len(self.stages),
@@ -210,9 +218,12 @@ class Run:
     def add_rows(self, group: Group, indices: Iterable[int]) -> None:
         """The attempts of `group.attempts` at `indices` come in."""
         now = self.clock()
+        count = 0
         for index in indices:
             group.add_row(index, now)
-            self.books.admitted += 1
+            count += 1
+        self.books.admitted += count
+        self.trail.note(group.task_id, count, ADMITTED)
         self.refresh(group)
 
     def counts(self, group: Group) -> Counts:
@@ -254,6 +265,9 @@ class Run:
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
         """Rows of the group leave; their payload goes, whoever holds one is fenced."""
         self.books.leave(mask.bit_count(), exit_, reason)
+        self.trail.note(group.task_id, mask.bit_count(), exit_, reason)
+        if not (group.batch and group.batch.consumed):
+            self.open_tokens -= sum(facts.num_tokens for facts in group.facts_of(mask))
         self.drop_frames(group, group.drop_rows(mask))
         self.refresh(group)
 
@@ -286,6 +300,7 @@ class Run:
             self.journal.touch(letter)
         if not dead:
             self.journal.delete(Table.PAYLOAD, group.task_key)
+            self.departed.append(group.task_id)
         self.ring_all()
 
     # --- completeness
@@ -302,7 +317,9 @@ class Run:
                 sampling.CompleteGroup(
                     number=group.number,
                     task_id=group.task_id,
-                    priority=group.priority,
+                    priority=group.traits.priority,
+                    data_source=group.traits.data_source,
+                    difficulty=group.traits.difficulty,
                     num_tokens=tuple([fact.num_tokens for fact in facts]),
                     oldest=min(fact.oldest for fact in facts),
                     newest=max(fact.newest for fact in facts),

@@ -24,6 +24,9 @@ class CompleteGroup:
     """Tokens of each finished row."""
     oldest: Version
     newest: Version
+    data_source: str = ""
+    difficulty: float = 0.0
+    """The task's `extra_info["difficulty"]`."""
 
 
 class Sampler(Protocol):

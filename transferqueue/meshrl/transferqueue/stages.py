@@ -88,6 +88,14 @@ class Stages:
         """The stages that write what `stage` reads."""
         return [self._ordered[number] for number in stage.after]
 
+    def depending_on(self, stage: Stage) -> set[int]:
+        """Numbers of `stage` and of all that read, directly or not, what it writes."""
+        found = {stage.number}
+        for other in self._ordered[stage.number + 1 :]:
+            if found & set(other.after):
+                found.add(other.number)
+        return found
+
     def of_columns(self, columns: Sequence[str]) -> list[Stage]:
         """The stages that write `columns`, each once.
 

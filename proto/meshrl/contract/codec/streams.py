@@ -22,6 +22,7 @@ from meshrl.contract.codec.siblings import (
     encode_siblings,
 )
 from meshrl.contract.nouns import (
+    JournalGroup,
     Lease,
     LeasedGroup,
     PackedGroup,
@@ -45,7 +46,7 @@ class AdmitCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCall:
-    """The arguments of `Queue.write_packed`."""
+    """The arguments of `Queue.write_packed`, and of `append`, whose groups are of JournalGroup."""
 
     run: str
     stage: str
@@ -82,7 +83,9 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
 @encoder
 def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     """Rows with their tasks and the columns that the stage reads."""
-    items = ((_leased_group(group), _frames(group)) for group in lease.groups)
+    items = (
+        (_leased_group(group), _frames((*group.parts, *group.journal))) for group in lease.groups
+    )
     messages = [
         Bulk(pb.LeaseResponse(groups=groups), frames) for groups, frames in bulk_pages(items)
     ]
@@ -100,16 +103,17 @@ def _leased_group(group: LeasedGroup) -> pb.LeasedGroup:
         attempts=group.attempts,
         token=group.token,
         deliveries=group.deliveries,
-        parts=_parts(group),
+        parts=_parts(group.parts),
+        journal=_parts(group.journal),
     )
 
 
-def _parts(group: PayloadGroup) -> list[pb.Part]:
-    return [pb.Part(rows=part.rows) for part in group.parts]
+def _parts(parts: Sequence[Part]) -> list[pb.Part]:
+    return [pb.Part(rows=part.rows) for part in parts]
 
 
-def _frames(group: PayloadGroup) -> list[Frame]:
-    return [part.frame for part in group.parts]
+def _frames(parts: Sequence[Part]) -> list[Frame]:
+    return [part.frame for part in parts]
 
 
 def _frames_of(messages: Iterable[Bulk[Any]]) -> Iterator[Frame]:
@@ -157,6 +161,7 @@ def _decode_leased(message: pb.LeasedGroup, frames: Iterator[Frame]) -> LeasedGr
         token=message.token,
         deliveries=tuple(message.deliveries),
         prompt=prompt,
+        journal=_decode_parts(message.journal, frames, len(rows)),
     )
 
 
@@ -187,6 +192,7 @@ def _written_group(group: PackedGroup) -> pb.WrittenGroup:
         rows=encode_siblings(group),
         token=group.token,
         facts=encode_facts(group.facts) if group.facts else None,
+        starts=group.starts if isinstance(group, JournalGroup) else (),
     )
 
 
@@ -206,7 +212,7 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
 def _decode_written(message: pb.WrittenGroup, frames: Iterator[Frame]) -> PackedGroup:
     require(message, "rows")
     rows = decode_siblings(message.rows)
-    return PackedGroup(
+    group = PackedGroup(
         task=rows.task,
         indices=rows.indices,
         attempts=rows.attempts,
@@ -214,12 +220,20 @@ def _decode_written(message: pb.WrittenGroup, frames: Iterator[Frame]) -> Packed
         frame=bytes(_next(frames)),
         facts=decode_facts(message.facts) if message.HasField("facts") else (),
     )
+    if not message.starts:
+        return group
+    if len(message.starts) != len(rows):
+        malformed(f"{len(rows)} rows with {len(message.starts)} starts")
+    return JournalGroup(**vars(group), starts=tuple(message.starts))
 
 
 def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
     items = (
-        (pb.PayloadGroup(rows=encode_siblings(group), parts=_parts(group)), _frames(group))
+        (
+            pb.PayloadGroup(rows=encode_siblings(group), parts=_parts(group.parts)),
+            _frames(group.parts),
+        )
         for group in groups
     )
     for number, (page, frames) in enumerate(bulk_pages(items)):

@@ -74,6 +74,14 @@ class PackedGroup(Siblings):
     """One per row from the stage that samples; none from others."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class JournalGroup(PackedGroup):
+    """More of what a stage makes of rows that it has not written yet: entries to append to each."""
+
+    starts: tuple[int, ...]
+    """Per row: entries that were appended before; what makes an append that is repeated one append."""
+
+
 def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list[PackedGroup]:
     """Row-level writes by group, token and signature; of two writes to one row the last counts.
 
@@ -187,15 +195,34 @@ class LeasedGroup(PayloadGroup):
     deliveries: tuple[int, ...]
     """Per row: 1 on the first delivery to this stage, one more on each redelivery."""
     prompt: Task
+    journal: tuple[Part, ...] = ()
+    """What earlier holders of this stage appended, in the order in which they did."""
+
+    def prefixes(self) -> list[dict[str, Array]]:
+        """Of each row: what was appended, each column on end; empty where nothing was. Raises CorruptError."""
+        pieces: list[dict[str, list[Array]]] = [{} for _ in self.indices]
+        for part in self.journal:
+            for name in part.read.columns:
+                for row, array in zip(part.rows, part.read.split(name), strict=True):
+                    pieces[row].setdefault(name, []).append(array)
+        return [{name: np.concatenate(found) for name, found in row.items()} for row in pieces]
 
     def rows(self) -> list[LeasedRow]:
         """Taken apart. Raises CorruptError."""
-        every = zip(self.uids(self.prompt.run), self.columns(), self.deliveries, strict=True)
+        every = zip(
+            *(self.uids(self.prompt.run), self.columns(), self.deliveries, self.prefixes()),
+            strict=True,
+        )
         return [
             LeasedRow(
-                uid=uid, token=self.token, task=self.prompt, columns=columns, delivery=delivery
+                uid=uid,
+                token=self.token,
+                task=self.prompt,
+                columns=columns,
+                delivery=delivery,
+                prefix=prefix,
             )
-            for uid, columns, delivery in every
+            for uid, columns, delivery, prefix in every
         ]
 
 

@@ -80,6 +80,8 @@ class LeasedRow:
     columns: Columns
     delivery: int
     """1 on the first delivery of the row to this stage, one more on each redelivery."""
+    prefix: Columns = field(default_factory=dict)
+    """What earlier holders appended (`Queue.append`), each column on end; empty where nothing was."""
 
 
 def oldest_version(spans: Sequence[VersionSpan], default: Version) -> Version:

@@ -72,6 +72,8 @@ class RunSpec:
     resident_batches: int = 4
     """Admission bound, in batches, where `max_staleness` is infinite."""
     resident_bytes: int = 4 << 30
+    resident_tokens: int = 0
+    """Tokens of rows that are admitted and not consumed, beyond which new groups wait; 0 is no bound."""
     sampler: str = "fifo"
     gated: bool = True
     """True: admission and leases follow the published version. False (evaluation): they do not."""

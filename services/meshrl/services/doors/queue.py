@@ -9,6 +9,8 @@ from typing import Final
 import grpc
 
 from meshrl.contract import codec
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import JournalGroup
 from meshrl.contract.ports import Queue
 from meshrl.services.doors.base import bounded, collected, full_name
 from meshrl.services.interceptor import Context
@@ -22,7 +24,7 @@ class QueueDoor(rpc.QueueServicer):
 
     service: Final = full_name(pb.DESCRIPTOR, "Queue")
     waits: Final = frozenset({"Admit", "Lease", "Take"})
-    parsers: Final = {"Write": codec.parser(pb.WriteRequest)}
+    parsers: Final = dict.fromkeys(("Write", "Append"), codec.parser(pb.WriteRequest))
     serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
 
     def __init__(self, queue: Queue) -> None:
@@ -80,6 +82,20 @@ class QueueDoor(rpc.QueueServicer):
         call = codec.decode_write(await collected(request_iterator))
         await self._queue.write_packed(call.run, call.stage, call.groups)
         return Ack()
+
+    async def Append(  # type: ignore[override]  # payload beside the message
+        self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context
+    ) -> Ack:
+        call = codec.decode_write(await collected(request_iterator))
+        groups = [group for group in call.groups if isinstance(group, JournalGroup)]
+        if len(groups) != len(call.groups):
+            raise UserError("append: a group has no starts")
+        await self._queue.append(call.run, call.stage, groups)
+        return Ack()
+
+    async def Redo(self, request: pb.RedoRequest, context: Context) -> pb.RedoResponse:
+        uids = codec.decode_uids(request.uids)
+        return pb.RedoResponse(rows=await self._queue.redo(request.run, request.stage, uids))
 
     async def Fail(self, request: pb.FailRequest, context: Context) -> Ack:
         [(uid, token)] = codec.decode_held_rows([request.row]).items()

@@ -8,6 +8,7 @@ from meshrl.contract import codec
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
+    JournalGroup,
     Lease,
     Ledger,
     Outcome,
@@ -46,6 +47,9 @@ class QueueWire(Wire, RowVerbs):
         )
         self._write = channel.stream_unary(
             "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
+        )
+        self._append = channel.stream_unary(
+            "/meshrl.v1.Queue/Append", codec.serialize, Ack.FromString
         )
         self._fetch = channel.unary_stream(
             "/meshrl.v1.Queue/Fetch",
@@ -126,6 +130,16 @@ class QueueWire(Wire, RowVerbs):
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
         await self._peer.tell_stream(self._write, codec.encode_write(call), nothing)
+
+    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+        """See Queue."""
+        call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
+        await self._peer.tell_stream(self._append, codec.encode_write(call), nothing)
+
+    async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
+        """See Queue. Asked again after a lost answer it finds less to do, and returns less."""
+        request = pb.RedoRequest(run=run, stage=stage, uids=codec.encode_uids(uids))
+        return await self._peer.ask(self._stub.Redo, request, lambda answer: answer.rows)
 
     async def fail(
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str

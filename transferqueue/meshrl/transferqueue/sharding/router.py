@@ -22,6 +22,7 @@ from meshrl.contract.errors import FencedError, NotFoundError, UserError
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
+    JournalGroup,
     Lease,
     Ledger,
     Outcome,
@@ -209,6 +210,23 @@ class ShardedQueue(RowVerbs):
         await all_of(
             self._shards[number].write_packed(run, stage, part)
             for number, part in (parts or {0: ()}).items()
+        )
+
+    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+        """See Queue. All or none of the groups of each shard."""
+        parts = await self._by_shard(run, groups, lambda group: group.task)
+        await all_of(
+            self._shards[number].append(run, stage, part)
+            for number, part in (parts or {0: ()}).items()
+        )
+
+    async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
+        """See Queue."""
+        if not uids:
+            return sum(await all_of(shard.redo(run, stage, ()) for shard in self._shards))
+        parts = await self._by_shard(run, uids, _task_of_uid)
+        return sum(
+            await all_of(self._shards[n].redo(run, stage, part) for n, part in parts.items())
         )
 
     async def fail(

@@ -1,0 +1,149 @@
+"""What every queue promises of work that is interrupted, done in part, or to be done again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import ConflictError, FencedError, UserError
+from meshrl.contract.frames import pack
+from meshrl.contract.nouns import (
+    REFERENCE_STAGE,
+    REWARD_STAGE,
+    ROLLOUT_STAGE,
+    JournalGroup,
+    LeasedGroup,
+    Outcome,
+    RowWrite,
+    StageSpec,
+)
+from meshrl.contract.ports import Queue
+
+from .queue_actors import Actors, spec, tasks, tokens_of
+
+
+def more_of(group: LeasedGroup, start: int, stop: int, rows: int = 2) -> JournalGroup:
+    """Entries `[start, stop)` of the first rows of a group; row i says 100 i + the entry."""
+    return JournalGroup(
+        task=group.task,
+        indices=group.indices[:rows],
+        attempts=group.attempts[:rows],
+        token=group.token,
+        starts=(start,) * rows,
+        frame=pack(
+            [{"tokens": np.arange(start, stop, dtype=np.int32) + 100 * i} for i in range(rows)]
+        ),
+    )
+
+
+class AppendPromises:
+    async def test_what_was_appended_goes_to_the_next_holder(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        (group,) = lease.groups
+        assert all(not row.prefix for row in lease.rows)
+        await queue.append("run", "rollout", [more_of(group, 0, 3)])
+        await queue.append("run", "rollout", [more_of(group, 3, 5, rows=1)])
+        uid = lease.rows[0].uid
+        await queue.fail("run", "rollout", uid, group.token, Outcome.INFRA_FAULT, "engine died")
+        (again,) = (await actors.lease()).rows
+        assert (again.uid, again.delivery) == (uid, 2)
+        assert again.prefix["tokens"].tolist() == [0, 1, 2, 3, 4]
+        await queue.release("run", "rollout", {lease.rows[1].uid: group.token})
+        (other,) = (await actors.lease()).rows
+        assert other.prefix["tokens"].tolist() == [100, 101, 102]
+
+    async def test_appending_twice_is_appending_once(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        (group,) = lease.groups
+        for _ in range(2):
+            await queue.append("run", "rollout", [more_of(group, 0, 3)])
+            await queue.append("run", "rollout", [more_of(group, 3, 4)])
+        await queue.release("run", "rollout", tokens_of(lease))
+        assert [row.prefix["tokens"].tolist() for row in (await actors.lease()).rows] == [
+            [0, 1, 2, 3],
+            [100, 101, 102, 103],
+        ]
+
+    async def test_a_write_ends_what_was_appended(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        await queue.append("run", "rollout", [more_of(lease.groups[0], 0, 3)])
+        await actors.write(lease)
+        judged = await actors.lease("reward")
+        assert all(not row.prefix for row in judged.rows)
+        await actors.write(judged)
+        batch = await actors.take(0, groups=1)
+        (columns, _) = await queue.fetch("run", [row.uid for row in batch.rows], ["tokens"])
+        assert columns["tokens"].tolist() == [0, 1, 2, 3, 4, 5]
+
+    async def test_a_gap_and_a_lost_lease_are_refused(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        (group,) = lease.groups
+        with pytest.raises(ConflictError, match="entries 0 to 2 were never appended") as gap:
+            await queue.append("run", "rollout", [more_of(group, 2, 3)])
+        assert gap.value.details["uid"] == str(lease.rows[0].uid)
+        await queue.release("run", "rollout", tokens_of(lease))
+        with pytest.raises(FencedError, match="the lease ended"):
+            await queue.append("run", "rollout", [more_of(group, 0, 1)])
+
+    async def test_only_a_stage_that_samples_appends(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        await actors.write(await actors.lease())
+        (group,) = (await actors.lease("reward")).groups
+        with pytest.raises(UserError, match="stage reward reads columns"):
+            await queue.append("run", "reward", [more_of(group, 0, 1)])
+
+
+class RedoPromises:
+    async def test_a_stage_works_again_on_rows_that_it_wrote(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(stages=(ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)))
+        await actors.feed(tasks(2))
+        await actors.work()
+        await actors.write(await actors.lease("reference"))
+        assert await actors.resident() == {"ready": 4}
+        (first, *_) = (await actors.take(0, groups=1)).rows
+        assert await queue.redo("run", "reward", ()) == 2  # those in a batch stay as they are
+        assert await actors.resident() == {"pending": 2, "taken": 2}
+        lease = await actors.lease("reward")
+        assert {row.uid.task for row in lease.rows} == {"t0", "t1"} - {first.group}
+        assert {row.delivery for row in lease.rows} == {1}
+        await actors.write(lease)
+        assert await actors.resident() == {"ready": 2, "taken": 2}
+
+    async def test_stages_that_read_what_goes_work_again_too(self, queue: Queue) -> None:
+        polish = StageSpec(name="polish", reads=("reward",), writes=("polished",))
+        actors = Actors(queue)
+        await actors.start(spec(stages=(ROLLOUT_STAGE, REWARD_STAGE, polish)))
+        await actors.feed(tasks(1))
+        await actors.work()
+        held = await actors.lease("polish")
+        assert await queue.redo("run", "reward", [held.rows[0].uid]) == 1
+        (again,) = (await actors.lease("reward")).rows
+        assert again.uid == held.rows[0].uid
+        late = [RowWrite(uid=row.uid, columns={"polished": np.zeros(1)}) for row in held.rows]
+        with pytest.raises(FencedError, match=str(again.uid)):
+            await queue.write("run", "polish", tokens_of(held), late)
+
+    async def test_what_was_sampled_is_not_sampled_again(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        with pytest.raises(UserError, match="stage rollout samples"):
+            await queue.redo("run", "rollout", ())
+
+
+class QueueAgainSuite(AppendPromises, RedoPromises):
+    pass

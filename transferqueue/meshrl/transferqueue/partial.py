@@ -1,0 +1,151 @@
+"""Work in progress: what a stage has made of a row that it has not written yet, kept for whoever holds the row next.
+
+    lease ──▶ append [0, 32) ──▶ append [32, 64) ──▶ (the holder dies) ──▶ lease: prefix of 64 entries ──▶ write
+
+A frame per append; the stage's write, or the end of the row's attempt, drops them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.frames import Frame
+from meshrl.contract.nouns import JournalGroup, Uid
+from meshrl.transferqueue import leases
+from meshrl.transferqueue.group import Group, StoredFrame, bits
+from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.store import Table
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedAppend:
+    """Entries that are new."""
+
+    group: Group
+    rows: tuple[int, ...]
+    entries: tuple[int, ...]
+    """Per row: entries with these."""
+    frame: bytes
+
+
+def checked(run: Run, stage: Stage, groups: Sequence[JournalGroup]) -> list[CheckedAppend]:
+    """What is to be kept; entries that were appended before are passed over.
+
+    Raises:
+        FencedError: with `uid`; somebody else has the row, or the lease ended.
+        ConflictError: with `uid`; entries before these are missing.
+        UserError: with `uid`; columns of unequal length, or a stage that reads columns.
+    """
+    if not stage.first:
+        raise UserError(f"stage {stage.name} reads columns: only a stage that samples can append")
+    found: list[CheckedAppend] = []
+    for given in groups:
+        frame = leases.read_frame(run, given)
+        lengths = _lengths(run, given, frame)
+        group = run.by_task.get(given.task)
+        held = group.held_under(stage.number, given.token) if group else 0
+        kept: list[int] = []
+        for at, (index, attempt) in enumerate(zip(given.indices, given.attempts, strict=True)):
+            if group is None or not (group.has(index, attempt) and held >> index & 1):
+                raise leases.fenced(
+                    run, stage, Uid(run.name, given.task, index, attempt), given.token
+                )
+            known = group.journaled[index] if group.journaled else 0
+            if given.starts[at] > known:
+                raise ConflictError(
+                    f"row {group.uid(index)}: entries {known} to {given.starts[at]} were never"
+                    f" appended",
+                    uid=group.uid(index),
+                )
+            if given.starts[at] == known and lengths[at]:
+                kept.append(at)
+        if group is not None and kept:
+            found.append(
+                CheckedAppend(
+                    group,
+                    tuple([given.indices[at] for at in kept]),
+                    tuple([given.starts[at] + lengths[at] for at in kept]),
+                    frame.select(frame.columns, kept),
+                )
+            )
+    return found
+
+
+def _lengths(run: Run, given: JournalGroup, frame: Frame) -> list[int]:
+    lengths = {
+        tuple(column.lengths.tolist()) if column.lengths is not None else ()
+        for column in frame.columns.values()
+    }
+    if len(lengths) != 1 or len(next(iter(lengths))) != frame.rows:
+        uid = Uid(run.name, given.task, given.indices[0], given.attempts[0])
+        raise UserError(f"row {uid}: appended columns must have equally many entries", uid=uid)
+    return list(lengths.pop())
+
+
+def append(run: Run, stage: Stage, appends: Sequence[CheckedAppend]) -> None:
+    """Keep them."""
+    for item in appends:
+        group = item.group
+        mask = sum(1 << index for index in item.rows)
+        frame = StoredFrame(
+            *(stage.number, group.next_frame, item.rows, len(item.frame), mask), partial=True
+        )
+        group.next_frame += 1
+        group.frames.append(frame)
+        run.journal.put(Table.PAYLOAD, group.frame_key(frame.number), item.frame)
+        run.open_bytes += frame.nbytes
+        group.journaled = group.journaled or [0] * group.size
+        for index, entries in zip(item.rows, item.entries, strict=True):
+            group.journaled[index] = entries
+    run.save([item.group for item in appends])
+
+
+def drop(run: Run, stage: Stage, group: Group, mask: int) -> None:
+    """The rows in `mask` are written: their work in progress goes."""
+    if group.journaled:
+        run.drop_frames(group, group.drop_columns({stage.number}, mask, partial=True))
+        for index in bits(mask):
+            group.journaled[index] = 0
+
+
+def redo(run: Run, stage: Stage, uids: Sequence[Uid]) -> int:
+    """Rows of groups that are in no batch go back to before `stage`; no uids mean all. Returns how many did.
+
+    Raises:
+        UserError: a stage that samples; what it made cannot be made again.
+    """
+    if stage.first:
+        raise UserError(f"stage {stage.name} samples: what it made cannot be made again")
+    masks: dict[int, int] = {}
+    for uid in uids:
+        if (group := run.find(uid)) is not None:
+            masks[group.number] = masks.get(group.number, 0) | 1 << uid.index
+    if not uids:
+        masks = {number: group.present for number, group in run.groups.items()}
+    again = run.stages.depending_on(stage)
+    touched: list[Group] = []
+    rows = 0
+    for number, mask in masks.items():
+        group = run.groups[number]
+        mask &= group.done[stage.number]
+        if group.batch is not None or not mask:
+            continue
+        rows += mask.bit_count()
+        run.withdraw(group)
+        for other in again:
+            group.let_go(other, mask)
+            group.done[other] &= ~mask
+            for index in bits(mask):
+                group.deliveries[other][index] = group.writers[other][index] = 0
+        run.drop_frames(group, group.drop_columns(again, mask, partial=False))
+        group.since = run.clock()
+        run.refresh(group)
+        touched.append(group)
+    run.save(touched)
+    return rows

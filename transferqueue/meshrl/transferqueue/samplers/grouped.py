@@ -1,0 +1,42 @@
+"""Groups of one data source together: the source whose oldest group waits longest goes first, while it has groups."""
+
+from __future__ import annotations
+
+from meshrl.transferqueue.ordered import OrderedNumbers
+from meshrl.transferqueue.sampling import CompleteGroup
+
+
+class Sampler:
+    """A batch mixes sources only where one has too few groups to fill it."""
+
+    def __init__(self) -> None:
+        self._by_source: dict[str, OrderedNumbers] = {}
+        self._source_of: dict[int, str] = {}
+
+    def add(self, group: CompleteGroup) -> None:
+        """A group became complete."""
+        self._source_of[group.number] = group.data_source
+        self._by_source.setdefault(group.data_source, OrderedNumbers()).add(
+            group.number, (group.number,)
+        )
+
+    def discard(self, number: int) -> None:
+        """A group was taken or left."""
+        source = self._source_of.pop(number, None)
+        if source is not None:
+            self._by_source[source].discard(number)
+            if not len(self._by_source[source]):
+                del self._by_source[source]
+
+    def first(self, count: int) -> list[int]:
+        """The next `count` groups; they stay. O(count log n + sources)."""
+        found: list[int] = []
+        oldest_first = sorted(self._by_source.values(), key=lambda numbers: numbers.first(1))
+        for numbers in oldest_first:
+            found += numbers.first(count - len(found))
+            if len(found) == count:
+                break
+        return found
+
+    def __len__(self) -> int:
+        return len(self._source_of)

@@ -1,0 +1,42 @@
+"""Batches of about the same number of tokens: every second, by length, of twice as many oldest groups as wanted."""
+
+from __future__ import annotations
+
+from meshrl.transferqueue.ordered import OrderedNumbers
+from meshrl.transferqueue.sampling import CompleteGroup
+
+
+class Sampler:
+    """Pairs neighbours in length and takes the older of each pair, so a batch gets half of the window's tokens.
+
+    The oldest group is the older of its pair: it is always taken, so none waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = OrderedNumbers()
+        self._tokens: dict[int, int] = {}
+
+    def add(self, group: CompleteGroup) -> None:
+        """A group became complete."""
+        self._numbers.add(group.number, (group.number,))
+        self._tokens[group.number] = sum(group.num_tokens)
+
+    def discard(self, number: int) -> None:
+        """A group was taken or left."""
+        self._numbers.discard(number)
+        self._tokens.pop(number, None)
+
+    def first(self, count: int) -> list[int]:
+        """The next `count` groups; they stay. O(count log n)."""
+        window = self._numbers.first(2 * count)
+        extra = len(window) - count
+        if extra <= 0:
+            return window
+        # With fewer than twice as many, the oldest come without a partner.
+        alone, paired = window[: count - extra], window[count - extra :]
+        by_length = sorted(paired, key=lambda number: (self._tokens[number], number))
+        chosen = [min(pair) for pair in zip(by_length[::2], by_length[1::2], strict=True)]
+        return sorted(alone + chosen)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
