@@ -55,7 +55,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes" / "algorithms"
-WINDOW = 5
+FIRST, LAST = 2, 5
 """Steps that start and end are means of."""
 
 
@@ -195,8 +195,8 @@ def measure(name: str, world: World, steps: int, rows: int) -> dict[str, object]
     return {
         "algorithm": name,
         "steps": len(curve),
-        "start": round(sum(moving[:WINDOW]) / WINDOW, 4),
-        "end": round(sum(moving[-WINDOW:]) / WINDOW, 4),
+        "start": round(sum(moving[:FIRST]) / FIRST, 4),
+        "end": round(sum(moving[-LAST:]) / LAST, 4),
         "seconds": round(time.monotonic() - begin, 1),
         "curve": curve,
     }
