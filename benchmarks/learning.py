@@ -174,16 +174,14 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
 
 def measure(name: str, world: World, steps: int, rows: int) -> dict[str, object]:
     """One algorithm."""
-    recipe = load_recipe(RECIPES / f"{name}.yaml", [f"trainer.total_training_steps={steps}"])
-    size = max(2, rows // recipe.rollout.n)
-    recipe = load_recipe(
-        RECIPES / f"{name}.yaml",
-        [
-            *(f"trainer.total_training_steps={steps}", f"data.train_batch_size={size}"),
-            *(("actor.ppo_mini_batch_size=" + str(size // 2),) if name == "gspo" else ()),
-        ],
-    )
-    size -= size % 2
+    common = [f"trainer.total_training_steps={steps}", "reward.mixed_versions=allow"]
+    written = load_recipe(RECIPES / f"{name}.yaml", common)
+    # Whole mini-batches: two where the recipe has several.
+    half = max(1, rows // written.rollout.n // 2)
+    several = written.actor.ppo_mini_batch_size is not None
+    sizes = [f"data.train_batch_size={2 * half}"]
+    sizes += [f"actor.ppo_mini_batch_size={half}"] if several else []
+    recipe = load_recipe(RECIPES / f"{name}.yaml", [*common, *sizes])
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         lines = asyncio.run(train(recipe, world, Path(directory)))
