@@ -16,8 +16,8 @@ each, half of them right.
 honest function's calls (8 samples, one after the other) while another, in a cell on the same cores, spins in as many
 processes as it may have; beside the same quiet.
 
-verl's file comes from `pip install --no-deps verl` in .venv-peer-reward; without it its part is left out. The last
-line is JSON.
+verl's file comes from `pip install --no-deps verl` in .venv-peer-reward (`make bench-reward` sets it up); without it
+its part is left out. The last line is JSON.
 """
 
 from __future__ import annotations
