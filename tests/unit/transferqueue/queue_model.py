@@ -60,6 +60,8 @@ class ModelGroup:
         return self.batch is None and sum(row.done == FINAL for row in self.rows) >= self.wanted
 
     def add(self, *indices: int) -> None:
+        """Fresh rows, which have not been replaced."""
+        self.replaced.subtract({index: self.replaced[index] for index in indices})
         self.rows += [ModelRow(self, index, self.attempts[index]) for index in indices]
         self.rows.sort(key=lambda row: row.index)
 
@@ -74,13 +76,17 @@ class ModelBatch:
 
 @dataclass(eq=False)
 class ModelLetter:
-    """A dead row; `attempts` are its group's when it died."""
+    """A dead row; `attempts` are its group's when that left, so that a replay names no row anew."""
 
-    name: str
     number: int
     task: str
     index: int
+    attempt: int
     attempts: list[int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}.{self.index}.{self.attempt}"
 
 
 class Model:
@@ -120,6 +126,12 @@ class Model:
         self.groups.append(group)
         self.admitted += self.size
 
+    def _leave(self, group: ModelGroup) -> None:
+        self.groups.remove(group)
+        for letter in self.letters:
+            if letter.number == group.number:
+                letter.attempts = [*group.attempts]
+
     def leasable(self, stage: str) -> list[ModelRow]:
         groups = sorted((g for g in self.groups if g.batch is None), key=lambda g: g.number)
         return [row for group in groups for row in group.rows if row.leasable(stage)]
@@ -129,20 +141,20 @@ class Model:
         if row.delivered[stage] < self.attempts:
             return
         group = row.group
-        letter = ModelLetter(row.name, group.number, group.task, row.index, [*group.attempts])
-        self.letters.append(letter)
+        attempts = [*group.attempts]
+        self.letters.append(ModelLetter(group.number, group.task, row.index, row.attempt, attempts))
         self.dead[reason] += 1
         group.rows.remove(row)
         replaced = group.replaced[row.index]
         if self.policy is GroupPolicy.REPLACE_SIBLING and replaced < self.attempts:
-            group.replaced[row.index] += 1
             group.attempts[row.index] += 1
             group.add(row.index)
+            group.replaced[row.index] = replaced + 1
             self.admitted += 1
         elif self.policy is not GroupPolicy.K_OF_N or len(group.rows) < self.wanted:
             if group.rows:
                 self.filtered["group_incomplete"] += len(group.rows)
-            self.groups.remove(group)
+            self._leave(group)
 
     def replay(self, letters: list[ModelLetter]) -> int:
         """How many are answered: not those whose group is in a batch."""
@@ -199,7 +211,7 @@ class Model:
     def _retire(self, group: ModelGroup) -> None:
         self.stale["dropped" if self.drops else "reissued"] += len(group.rows)
         if self.drops:
-            self.groups.remove(group)
+            self._leave(group)
             return
         group.attempts = [attempt + 1 for attempt in group.attempts]
         group.rows = []
@@ -211,7 +223,7 @@ class Model:
         assert group.batch is not None
         self.filtered[reason] += len(group.rows)
         group.batch.groups.remove(group)
-        self.groups.remove(group)
+        self._leave(group)
 
     def commit(self, step: int) -> None:
         if step < self.committed:
@@ -220,7 +232,7 @@ class Model:
             self.batches.remove(batch)
             for group in batch.groups:
                 self.trained += len(group.rows)
-                self.groups.remove(group)
+                self._leave(group)
         self.committed = step
 
     def give_back(self, batches: list[ModelBatch]) -> int:

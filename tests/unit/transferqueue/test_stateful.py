@@ -228,7 +228,7 @@ class QueueMachine(RuleBasedStateMachine):
     def replay(self, data: st.DataObject) -> None:
         wanted = data.draw(st.permutations(self.model.letters))
         wanted = wanted[: data.draw(st.integers(1, len(wanted)))]
-        names = [Uid("run", each.task, each.index, each.attempts[each.index]) for each in wanted]
+        names = [Uid("run", each.task, each.index, each.attempt) for each in wanted]
         expected = self.model.replay(wanted)
         assert self.run(self.actors.queue.replay("run", names)) == expected
 
