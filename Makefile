@@ -117,5 +117,19 @@ venv-peer-queue: $(PEER_QUEUE_READY)
 bench-queue: venv venv-peer-queue
 	$(BIN)/python benchmarks/queue.py
 
+# verl's own reward functions: single files, so none of its dependencies.
+PEER_REWARD_VENV := .venv-peer-reward
+PEER_REWARD_READY := $(PEER_REWARD_VENV)/.ready-0.9.1
+$(PEER_REWARD_READY):
+	rm -rf $(PEER_REWARD_VENV)
+	$(PYTHON) -m venv $(PEER_REWARD_VENV)
+	$(PEER_REWARD_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	touch $@
+
+# What a score costs, in cells and beside verl; the last line is JSON.
+.PHONY: bench-reward
+bench-reward: venv $(PEER_REWARD_READY)
+	$(BIN)/python benchmarks/reward.py
+
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-peer-queue build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-peer-queue .venv-peer-reward build dist .mypy_cache .ruff_cache .pytest_cache

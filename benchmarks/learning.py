@@ -55,7 +55,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes" / "algorithms"
-WINDOW = 5
+FIRST, LAST = 2, 5
 """Steps that start and end are means of."""
 
 
@@ -174,16 +174,14 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
 
 def measure(name: str, world: World, steps: int, rows: int) -> dict[str, object]:
     """One algorithm."""
-    recipe = load_recipe(RECIPES / f"{name}.yaml", [f"trainer.total_training_steps={steps}"])
-    size = max(2, rows // recipe.rollout.n)
-    recipe = load_recipe(
-        RECIPES / f"{name}.yaml",
-        [
-            *(f"trainer.total_training_steps={steps}", f"data.train_batch_size={size}"),
-            *(("actor.ppo_mini_batch_size=" + str(size // 2),) if name == "gspo" else ()),
-        ],
-    )
-    size -= size % 2
+    common = [f"trainer.total_training_steps={steps}", "reward.mixed_versions=allow"]
+    written = load_recipe(RECIPES / f"{name}.yaml", common)
+    # Whole mini-batches: two where the recipe has several.
+    half = max(1, rows // written.rollout.n // 2)
+    several = written.actor.ppo_mini_batch_size is not None
+    sizes = [f"data.train_batch_size={2 * half}"]
+    sizes += [f"actor.ppo_mini_batch_size={half}"] if several else []
+    recipe = load_recipe(RECIPES / f"{name}.yaml", [*common, *sizes])
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         lines = asyncio.run(train(recipe, world, Path(directory)))
@@ -195,8 +193,8 @@ def measure(name: str, world: World, steps: int, rows: int) -> dict[str, object]
     return {
         "algorithm": name,
         "steps": len(curve),
-        "start": round(sum(moving[:WINDOW]) / WINDOW, 4),
-        "end": round(sum(moving[-WINDOW:]) / WINDOW, 4),
+        "start": round(sum(moving[:FIRST]) / FIRST, 4),
+        "end": round(sum(moving[-LAST:]) / LAST, 4),
         "seconds": round(time.monotonic() - begin, 1),
         "curve": curve,
     }

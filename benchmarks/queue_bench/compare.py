@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -16,21 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import systems
-from system import ChildFailed, Pass, System
+from system import ChildFailed, Pass, System, run
 from work import BATCH, GROUP, group, payload_bytes, verify
 
 SEED = 0
 WARM_UP = 2 * BATCH // GROUP
 """Groups of the pass that is not counted."""
+PEER = "peer"
 Opener = Callable[[Path], AbstractAsyncContextManager[System]]
 
 
 def main(description: str) -> None:
-    arguments = parse(description)
-    try:
-        asyncio.run(compare(arguments))
-    except ChildFailed as error:
-        sys.exit(f"error: {error}")
+    run(compare(parse(description)))
 
 
 def parse(description: str) -> argparse.Namespace:
@@ -74,8 +69,8 @@ def parse(description: str) -> argparse.Namespace:
     return arguments
 
 
-def openers(arguments: argparse.Namespace) -> dict[str, Opener]:
-    """Who takes part, by name."""
+def openers(arguments: argparse.Namespace) -> list[tuple[Opener, dict[str, dict[str, int]]]]:
+    """How each system is started, and what is measured on it: names, and what their passes are told."""
     tuning = {
         "groups": arguments.groups,
         "in_flight": arguments.in_flight,
@@ -83,11 +78,11 @@ def openers(arguments: argparse.Namespace) -> dict[str, Opener]:
         "resident_batches": arguments.resident_batches,
         "shards": arguments.shards,
     }
-    found: dict[str, Opener] = {
-        store: partial(systems.ours, store, seed=SEED, tuning=tuning)
+    found: list[tuple[Opener, dict[str, dict[str, int]]]] = [
+        (partial(systems.ours, store, seed=SEED, tuning=tuning), {store: {}})
         for store in arguments.store.split(",")
         if store
-    }
+    ]
     if not arguments.no_peer:
         tuning = {
             "in_flight": arguments.peer_in_flight,
@@ -95,26 +90,23 @@ def openers(arguments: argparse.Namespace) -> dict[str, Opener]:
             "poll_ms": arguments.peer_poll_ms,
             "units": arguments.peer_units,
         }
-        for rows in map(int, arguments.peer_rows.split(",")):
-            found[f"peer-{rows}"] = partial(systems.peer, rows, seed=SEED, tuning=tuning)
+        puts = map(int, arguments.peer_rows.split(","))
+        names = {f"{PEER}-{rows}": {"rows": rows} for rows in puts}
+        found.append((partial(systems.peer, seed=SEED, tuning=tuning), names))
     return found
 
 
 async def compare(arguments: argparse.Namespace) -> None:
     count = arguments.samples // GROUP
     nbytes = payload_bytes(group(SEED, number) for number in range(count))
-    kinds = openers(arguments)
-    passes: dict[str, list[Pass]] = {name: [] for name in kinds}
+    passes: dict[str, list[Pass]] = {}
     for number in range(arguments.rounds):
-        for name, opener in kinds.items():
-            times = 1 if name.startswith("peer") else arguments.passes
+        for opener, kinds in openers(arguments):
             with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
                 async with opener(Path(folder)) as system:
-                    check(name, await system.run("warm-up", WARM_UP), WARM_UP)
-                    for again in range(times):
-                        done = await system.run(f"pass-{again}", count)
-                        check(name, done, count)
-                        passes[name].append(done)
+                    for name, order in kinds.items():
+                        done = await measured(system, name, order, count, arguments.passes)
+                        passes.setdefault(name, []).extend(done)
                         tell(number, name, done, arguments.samples)
     figures = {name: summary(done, arguments.samples, nbytes) for name, done in passes.items()}
     line = json.dumps(
@@ -138,19 +130,28 @@ async def compare(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(line + "\n")
 
 
-def check(name: str, done: Pass, groups: int) -> None:
-    """Every row came once, whole and as it was made, in whole groups; nothing is measured otherwise."""
-    wrong = verify(SEED, groups, done.arrived)
-    if any(wrong.values()):
-        raise ChildFailed(f"{name} delivered something else: {wrong}")
+async def measured(
+    system: System, name: str, order: dict[str, int], count: int, times: int
+) -> list[Pass]:
+    """The counted passes; every row of each has to arrive once, whole and as it was made, in whole groups."""
+    done: list[Pass] = []
+    times = 1 if name.startswith(PEER) else times
+    for number in range(times + 1):
+        groups = count if number else WARM_UP
+        done.append(await system.run(f"{name}-{number}", groups=groups, **order))
+        wrong = verify(SEED, groups, done[-1].arrived)
+        if any(wrong.values()):
+            raise ChildFailed(f"{name} delivered something else: {wrong}")
+    return done[1:]
 
 
-def tell(number: int, name: str, done: Pass, samples: int) -> None:
-    print(
-        f"{number}: {name} {samples / done.wall_s:,.0f} samples/s, "
-        f"{1e6 * (done.cpu_s['server'] + done.cpu_s['clients']) / samples:,.0f} us CPU a sample",
-        flush=True,
-    )
+def tell(number: int, name: str, passes: Sequence[Pass], samples: int) -> None:
+    for done in passes:
+        print(
+            f"{number}: {name} {samples / done.wall_s:,.0f} samples/s, "
+            f"{1e6 * (done.cpu_s['server'] + done.cpu_s['clients']) / samples:,.0f} us CPU a sample",
+            flush=True,
+        )
 
 
 def summary(passes: Sequence[Pass], samples: int, nbytes: int) -> dict[str, Any]:
@@ -164,7 +165,9 @@ def summary(passes: Sequence[Pass], samples: int, nbytes: int) -> dict[str, Any]
 
     puts = [ms for done in passes for ms in done.put_ms]
     takes = [ms for done in passes for ms in done.take_ms]
+    shares = {f"{ranks}_ranks": slowest_share(passes, ranks) for ranks in (2, 4, 8)}
     return {
+        **({"slowest_rank_share": shares} if passes[0].lengths else {}),
         "samples_per_s": round(rate),
         "samples_per_s_spread": [round(min(rates)), round(max(rates))],
         "mb_per_s": round(rate * nbytes / samples / 1e6, 1),
@@ -176,6 +179,18 @@ def summary(passes: Sequence[Pass], samples: int, nbytes: int) -> dict[str, Any]
     }
 
 
+def slowest_share(passes: Sequence[Pass], ranks: int) -> float:
+    """The payload that the busiest rank fetches, in the worst batch, against the mean: as the trainer deals rows."""
+    from meshrl.trainer.packing import plan  # brings torch, and the clocks have stopped
+
+    worst = 0.0
+    for lengths in (lengths for done in passes for lengths in done.lengths):
+        dealt = plan(lengths, ranks=ranks, max_tokens=1 << 30)
+        loads = [sum(lengths[row] for row in dealt.rows_of(rank)) for rank in range(ranks)]
+        worst = max(worst, max(loads) * ranks / sum(loads))
+    return round(worst, 3)
+
+
 def quantile(values: Sequence[float], part: float) -> float:
     """Nearest rank."""
     return round(sorted(values)[max(0, math.ceil(part * len(values)) - 1)], 2)
@@ -183,13 +198,13 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Of each of our stores to each peer, and to the peer's best in either figure."""
-    peers = {name: made for name, made in figures.items() if name.startswith("peer")}
+    peers = {name: made for name, made in figures.items() if name.startswith(PEER)}
     if not peers:
         return {}
     rated = {
         name: (made["samples_per_s"], made["cpu_us_per_sample"]) for name, made in peers.items()
     }
-    rated["peer-best"] = (
+    rated[f"{PEER}-best"] = (
         max(rate for rate, _ in rated.values()),
         min(cpu for _, cpu in rated.values()),
     )

@@ -166,7 +166,8 @@ class Consumer(Client):
 
     def verify(self) -> dict[str, Any]:
         rows = [row for batch in self.batches for row in calls.rows_of(batch)]
-        return {"arrived": [digest(*row) for row in rows]}
+        lengths = [batch["tokens"].lengths.tolist() for batch in self.batches]
+        return {"arrived": [digest(*row) for row in rows], "lengths": lengths}
 
 
 ROLES = {"producer": Producer, "annotator": Annotator, "consumer": Consumer}

@@ -1,6 +1,6 @@
 """The peer's clients, in the peer's environment: TransferQueue's asynchronous client at its best settings.
 
-    python peer_client.py ROLE NUMBER CONFIG.pickle SEED '{"rows": 8, "in_flight": 4, ...}'
+    python peer_client.py ROLE NUMBER CONFIG.pickle SEED '{"in_flight": 2, ...}'
 
 It is asked over ZMQ without Ray in between, puts jagged tensors (its fastest ragged form), has several calls in
 flight, and polls every few milliseconds, since it has no way to wait.
@@ -44,8 +44,8 @@ class Client:
 
     def __init__(self, number: int, config: Any, seed: int, tuning: dict[str, Any]) -> None:
         self.number, self.seed = number, seed
-        self.rows, self.in_flight = tuning["rows"], tuning["in_flight"]
-        self.annotated_rows = max(self.rows, tuning["annotated_rows"])
+        self.in_flight = tuning["in_flight"]
+        self.annotated_at_least = tuning["annotated_rows"]
         self.poll_s = tuning["poll_ms"] / 1e3
         name = f"{type(self).__name__}-{number}"
         self.client = AsyncTransferQueueClient(name, config.controller.zmq_info)
@@ -53,9 +53,11 @@ class Client:
         self.client.initialize_storage_manager(backend, config.backend[backend])
         self.time = Timer()
         self.name, self.count = "", 0
+        self.rows = self.annotated_rows = 0
 
     async def prepare(self, order: dict[str, Any]) -> None:
-        self.name, self.count = order["name"], order["groups"]
+        self.name, self.count, self.rows = order["name"], order["groups"], order["rows"]
+        self.annotated_rows = max(self.rows, self.annotated_at_least)
         self.time.ms.clear()
 
     def report(self) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import ours_calls as calls
-import uvloop
 from compare import quantile
-from system import HERE, Child, ChildFailed, memory
+from system import HERE, Child, ChildFailed, memory, run
 from systems import ROOT
 from work import GROUP, Group, group
 
@@ -46,11 +45,8 @@ def main(description: str) -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs", help="(%(default)s)")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            uvloop.run(measure(arguments, Path(folder)))
-    except ChildFailed as error:
-        sys.exit(f"error: {error}")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        run(measure(arguments, Path(folder)))
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> None:

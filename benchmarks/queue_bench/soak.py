@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import systems
-import uvloop
-from system import ChildFailed, System, memory
+from system import ChildFailed, System, memory, run
 
 from meshrl.contract.ports import Queue
 from meshrl.services.wires import QueueWire
@@ -45,11 +43,8 @@ def main(description: str) -> None:
     parser.add_argument("--resident-batches", type=int, default=8, help="bound of admission")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            uvloop.run(soak(arguments, Path(folder)))
-    except ChildFailed as error:
-        sys.exit(f"error: {error}")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        run(soak(arguments, Path(folder)))
 
 
 async def soak(arguments: argparse.Namespace, folder: Path) -> None:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import uvloop
 
 HERE = Path(__file__).resolve().parent
 ROLES = (("producer", 0), ("producer", 1), ("annotator", 0), ("consumer", 0))
@@ -26,6 +30,23 @@ LIMIT = 1 << 26
 
 class ChildFailed(Exception):
     """A process of the system ended or told an error."""
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """To its end; a failure is one line, and whatever ends it, no process stays behind."""
+
+    async def guarded() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await main
+
+    try:
+        uvloop.run(guarded())
+    except ChildFailed as error:
+        sys.exit(f"error: {error}")
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit("interrupted")
 
 
 def cpu_s(pid: int) -> float:
@@ -109,6 +130,9 @@ class Pass:
     put_ms: list[float]
     take_ms: list[float]
     arrived: list[int] = field(repr=False)
+    """The digest of each row, in order."""
+    lengths: list[list[int]] = field(default_factory=list, repr=False)
+    """Tokens of the rows of each batch."""
 
 
 class System:
@@ -166,10 +190,10 @@ class System:
         await asyncio.gather(*(child.close() for child in self.clients.values()))
         await asyncio.gather(*(server.close() for server in self.servers))
 
-    async def run(self, name: str, groups: int) -> Pass:
+    async def run(self, name: str, **order: int) -> Pass:
         """One pass, from the first row offered to the last row consumed. Raises ChildFailed."""
         consumer = self.clients["consumer 0"]
-        await self.prepare(name, groups=groups)
+        await self.prepare(name, **order)
         before = {part: total_cpu_s(pids) for part, pids in self.parts.items()}
         for child in self.clients.values():
             child.tell(do="pass")
@@ -178,10 +202,10 @@ class System:
         rss = sum(memory(pid, "VmHWM") for pid in self.parts["server"])
         reports = [await self.stopped(child) for child in self.clients.values()]
         consumer.tell(do="verify")
-        arrived = (await consumer.hear())["arrived"]
+        found = await consumer.hear()
         began = min(report["began"] for report in reports[:2])
         puts = [ms for report in reports[:2] for ms in report["ms"]]
-        return Pass(ended - began, spent, rss, puts, reports[3]["ms"], arrived)
+        return Pass(ended - began, spent, rss, puts, reports[3]["ms"], **found)
 
     async def prepare(self, name: str, **order: int) -> None:
         """Make rows, open the run: what the clock does not see."""

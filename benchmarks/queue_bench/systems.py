@@ -45,13 +45,13 @@ async def ours(
 
 
 @asynccontextmanager
-async def peer(rows: int, folder: Path, seed: int, tuning: dict[str, Any]) -> AsyncIterator[System]:
+async def peer(folder: Path, seed: int, tuning: dict[str, Any]) -> AsyncIterator[System]:
     """TransferQueue on its SimpleStorage, and its clients."""
     config = str(folder / "config.pickle")
     python = str(PEER_PYTHON)
     server = [python, str(HERE / "peer_server.py"), config, str(tuning["units"])]
     client = [python, str(HERE / "peer_client.py"), config]
-    async with System([server], client, seed, {**tuning, "rows": rows}) as system:
+    async with System([server], client, seed, tuning) as system:
         yield system
 
 

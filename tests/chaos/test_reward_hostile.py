@@ -23,7 +23,7 @@ from .hostile import ATTACKS, SECRET, Attack, table
 
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "reward-sandbox.md"
 LIMITS = {"deadline_s": 1, "start_deadline_s": 20, "output_bytes": 1_000_000, "tmp_bytes": 4 << 20}
-AT_ONCE = 3
+AT_ONCE = 4
 ASKED = ("good", "bad", "good")
 HONEST = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -95,7 +95,7 @@ async def attacked(attack: Attack, directory: Path, level: Isolation, marked: Pa
 
 
 async def campaign(level: Isolation, attacks: list[Attack], folder: Path) -> Campaign:
-    """Every attack, a few at once, while an honest function scores without a pause."""
+    """Every attack, a few at once, while an honest function scores."""
     marked = folder / "another_sample.json"
     marked.write_text("the truth")
     honest_folder = folder / "honest"
@@ -116,6 +116,7 @@ async def campaign(level: Isolation, attacks: list[Attack], folder: Path) -> Cam
         while not over.is_set():
             scores += await honest.score([sample(str(n), n) for n in range(8)])
             rounds += 1
+            await asyncio.sleep(0.01)  # leaves the processors to the attacks
         return scores, rounds
 
     scoring = asyncio.create_task(score_honestly())

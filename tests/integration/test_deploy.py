@@ -175,7 +175,13 @@ def test_ports_of_units_are_all_different_and_the_environment_names_them() -> No
 
 
 @pytest.mark.parametrize(
-    "files", [("compose.yaml",), ("compose.yaml", "compose.cuda.yaml")], ids=str
+    "files",
+    [
+        ("compose.yaml",),
+        ("compose.yaml", "compose.cuda.yaml"),
+        ("compose.yaml", "compose.shards.yaml"),
+    ],
+    ids=str,
 )
 def test_compose_takes_the_file(files: tuple[str, ...]) -> None:
     program = compose_program()
@@ -184,7 +190,18 @@ def test_compose_takes_the_file(files: tuple[str, ...]) -> None:
         [*program, *chosen, "config"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert set(yaml.safe_load(done.stdout)["services"]) == set(SECTIONS)
+    services = yaml.safe_load(done.stdout)["services"]
+    assert {name.removesuffix("-1") for name in services} == set(SECTIONS)
+    given = {service["environment"]["MESHRL_QUEUE"] for service in services.values()}
+    assert given == {",".join(f"{name}:7001" for name in services if name.startswith("queue"))}
+
+
+def test_the_shards_of_compose_say_by_their_names_which_they_are() -> None:
+    shards = yaml.safe_load((DEPLOY / "compose.shards.yaml").read_text())
+    for number, name in enumerate(("queue", "queue-1")):
+        assert compose_command(shards["services"][name])[-2:] == ["--name", f"queue-{number}"]
+    addresses = shards["x-shards"]["environment"]["MESHRL_QUEUE"]
+    assert addresses == "queue:7001,queue-1:7001"
 
 
 def compose_program() -> list[str]:

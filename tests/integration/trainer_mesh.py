@@ -45,6 +45,7 @@ from meshrl.trainer.evaluate import Evaluator
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model import build_policy, load_hf, random_hf
+from meshrl.trainer.needs import needs_of
 from meshrl.trainer.optim import Optimizers
 from meshrl.trainer.policy_gradient import PolicyGradient
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
@@ -81,15 +82,17 @@ def eval_spec(run: str = "run") -> RunSpec:
     )  # fmt: skip
 
 
-def tasks(count: int, run: str = "run", *, greedy: bool = False) -> list[Task]:
+def tasks(count: int, run: str = "run", *, greedy: bool = False, extra_rows: int = 0) -> list[Task]:
     draw = np.random.default_rng(5)
     return [
         Task(
             run=run,
             task_id=f"{index:06d}",
             prompt_ids=draw.integers(0, VOCABULARY, 4).astype(np.int32),
-            sampling=SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=6),
-            group_size=1 if greedy else GROUP_SIZE,
+            sampling=SamplingParams(
+                temperature=0.0 if greedy else 1.0, max_tokens=6, greedy_siblings=extra_rows
+            ),
+            group_size=1 if greedy else GROUP_SIZE + extra_rows,
         )
         for index in range(count)
     ]
@@ -141,7 +144,8 @@ class Sampler:
     def _sample(self, row: LeasedRow) -> RowWrite:
         """Depends on the weights, the prompt and the uid, on nothing else."""
         assert self.version is not None
-        prompt, params = row.task.prompt_ids, row.task.sampling
+        prompt = row.task.prompt_ids
+        params = row.task.sampling.of_row(row.uid.index, row.task.group_size)
         tokens = prompt.tolist()
         logprobs = [0.0] * len(tokens)
         seed = f"{row.uid.task}/{row.uid.index}"
@@ -209,6 +213,10 @@ class Mesh:
             total_steps=None,
         )
 
+    @property
+    def extra_rows(self) -> int:
+        return needs_of(self.algorithm, self.actor).extra_rows
+
     def setting(self, total_steps: int | None, **trainer: Any) -> Setting:
         return Setting(
             run="run",
@@ -218,7 +226,9 @@ class Mesh:
             trainer=TrainerConfig(**{"take_wait_s": 0.5, "device": "cpu", **trainer}),
             tokenizer=self.model,
             batch_groups=GROUPS,
-            group_size=GROUP_SIZE,
+            group_size=GROUP_SIZE + self.extra_rows,
+            extra_rows=self.extra_rows,
+            filter_groups=self.algorithm.filter_groups,
             total_steps=total_steps,
             blocking_evaluation=True,
         )
@@ -255,7 +265,7 @@ class Mesh:
             return (await trainer.run()).step
 
     async def feed(self, count: int, start: int = 0, *, close: bool = False) -> None:
-        waiting = tasks(start + count)[start:]
+        waiting = tasks(start + count, extra_rows=self.extra_rows)[start:]
         while waiting:
             done = await self.queue.admit("run", waiting, cursor=waiting[-1].task_id, wait_s=60.0)
             del waiting[:done]

@@ -304,6 +304,42 @@ class PlanOfResponse(_message.Message):
 Global___PlanOfResponse: _TypeAlias = PlanOfResponse  # noqa: Y015
 
 @_typing.final
+class UntilRowsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    worker: _builtins.str
+    wait_s: _builtins.float
+    """Seconds."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def version(self) -> _trajectory_pb2.Version:
+        """The engine's, for a stage that samples."""
+
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[_builtins.str] | None = ...,
+        stage: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        version: _trajectory_pb2.Version | None = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "stage", b"stage", "version", b"version", "wait_s", b"wait_s", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UntilRowsRequest: _TypeAlias = UntilRowsRequest  # noqa: Y015
+
+@_typing.final
 class RowsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -61,6 +61,11 @@ class ShardStub(object):
                 request_serializer=meshrl_dot_v1_dot_shard__pb2.PlanOfRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_shard__pb2.PlanOfResponse.FromString,
                 _registered_method=True)
+        self.UntilRows = channel.unary_unary(
+                '/meshrl.v1.Shard/UntilRows',
+                request_serializer=meshrl_dot_v1_dot_shard__pb2.UntilRowsRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
+                _registered_method=True)
         self.Rows = channel.unary_unary(
                 '/meshrl.v1.Shard/Rows',
                 request_serializer=meshrl_dot_v1_dot_shard__pb2.RowsRequest.SerializeToString,
@@ -106,6 +111,13 @@ class ShardServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UntilRows(self, request, context):
+        """Answers once Queue.Lease would give a row, and grants none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rows(self, request, context):
         """Which rows a stage could lease; may wait until they are others.
         """
@@ -140,6 +152,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.PlanOf,
                     request_deserializer=meshrl_dot_v1_dot_shard__pb2.PlanOfRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_shard__pb2.PlanOfResponse.SerializeToString,
+            ),
+            'UntilRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.UntilRows,
+                    request_deserializer=meshrl_dot_v1_dot_shard__pb2.UntilRowsRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.SerializeToString,
             ),
             'Rows': grpc.unary_unary_rpc_method_handler(
                     servicer.Rows,
@@ -282,6 +299,33 @@ class Shard(object):
             '/meshrl.v1.Shard/PlanOf',
             meshrl_dot_v1_dot_shard__pb2.PlanOfRequest.SerializeToString,
             meshrl_dot_v1_dot_shard__pb2.PlanOfResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UntilRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.Shard/UntilRows',
+            meshrl_dot_v1_dot_shard__pb2.UntilRowsRequest.SerializeToString,
+            meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,6 +28,8 @@ class ShardStub:
     """Which groups a take would get; may wait until there are more."""
     PlanOf: _aio.UnaryUnaryMultiCallable[_shard_pb2.PlanOfRequest, _shard_pb2.PlanOfResponse]
     """The plan under which groups of a batch were taken here."""
+    UntilRows: _aio.UnaryUnaryMultiCallable[_shard_pb2.UntilRowsRequest, _trajectory_pb2.Ack]
+    """Answers once Queue.Lease would give a row, and grants none."""
     Rows: _aio.UnaryUnaryMultiCallable[_shard_pb2.RowsRequest, _shard_pb2.RowsResponse]
     """Which rows a stage could lease; may wait until they are others."""
 
@@ -71,6 +73,14 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_shard_pb2.PlanOfRequest, _abc.Awaitable[_shard_pb2.PlanOfResponse]],
     ) -> _abc.Awaitable[_shard_pb2.PlanOfResponse]:
         """The plan under which groups of a batch were taken here."""
+
+    @_abc_1.abstractmethod
+    def UntilRows(
+        self,
+        request: _shard_pb2.UntilRowsRequest,
+        context: _aio.ServicerContext[_shard_pb2.UntilRowsRequest, _abc.Awaitable[_trajectory_pb2.Ack]],
+    ) -> _abc.Awaitable[_trajectory_pb2.Ack]:
+        """Answers once Queue.Lease would give a row, and grants none."""
 
     @_abc_1.abstractmethod
     def Rows(

@@ -132,13 +132,20 @@ class RewardConfig(Config):
     @property
     def recipe_limits(self) -> Limits:
         """Of the functions that this recipe names; what it does not limit is unlimited, unless they are shut in."""
-        open_ = self.recipe_sandbox is Isolation.OFF
-        bounds = Limits(processes=None, open_files=None, tmp_bytes=None, output_bytes=None)
-        return (bounds if open_ else self.limits).model_copy(
+        bounds = self.limits
+        if self.recipe_sandbox is Isolation.OFF:
+            bounds = Limits(
+                memory_bytes=None,
+                processes=None,
+                open_files=None,
+                tmp_bytes=None,
+                output_bytes=None,
+            )
+        return bounds.model_copy(
             update={
                 "deadline_s": self.deadline_s,
                 "start_deadline_s": self.start_deadline_s,
-                "memory_bytes": self.memory_limit_bytes,
-                "cpu_s": self.cpu_limit_s,
+                "memory_bytes": self.memory_limit_bytes or bounds.memory_bytes,
+                "cpu_s": self.cpu_limit_s or bounds.cpu_s,
             }
         )

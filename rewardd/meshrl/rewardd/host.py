@@ -66,9 +66,9 @@ class Host:
         """True when the rule is one batch function: then samples are scored together."""
         return len(self._scorers) == 1 and self._scorers[0].together is not None
 
-    def reply(self, message: Json) -> None:
-        """Send one frame whole."""
-        view = memoryview(frames.encode(message))
+    def reply(self, *messages: Json) -> None:
+        """Send frames whole, together."""
+        view = memoryview(b"".join(map(frames.encode, messages)))
         while view:
             view = view[self._replies.write(view) :]
 
@@ -129,8 +129,7 @@ class Host:
         """Until the requests end. Plain functions run one after the other, `async def` ones side by side."""
         if self.batched:
             while (message := frames.read(requests)) is not None:
-                for answer in self.score_together(message["score"]):
-                    self.reply(answer)
+                self.reply(*self.score_together(message["score"]))
             return
         if not concurrent:
             while (message := frames.read(requests)) is not None:  # nothing else runs in this loop

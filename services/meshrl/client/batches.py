@@ -15,17 +15,30 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
 from meshrl.client.ranks import Share
 from meshrl.contract.errors import EndOfDataError, UserError
-from meshrl.contract.nouns import Batch, BatchRow, Columns, RunState, Trajectory, Uid, Version
+from meshrl.contract.frames import Flat
+from meshrl.contract.nouns import (
+    Batch,
+    BatchRow,
+    Columns,
+    PayloadGroup,
+    RunState,
+    Trajectory,
+    Uid,
+    Version,
+    gathered,
+    siblings,
+)
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import trajectory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainBatch:
     """Complete groups with their payload, in the manifest's order: siblings stand next to each other."""
 
@@ -33,8 +46,19 @@ class TrainBatch:
     step: int
     """The optimizer step that the batch is for."""
     rows: tuple[BatchRow, ...]
-    columns: tuple[Columns, ...]
-    """One mapping a row: column name to a read-only array."""
+    groups: tuple[PayloadGroup, ...]
+    """The payload of `rows`, in the frames in which it was written."""
+
+    @cached_property
+    def columns(self) -> tuple[Columns, ...]:
+        """One mapping a row: column name to a read-only array. Raises CorruptError."""
+        return tuple(row for group in self.groups for row in group.columns())
+
+    def column(self, name: str) -> Flat:
+        """One column of all rows on end, copied once. Raises CorruptError where a row lacks it."""
+        if not self.groups:
+            raise UserError(f"this share of the batch has no rows, so no column {name!r}")
+        return gathered(self.groups, name)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """The rows as Trajectories, for runs with the standard stages. Raises CorruptError."""
@@ -56,8 +80,10 @@ async def fetch(
 ) -> TrainBatch:
     """The payload of a rank's share of a batch."""
     rows = share.rows_of(batch)
-    found = await port.fetch(batch.run, [row.uid for row in rows], columns) if rows else ()
-    return TrainBatch(epoch=epoch, step=batch.step, rows=rows, columns=tuple(found))
+    found = await port.fetch_packed(
+        batch.run, siblings(batch.run, (row.uid for row in rows)), columns
+    )
+    return TrainBatch(epoch=epoch, step=batch.step, rows=rows, groups=tuple(found))
 
 
 def all_columns(state: RunState) -> tuple[str, ...]:

@@ -133,6 +133,16 @@ def test_what_the_service_has_needs_no_wheel(tmp_path: Path) -> None:
         missing(["https://example.org/pears.whl"])
 
 
+def test_functions_of_a_recipe_are_bounded_as_submitted_ones_when_they_are_shut_in() -> None:
+    free, shut = RewardConfig(), RewardConfig(recipe_sandbox=Isolation.STRICT, deadline_s=3)
+    assert (free.recipe_limits.memory_bytes, free.recipe_limits.processes) == (None, None)
+    assert shut.recipe_limits == shut.limits.model_copy(
+        update={"deadline_s": 3.0, "start_deadline_s": shut.start_deadline_s}
+    )
+    smaller = shut.model_copy(update={"memory_limit_bytes": 1 << 30})
+    assert smaller.recipe_limits.memory_bytes == 1 << 30
+
+
 def test_a_submission_may_ask_for_less_and_not_for_more() -> None:
     bounds = Limits(deadline_s=5, cpu_s=None)
     assert bounds.bounded({"deadline_s": 1, "cpu_s": 3}).deadline_s == 1

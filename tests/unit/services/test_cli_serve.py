@@ -142,3 +142,14 @@ async def test_a_service_checks_what_it_reads_and_no_more(tmp_path: Path) -> Non
 def test_the_stages_of_a_run_are_those_of_its_services(tmp_path: Path) -> None:
     spec = train_spec(load_recipe(recipe(tmp_path), check=False))
     assert spec.stages == (ROLLOUT_STAGE, RESCORABLE_REWARD_STAGE)
+
+
+async def test_a_reward_service_that_anybody_could_submit_to_is_refused(tmp_path: Path) -> None:
+    path = recipe(tmp_path)
+    where = ("--host", "0.0.0.0", "--queue", "127.0.0.1:1")
+    code, _, err = await meshrl("serve", "reward", str(path), *where)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(
+        "error: host '0.0.0.0' can be reached from other machines, where anybody could submit a reward: "
+        "set reward.registry.tokens (meshrl reward token) or tls.client_ca, or bind 127.0.0.1"
+    )

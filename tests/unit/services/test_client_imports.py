@@ -17,7 +17,6 @@ print(" ".join(new - sys.stdlib_module_names))
 HEAVY = {
     "torch",
     "transformers",
-    "pydantic",
     "lmdb",
     "uvloop",
     "rich",

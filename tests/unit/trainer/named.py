@@ -32,6 +32,11 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 PROMPT, VOCABULARY, ROWS = 3, 37, 16
 PLAIN = "{lr: 1000.0, eps: 1000.0, weight_decay: 0.0, clip_grad: 1.0e+9}"
 """With this eps AdamW's first update is lr · g: weights show the gradient itself."""
+GRADIENTS = (
+    *(f"{at}={PLAIN}" for at in ("actor.optim", "critic.optim", "algorithm.prime.optim")),
+    *("critic.pretrain_steps=0", "critic.warmup_steps=0", "actor.ppo_mini_batch_size=null"),
+)
+"""One update that every model takes part in, and that shows its gradient."""
 
 
 def recipe_of(name: str, model: Path, *overrides: str) -> Recipe:
@@ -97,7 +102,8 @@ def batch_of(recipe: Recipe, rows: list[Trajectory]) -> tuple[Batch, dict[str, f
         if extra and row.uid.index == 0
     ]
     baselines = {row.group: 0.5 for row in greedy} if extra else None
-    return Batch(batch_id="b", run="r", step=0, rows=(*manifest, *greedy)), baselines
+    together = sorted([*manifest, *greedy], key=lambda row: (row.group, row.uid.index))
+    return Batch.of_rows(together, batch_id="b", run="r", step=0), baselines
 
 
 def learn(learner: Learner, recipe: Recipe, rows: list[Trajectory], step: int = 0) -> dict:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,10 +86,8 @@ def test_the_split_into_micro_batches_changes_no_gradient_of_any_model(
     found = []
     for budget in (10_000, 40):
         recipe = named.recipe_of(
-            name, tiny_path, f"actor.ppo_max_token_len_per_gpu={budget}",
-            *(f"{at}={named.PLAIN}" for at in ("actor.optim", "critic.optim", "algorithm.prime.optim")),
-            "critic.pretrain_steps=0", "critic.warmup_steps=0", "actor.ppo_mini_batch_size=null",
-        )  # fmt: skip
+            name, tiny_path, f"actor.ppo_max_token_len_per_gpu={budget}", *named.GRADIENTS
+        )
         learner = named.learner_of(recipe, world)
         rows = named.trajectories(recipe, tiny_path)
         start = named.weights(learner)
@@ -93,13 +95,47 @@ def test_the_split_into_micro_batches_changes_no_gradient_of_any_model(
         found.append((metrics, named.weights(learner), start))
     (whole, ours, start), (split, theirs, _) = found
     assert split["batch/micro_batches"] > whole["batch/micro_batches"]
-    for key in ours:
-        scale = max(1.0, float((ours[key] - start[key]).abs().max()))
-        torch.testing.assert_close(theirs[key], ours[key], rtol=0, atol=2e-5 * scale)
+    assert_same_update(ours, theirs, start)
     moved = {key.partition(".")[0] for key in ours if not torch.equal(ours[key], start[key])}
     assert moved == {"policy", *learner.beside}
     for key in {"actor/loss", "critic/loss", "prime/loss"} & whole.keys():
         assert split[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-5)
+
+
+def assert_same_update(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> None:
+    for key in ours:
+        scale = max(1.0, float((ours[key] - start[key]).abs().max()))
+        torch.testing.assert_close(theirs[key], ours[key], rtol=0, atol=2e-5 * scale)
+
+
+def test_two_ranks_give_the_gradients_of_one_to_every_model(
+    tiny_path: Path, tmp_path: Path, world: World
+) -> None:
+    names = ["ppo", "prime", "pf_ppo", "online_dpo"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    program = [sys.executable, str(Path(named.__file__).with_name("named_ranks.py"))]
+    processes = [
+        subprocess.Popen(
+            [*program, str(tiny_path), str(tmp_path / "found.pt"), *names],
+            env={
+                **os.environ, **common,
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    theirs = torch.load(tmp_path / "found.pt")
+    for name in names:
+        recipe = named.recipe_of(name, tiny_path, *named.GRADIENTS)
+        learner = named.learner_of(recipe, world)
+        start = named.weights(learner)
+        named.learn(learner, recipe, named.trajectories(recipe, tiny_path))
+        assert_same_update(named.weights(learner), theirs[name], start)
 
 
 @pytest.mark.parametrize("name", ["ppo", "prime"])

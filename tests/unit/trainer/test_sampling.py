@@ -19,6 +19,7 @@ from meshrl.trainer.batch import redrawn, schedule
 from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
+from meshrl.trainer.facts import mismatch_facts
 from meshrl.trainer.proximal import interpolate
 from meshrl.trainer.ragged import Ragged
 from meshrl.trainer.steps import anchors_of, steps_of
@@ -192,3 +193,14 @@ async def test_a_curriculum_that_cannot_order_says_why(
 
 def test_a_task_without_greedy_siblings_is_what_it_was() -> None:
     assert replace(SamplingParams(), greedy_siblings=0) == SamplingParams()
+
+
+def test_the_mismatch_is_told_apart_by_policy_version() -> None:
+    ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 2))])
+    trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    rollout = torch.tensor([-1.0, -1.0, -0.5, -0.5])
+    facts = mismatch_facts(ragged, trainer, rollout, torch.tensor([4, 4, 3, 3]))
+    assert facts["mismatch/version_4/kl"] == pytest.approx(0.0)
+    assert facts["mismatch/version_3/kl"] == pytest.approx(0.5)
+    one = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3))
+    assert not any("version" in name for name in one) and one["mismatch/kl"] > 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from meshrl.contract.nouns import GroupPolicy, RunSpec, StalePolicy
+
 STAGES = ("rollout", "reward", "reference")
 FINAL = frozenset(STAGES)
 
@@ -43,13 +45,25 @@ class ModelRow:
 class ModelGroup:
     number: int
     task: str
+    wanted: int
+    """Finished rows that make it complete."""
+    attempts: list[int]
+    """By index."""
+    replaced: Counter[int] = field(default_factory=Counter)
     rows: list[ModelRow] = field(default_factory=list)
+    """Those that are here, by index."""
     batch: ModelBatch | None = None
     position: int | None = None
 
     @property
     def complete(self) -> bool:
-        return self.batch is None and all(row.done == FINAL for row in self.rows)
+        return self.batch is None and sum(row.done == FINAL for row in self.rows) >= self.wanted
+
+    def add(self, *indices: int) -> None:
+        """Fresh rows, which have not been replaced."""
+        self.replaced.subtract({index: self.replaced[index] for index in indices})
+        self.rows += [ModelRow(self, index, self.attempts[index]) for index in indices]
+        self.rows.sort(key=lambda row: row.index)
 
 
 @dataclass(eq=False)
@@ -60,11 +74,30 @@ class ModelBatch:
     settled: bool = False
 
 
-class Model:
-    """One gated run: groups of `size`, policy `all`, re-issue."""
+@dataclass(eq=False)
+class ModelLetter:
+    """A dead row; `attempts` are its group's when that left, so that a replay names no row anew."""
 
-    def __init__(self, size: int, batch: int, staleness: int, attempts: int) -> None:
-        self.size, self.batch, self.staleness, self.attempts = size, batch, staleness, attempts
+    number: int
+    task: str
+    index: int
+    attempt: int
+    attempts: list[int]
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}.{self.index}.{self.attempt}"
+
+
+class Model:
+    """One gated run of groups of `size`."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.size, self.batch = spec.group_size, spec.batch_groups
+        self.staleness, self.attempts = spec.max_staleness, spec.max_attempts
+        self.policy, self.drops = spec.group_policy, spec.stale_policy is StalePolicy.DROP
+        self.wanted = spec.group_k if self.policy is GroupPolicy.K_OF_N else self.size
+        self.letters: list[ModelLetter] = []
         self.groups: list[ModelGroup] = []
         self.batches: list[ModelBatch] = []
         self.seen: list[str] = []
@@ -74,7 +107,7 @@ class Model:
 
     def room(self) -> int:
         consumed = sum(len(b.groups) for b in self.batches if b.settled and b.step < self.published)
-        return max(0, (self.staleness + 1) * self.batch - len(self.groups) + consumed)
+        return max(0, int((self.staleness + 1) * self.batch) - len(self.groups) + consumed)
 
     def admit(self, names: list[str]) -> int:
         count = 0
@@ -82,13 +115,22 @@ class Model:
             if name not in self.seen:
                 if self.room() == 0:
                     break
-                group = ModelGroup(len(self.seen), name)
-                group.rows = [ModelRow(group, index, 0) for index in range(self.size)]
+                self._enter(len(self.seen), name, [0] * self.size)
                 self.seen.append(name)
-                self.groups.append(group)
-                self.admitted += self.size
             count += 1
         return count
+
+    def _enter(self, number: int, task: str, attempts: list[int]) -> None:
+        group = ModelGroup(number, task, self.wanted, attempts)
+        group.add(*range(self.size))
+        self.groups.append(group)
+        self.admitted += self.size
+
+    def _leave(self, group: ModelGroup) -> None:
+        self.groups.remove(group)
+        for letter in self.letters:
+            if letter.number == group.number:
+                letter.attempts = [*group.attempts]
 
     def leasable(self, stage: str) -> list[ModelRow]:
         groups = sorted((g for g in self.groups if g.batch is None), key=lambda g: g.number)
@@ -96,10 +138,40 @@ class Model:
 
     def fail(self, row: ModelRow, stage: str, reason: str) -> None:
         del row.held[stage]
-        if row.delivered[stage] >= self.attempts:
-            self.dead[reason] += 1
-            self.filtered["group_incomplete"] += len(row.group.rows) - 1
-            self.groups.remove(row.group)
+        if row.delivered[stage] < self.attempts:
+            return
+        group = row.group
+        attempts = [*group.attempts]
+        self.letters.append(ModelLetter(group.number, group.task, row.index, row.attempt, attempts))
+        self.dead[reason] += 1
+        group.rows.remove(row)
+        replaced = group.replaced[row.index]
+        if self.policy is GroupPolicy.REPLACE_SIBLING and replaced < self.attempts:
+            group.attempts[row.index] += 1
+            group.add(row.index)
+            group.replaced[row.index] = replaced + 1
+            self.admitted += 1
+        elif self.policy is not GroupPolicy.K_OF_N or len(group.rows) < self.wanted:
+            if group.rows:
+                self.filtered["group_incomplete"] += len(group.rows)
+            self._leave(group)
+
+    def replay(self, letters: list[ModelLetter]) -> int:
+        """How many are answered: not those whose group is in a batch."""
+        answered = 0
+        for letter in letters:
+            group = next((g for g in self.groups if g.number == letter.number), None)
+            if group is not None and group.batch is not None:
+                continue
+            answered += 1
+            self.letters.remove(letter)
+            if group is None:
+                self._enter(letter.number, letter.task, [a + 1 for a in letter.attempts])
+            elif all(row.index != letter.index for row in group.rows):
+                group.attempts[letter.index] += 1
+                group.add(letter.index)
+                self.admitted += 1
+        return answered
 
     def take(self, name: str, step: int, count: int) -> list[ModelRow] | None:
         while True:
@@ -108,34 +180,50 @@ class Model:
             again.sort(key=lambda group: group.position or 0)
             fresh = sorted((g for g in complete if g.position is None), key=lambda g: g.number)
             found = (again + fresh)[:count]
-            stale = [g for g in found if any(step - r.step > self.staleness for r in g.rows)]
+            stale = [group for group in found if self._too_old(group, step)]
             if not stale:
                 break
             for group in stale:
-                self._reissue(group)
+                self._retire(group)
         if len(found) < count:
             return None
         batch = ModelBatch(name, step, found)
         self.batches.append(batch)
         for group in found:
+            self._leave_unfinished(group)
             group.batch = batch
             if group.position is None:
                 group.position = self.takes
                 self.takes += 1
         return [row for group in found for row in group.rows]
 
-    def _reissue(self, group: ModelGroup) -> None:
-        self.stale["reissued"] += self.size
+    def _too_old(self, group: ModelGroup, step: int) -> bool:
+        sampled = [row for row in group.rows if "rollout" in row.done]
+        return any(step - row.step > self.staleness for row in sampled)
+
+    def _leave_unfinished(self, group: ModelGroup) -> None:
+        """Only groups by k_of_n are complete and have some."""
+        kept = [row for row in group.rows if row.done == FINAL]
+        if spare := len(group.rows) - len(kept):
+            self.filtered["k_of_n"] += spare
+        group.rows = kept
+
+    def _retire(self, group: ModelGroup) -> None:
+        self.stale["dropped" if self.drops else "reissued"] += len(group.rows)
+        if self.drops:
+            self._leave(group)
+            return
+        group.attempts = [attempt + 1 for attempt in group.attempts]
+        group.rows = []
+        group.add(*range(self.size))
         self.admitted += self.size
-        attempt = group.rows[0].attempt + 1
-        group.rows = [ModelRow(group, index, attempt) for index in range(self.size)]
         group.position = None
 
     def filter(self, group: ModelGroup, reason: str) -> None:
         assert group.batch is not None
         self.filtered[reason] += len(group.rows)
         group.batch.groups.remove(group)
-        self.groups.remove(group)
+        self._leave(group)
 
     def commit(self, step: int) -> None:
         if step < self.committed:
@@ -144,7 +232,7 @@ class Model:
             self.batches.remove(batch)
             for group in batch.groups:
                 self.trained += len(group.rows)
-                self.groups.remove(group)
+                self._leave(group)
         self.committed = step
 
     def give_back(self, batches: list[ModelBatch]) -> int:

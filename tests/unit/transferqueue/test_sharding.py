@@ -324,6 +324,40 @@ async def test_what_a_shard_grants_too_late_is_given_back_and_counts_as_no_attem
     await queue.close()
 
 
+async def test_rows_that_come_to_two_shards_at_once_are_both_given_to_who_waits(
+    shards: list[ShardQueue],
+) -> None:
+    """No call that may have granted rows is cancelled: over a wire their lease would be lost until it expires."""
+    cancelled: list[str] = []
+
+    class Watched(Failing):
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(self._shard, name)
+            if name != "lease":
+                return found
+
+            async def lease(*given: Any, **named: Any) -> Lease:
+                try:
+                    return await found(*given, **named)
+                except asyncio.CancelledError:
+                    cancelled.append(name)
+                    raise
+
+            return lease
+
+    actors = Actors(ShardedQueue([Watched(shard, "lease") for shard in shards]))  # type: ignore[misc]
+    await actors.start(spec(batch_groups=200))
+    for number in range(10):
+        waiting = [asyncio.ensure_future(actors.lease(wait_s=WAIT_S, limit=8)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await actors.feed(tasks(12, start=12 * number))
+        given = sum(len(lease.rows) for lease in await asyncio.gather(*waiting))
+        while given < 24:
+            given += len((await actors.lease()).rows)
+    assert not cancelled
+    assert await actors.resident() == {"leased": 240}
+
+
 async def test_a_lease_that_waits_is_answered_by_whichever_shard_has_rows_first(
     shards: list[ShardQueue],
 ) -> None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+import os
+from typing import Any, ClassVar, TypeVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from meshrl.contract.errors import FencedError, WaitTimeoutError
-from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Lease, Outcome
+from meshrl.contract.nouns import (
+    REFERENCE_STAGE,
+    REWARD_STAGE,
+    ROLLOUT_STAGE,
+    GroupPolicy,
+    Lease,
+    Outcome,
+    StalePolicy,
+    Uid,
+)
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -24,30 +34,25 @@ from ...contract.queue_actors import (
 from .queue_model import STAGES, Model, ModelBatch, ModelRow
 
 T = TypeVar("T")
-SIZE, BATCH, STALENESS, ATTEMPTS = 2, 2, 1, 2
+STALENESS = 1
 
 
 class QueueMachine(RuleBasedStateMachine):
+    changes: ClassVar[dict[str, Any]] = {}
+    """What the run has that others have not."""
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.store = MemoryStore()
-        self.model = Model(SIZE, BATCH, STALENESS, ATTEMPTS)
+        stages = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
+        bounds = {"max_staleness": float(STALENESS), "max_attempts": 2, "lease_ttl_s": 1e6}
+        opened = spec(stages=stages, **bounds, **self.changes)
+        self.model = Model(opened)
         self.leases: list[tuple[Lease, list[ModelRow]]] = []
         self.takes = 0
         self.actors = Actors(self.run(TransferQueue.open(self.store)))
-        self.run(
-            self.actors.start(
-                spec(
-                    group_size=SIZE,
-                    batch_groups=BATCH,
-                    max_staleness=float(STALENESS),
-                    max_attempts=ATTEMPTS,
-                    lease_ttl_s=1e6,
-                    stages=(ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE),
-                )
-            )
-        )
+        self.run(self.actors.start(opened))
 
     def run(self, call) -> T:  # type: ignore[no-untyped-def]
         return self.loop.run_until_complete(call)
@@ -58,13 +63,22 @@ class QueueMachine(RuleBasedStateMachine):
 
     # --- the feeder
 
+    @initialize(work=st.booleans())
+    def begin(self, work: bool) -> None:
+        """Most of a life is spent with rows in the queue."""
+        self.admit(4, 0)
+        if work:
+            self.work_through(100)
+
     @rule(count=st.integers(1, 5), back=st.integers(0, 2))
     def admit(self, count: int, back: int) -> None:
         start = max(0, len(self.model.seen) - back)
         names = [f"t{number:04d}" for number in range(start, start + count)]
+        size = self.model.size
         expected = self.model.admit(names)
         try:
-            assert self.run(self.actors.feed([task(name) for name in names])) == expected
+            given = [task(name, group_size=size) for name in names]
+            assert self.run(self.actors.feed(given)) == expected
         except WaitTimeoutError:
             assert expected == 0
 
@@ -72,18 +86,22 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(stage=st.sampled_from(STAGES), limit=st.integers(1, 6))
     def lease(self, stage: str, limit: int) -> None:
+        self.leases += self._lease(stage, limit)
+
+    def _lease(self, stage: str, limit: int) -> list[tuple[Lease, list[ModelRow]]]:
+        """None or one."""
         rows = self.model.leasable(stage)[:limit]
         try:
             lease = self.run(self.actors.lease(stage, limit))
         except WaitTimeoutError:
             assert rows == []
-            return
+            return []
         assert uids(lease) == [row.name for row in rows]
         for row, leased in zip(rows, lease.rows, strict=True):
             row.held[stage] = leased.token
             row.delivered[stage] += 1
             assert leased.delivery == row.delivered[stage]
-        self.leases.append((lease, rows))
+        return [(lease, rows)]
 
     def _live(self, lease: Lease, rows: list[ModelRow]) -> bool:
         """Does the model say that every row of the lease may be written?"""
@@ -106,11 +124,14 @@ class QueueMachine(RuleBasedStateMachine):
             except FencedError:
                 assert not live
         if live:
-            for row in rows:
-                del row.held[lease.stage]
-                row.done.add(lease.stage)
-                if lease.stage == "rollout":
-                    row.step = self.actors.version.step
+            self._written(lease.stage, rows)
+
+    def _written(self, stage: str, rows: list[ModelRow]) -> None:
+        for row in rows:
+            del row.held[stage]
+            row.done.add(stage)
+            if stage == "rollout":
+                row.step = self.actors.version.step
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), release=st.booleans())
@@ -136,19 +157,25 @@ class QueueMachine(RuleBasedStateMachine):
             except FencedError:
                 assert not live
 
-    @rule()
-    def work_through(self) -> None:
+    @rule(stage=st.sampled_from(STAGES))
+    def lose_a_row(self, stage: str) -> None:
+        """The first row of a stage fails until it is given up: without this rule few rows die."""
+        for _ in range(self.model.attempts):
+            for lease, (row,) in self._lease(stage, 1):
+                (held,) = lease.rows
+                failed = self.actors.queue.fail(
+                    "run", stage, held.uid, held.token, Outcome.TIMEOUT, "slow"
+                )
+                self.run(failed)
+                self.model.fail(row, stage, "slow")
+
+    @rule(limit=st.sampled_from([100, 100, 4]))
+    def work_through(self, limit: int) -> None:
         """Everything that can be done is done: without this rule few lives get as far as a batch."""
         for stage in STAGES:
-            self.lease(stage, 100)
-            if self.leases and self.leases[-1][0].stage == stage:
-                lease, rows = self.leases.pop()
+            for lease, rows in self._lease(stage, limit):
                 self.run(self.actors.write(lease))
-                for row in rows:
-                    del row.held[stage]
-                    row.done.add(stage)
-                    if stage == "rollout":
-                        row.step = self.actors.version.step
+                self._written(stage, rows)
 
     # --- the trainer
 
@@ -196,6 +223,15 @@ class QueueMachine(RuleBasedStateMachine):
     async def _manifest(self, batch: ModelBatch):  # type: ignore[no-untyped-def]
         return (await self.actors.take(batch.step, name=batch.name)).rows
 
+    @precondition(lambda self: self.model.letters)
+    @rule(data=st.data())
+    def replay(self, data: st.DataObject) -> None:
+        wanted = data.draw(st.permutations(self.model.letters))
+        wanted = wanted[: data.draw(st.integers(1, len(wanted)))]
+        names = [Uid("run", each.task, each.index, each.attempt) for each in wanted]
+        expected = self.model.replay(wanted)
+        assert self.run(self.actors.queue.replay("run", names)) == expected
+
     @rule()
     def publish(self) -> None:
         self.model.published += 1
@@ -239,6 +275,9 @@ class QueueMachine(RuleBasedStateMachine):
         assert ledger.trained == model.trained
         assert (ledger.filtered, ledger.stale) == (model.filtered, model.stale)
         assert ledger.dead_lettered == model.dead
+        letters = self.run(self.actors.queue.dead_letters("run"))
+        told = {f"{dead.uid.task}.{dead.uid.index}.{dead.uid.attempt}" for dead in letters}
+        assert told == {letter.name for letter in model.letters}
         resident = {state: count for state, count in ledger.resident.items() if count}
         assert resident == model.resident()
 
@@ -259,10 +298,29 @@ class QueueMachine(RuleBasedStateMachine):
         assert run.open_bytes == open_bytes
 
 
-TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(
-    max_examples=250,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+class KOfNMachine(QueueMachine):
+    changes: ClassVar[dict[str, Any]] = {
+        **{"group_size": 3, "group_policy": GroupPolicy.K_OF_N, "group_k": 2},
+        "stale_policy": StalePolicy.DROP,
+    }
+
+
+class ReplaceSiblingMachine(QueueMachine):
+    changes: ClassVar[dict[str, Any]] = {"group_policy": GroupPolicy.REPLACE_SIBLING}
+
+
+def lives(machine: type[QueueMachine]) -> Any:
+    """The machine as a test case: QUEUE_LIVES in the environment makes it live more often."""
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=int(os.environ.get("QUEUE_LIVES", "80")),
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    return case
+
+
+TestAll = lives(QueueMachine)
+TestKOfN = lives(KOfNMachine)
+TestReplaceSibling = lives(ReplaceSiblingMachine)

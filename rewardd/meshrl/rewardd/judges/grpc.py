@@ -39,8 +39,8 @@ class RemoteJudge:
         return self._judge.reward_hash
 
     async def start(self) -> None:
-        """Ask what scores there. Raises UnavailableError."""
-        await self._wire.open()
+        """Ask what scores there. Raises UnavailableError, or TimeoutError after the guard's deadline."""
+        await self._guard.ask(self._wire.open)
 
     async def close(self) -> None:
         """Hang up; idempotent."""
@@ -63,6 +63,6 @@ class RemoteJudge:
 def build(config: Config) -> RemoteJudge:
     """The judge, not connected yet."""
     wire = importlib.import_module(WIRE).JudgeWire(
-        config.address, deadline_s=config.guard.deadline_s
+        config.address, patience_s=0, deadline_s=config.guard.deadline_s
     )
     return RemoteJudge(wire, config.address, config.guard)

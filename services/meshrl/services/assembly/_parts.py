@@ -11,6 +11,7 @@ from meshrl.contract.ports import Queue
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.services.runtime import Server
 from meshrl.transferqueue.sharding import membership
+from meshrl.transferqueue.sharding.router import ShardedQueue
 
 STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
@@ -34,7 +35,13 @@ async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
 
 async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
     """Declare one run. Raises UserError when a run of this name exists with other settings."""
-    if recipe.queue.shards == 1:
+    given = queue.num_shards if isinstance(queue, ShardedQueue) else 1
+    if given != recipe.queue.shards:
+        raise UserError(
+            f"the recipe has queue.shards={recipe.queue.shards}, and --queue names {given}:"
+            " give the addresses of all shards, in order, separated by commas"
+        )
+    if given == 1:
         await membership.check_alone(queue, spec.run)
     try:
         await queue.open_run(spec)

@@ -39,6 +39,8 @@ async def run(recipe: Recipe, site: Site) -> None:
     config = recipe.reward.registry
     settings = site.settings.model_copy(update={"authenticated": config.tokens is not None})
     guard = _guard(config, settings)
+    # Bound insecurely on purpose: who scores is told, and nobody may change it.
+    submissions = _protected(config, settings)
     directory = config.dir if config.dir is not None else recipe.run.path / "rewards"
     async with AsyncExitStack() as stack:
         # A function that cannot be loaded ends the service here, before any row waits for it.
@@ -46,11 +48,13 @@ async def run(recipe: Recipe, site: Site) -> None:
         audit = stack.enter_context(closing(AuditLog(directory / "audit.jsonl")))
         desk = RewardDesk(registry, guard, audit)
         queue = await stack.enter_async_context(connect_queue(address))
-        doors: list[Door] = [RewardDoor(registry.judge, registry.judge), RewardRegistryDoor(desk)]
+        doors: list[Door] = [RewardDoor(registry.judge, registry.judge)]
+        if submissions:
+            doors.append(RewardRegistryDoor(desk))
         server = Server(settings, doors, arounds=[_scoring_needs_a_role(desk)])
         await stack.enter_async_context(server)
         server.registry.register(WatchMetrics(registry.judge))
-        if config.http_port is not None:
+        if submissions and config.http_port is not None:
             app = build_app(desk, config.max_request_bytes)
             desk.http_address = await stack.enter_async_context(
                 serving_http(app, settings.host, config.http_port, settings.tls)
@@ -68,15 +72,22 @@ async def run(recipe: Recipe, site: Site) -> None:
         await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
 
 
+def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:
+    """True where not everybody can reach the door, or it asks who they are."""
+    return config.tokens is not None or settings.tls.mutual or is_loopback(settings.host)
+
+
 def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
     """Raises UserError for a door that everybody could pass."""
-    if config.tokens is None:
-        if not (is_loopback(settings.host) or settings.tls.mutual):
+    if not _protected(config, settings):
+        if not settings.allow_insecure_bind:
             raise UserError(
                 f"host {settings.host!r} can be reached from other machines, where anybody could submit a reward: "
                 "set reward.registry.tokens (meshrl reward token) or tls.client_ca, or bind 127.0.0.1",
                 host=settings.host,
             )
+        log.warning("%s is open to everybody: it takes no submissions", settings.host)
+    elif config.tokens is None:
         log.warning(
             "rewards may be submitted by anybody who reaches %s, without a token (reward.registry.tokens is null)",
             settings.host,

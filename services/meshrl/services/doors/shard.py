@@ -24,7 +24,7 @@ class ShardDoor(rpc.ShardServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Shard")
-    waits: Final = frozenset({"Room", "Groups", "Rows"})
+    waits: Final = frozenset({"Room", "Groups", "UntilRows", "Rows"})
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -90,6 +90,16 @@ class ShardDoor(rpc.ShardServicer):
 
     async def PlanOf(self, request: pb.PlanOfRequest, context: Context) -> pb.PlanOfResponse:
         return pb.PlanOfResponse(plan=await self._shard.plan_of(request.run, request.batch_id))
+
+    async def UntilRows(self, request: pb.UntilRowsRequest, context: Context) -> Ack:
+        await self._shard.until_rows(
+            list(request.runs),
+            request.stage,
+            worker=request.worker,
+            version=codec.decode_version(request.version) if request.HasField("version") else None,
+            wait_s=bounded(request.wait_s),
+        )
+        return Ack()
 
     async def Rows(self, request: pb.RowsRequest, context: Context) -> pb.RowsResponse:
         rows = await self._shard.rows(

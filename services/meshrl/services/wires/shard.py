@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import RunState, Task
+from meshrl.contract.nouns import RunState, Task, Version
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, nothing
 from meshrl.services.wires.queue import QueueWire
 from meshrl.transferqueue.sharding.port import Groups, Room, Rows
@@ -93,6 +93,29 @@ class ShardWire(QueueWire):
         """See Shard."""
         request = pb.PlanOfRequest(run=run, batch_id=batch_id)
         return await self._peer.ask(self._shard.PlanOf, request, lambda answer: answer.plan)
+
+    async def until_rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> None:
+        """See Shard."""
+
+        async def ask(seconds: float) -> None:
+            request = pb.UntilRowsRequest(
+                runs=runs,
+                stage=stage,
+                worker=worker,
+                version=codec.encode_version(version) if version else None,
+                wait_s=seconds,
+            )
+            await self._peer.ask(self._shard.UntilRows, request, nothing, wait_s=seconds)
+
+        await self._peer.poll(wait_s, ask)
 
     async def rows(
         self,

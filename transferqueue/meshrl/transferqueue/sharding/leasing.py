@@ -1,10 +1,11 @@
-"""Leases from several shards: one shard after the other while there is work, all at once when there is none.
+"""Leases from several shards: one shard after the other while there is work, a question to all when there is none.
 
     sweep   each shard in turn until the limit is reached, without a wait; the next call begins with the next shard
-    park    a lease waits on every shard; the first answer wins, the others are cancelled
+    park    every shard is asked when it has rows, which grants none ──▶ the first that has some: sweep again
 
-A shard that does not answer a sweep soon (it restarts) is passed over until it does. A lease that a cancelled call
-got nevertheless is given back untouched; where even that fails, it ends by its time to live, as any worker's would.
+A lease is granted only by a call that nobody cancels for another's answer: one whose answer is lost holds its rows
+until its time to live is over, and costs them an attempt. A shard that does not answer a sweep soon (it restarts) is
+passed over until it does; what it grants then is given back untouched.
 """
 
 from __future__ import annotations
@@ -78,13 +79,16 @@ class Leasing:
         if ask.at_least > 1:
             return await self._fixed(ask, specs, deadline)
         lease = await self._sweep(ask, specs)
-        return lease if lease is not None else await self._park(ask, deadline)
+        return lease if lease is not None else await self._park(ask, specs, deadline)
 
     # --- any rows
 
-    async def _sweep(self, ask: Ask, specs: Mapping[str, RunSpec]) -> Lease | None:
+    async def _sweep(
+        self, ask: Ask, specs: Mapping[str, RunSpec], first: int | None = None
+    ) -> Lease | None:
         """Rows that are there now, of the run with the highest priority that has some on any shard."""
-        first, self._next = self._next, self._next + 1
+        if first is None:
+            first, self._next = self._next, self._next + 1
         turns = [(first + turn) % len(self._shards) for turn in range(len(self._shards))]
         ranked = sorted(ask.runs, key=lambda run: -_priority(specs, run))
         for _, equals in groupby(ranked, key=lambda run: _priority(specs, run)):
@@ -136,26 +140,43 @@ class Leasing:
         if not late.cancelled() and late.exception() is None:
             self._give_back(number, late.result())
 
-    async def _park(self, ask: Ask, deadline: float) -> Lease:
-        left = deadline - asyncio.get_running_loop().time()
-        waiting = {
-            asyncio.ensure_future(ask.of(shard, max(0.0, left))): number
-            for number, shard in enumerate(self._shards)
-        }
-        ended: EndOfDataError | None = None
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda task: task.exception() is not None):
-                    del waiting[task]
-                    try:
-                        return task.result()
-                    except EndOfDataError as error:
-                        ended = error
-        finally:
-            await self._drop(waiting)
-        assert ended is not None
-        raise ended
+    async def _park(self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float) -> Lease:
+        """Wait until some shard has rows, and sweep again: only questions that grant nothing are ever cancelled."""
+        clock = asyncio.get_running_loop().time
+        ended: dict[int, EndOfDataError] = {}
+        while True:
+            left = max(0.0, deadline - clock())
+            asked = {
+                asyncio.ensure_future(self._until_rows(number, ask, left)): number
+                for number in range(len(self._shards))
+                if number not in ended
+            }
+            try:
+                done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if isinstance(error := task.exception(), EndOfDataError):
+                        ended[asked[task]] = error
+                        if len(ended) == len(self._shards):
+                            raise error
+                    elif error is not None:
+                        raise error
+            finally:
+                for task in asked:
+                    task.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+            lease = await self._sweep(ask, specs, asked[next(iter(done))])
+            if lease is not None:
+                return lease
+            if left <= 0:
+                raise WaitTimeoutError(f"timed out waiting for {ask.why}")
+
+    async def _until_rows(self, number: int, ask: Ask, wait_s: float) -> None:
+        """Of a shard that lags, wait for what it still owes: until then sweeps pass it over."""
+        if (late := self._lagging.get(number)) is not None:
+            await asyncio.wait({late}, timeout=wait_s)
+        await self._shards[number].until_rows(
+            list(ask.runs), ask.stage, worker=ask.worker, version=ask.version, wait_s=wait_s
+        )
 
     async def _drop(self, asked: Mapping[asyncio.Task[Lease], int]) -> None:
         """Cancel; give back what was granted all the same."""

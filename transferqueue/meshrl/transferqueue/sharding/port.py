@@ -130,6 +130,18 @@ class Shard(Queue, Protocol):
         """The plan under which groups of the batch were taken here; empty when none were."""
         ...
 
+    async def until_rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> None:
+        """Return once `lease` would give a row; raises whatever it would raise. Nothing is granted."""
+        ...
+
     async def rows(
         self,
         runs: Sequence[str],

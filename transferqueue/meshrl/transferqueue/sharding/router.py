@@ -73,6 +73,11 @@ class ShardedQueue(RowVerbs):
         self._leasing = Leasing(self._shards)
         self._places: dict[tuple[str, str], int] = {}
 
+    @property
+    def num_shards(self) -> int:
+        """How many there are."""
+        return len(self._shards)
+
     async def close(self) -> None:
         """End what is under way; the shards are the caller's."""
         await self._leasing.close()

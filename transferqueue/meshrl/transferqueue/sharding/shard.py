@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import FencedError, WaitTimeoutError
-from meshrl.contract.nouns import Batch, RunState, Task
+from meshrl.contract.nouns import Batch, RunState, Task, Version
 from meshrl.transferqueue import admission, batches, leases
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.plan import ROUND_BITS, planned
@@ -144,6 +145,41 @@ class ShardQueue(TransferQueue):
             run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
         )
 
+    async def until_rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> None:
+        """See the port."""
+        seen = {name: run.publishes for name in runs if (run := self._runs.get(name))}
+
+        def look() -> bool:
+            self._check_open()
+            for run, spec in leases.leasable(self._runs, runs, stage):
+                if leases.open_to(run, spec, version):
+                    if leases.enough(run, spec, 1):
+                        return True
+                elif run.publishes != seen.setdefault(run.name, run.publishes):
+                    raise WaitTimeoutError(
+                        f"version {version} is too old for run {run.name} at {run.published}:"
+                        " ask again with the engine's version"
+                    )
+            return False
+
+        at = f" at version {version}" if version else ""
+        why = f"1 rows of stage {stage}{at}"
+        bells = partial(self._bells, runs, stage)
+        await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
+
+    def _bells(self, runs: Sequence[str], stage: str) -> list[Bell]:
+        """What rings when a stage may have other rows to lease."""
+        candidates = leases.leasable(self._runs, runs, stage)
+        return [*(run.rows_bell[spec.number] for run, spec in candidates), self._opened]
+
     async def rows(
         self,
         runs: Sequence[str],
@@ -162,10 +198,7 @@ class ShardQueue(TransferQueue):
             found[:] = [_rows(run, spec) for run, spec in leases.leasable(self._runs, runs, stage)]
             return unlike is None or found != list(unlike)
 
-        def bells() -> list[Bell]:
-            candidates = leases.leasable(self._runs, runs, stage)
-            return [*(run.rows_bell[spec.number] for run, spec in candidates), self._opened]
-
+        bells = partial(self._bells, runs, stage)
         await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
         return found
 

@@ -1,0 +1,339 @@
+"""Batches of a run as an IterableDataset for PyTorch, taken in workers, settled in the main process.
+
+    with QueueDataset("127.0.0.1:7001", run="mine", groups=4, step=resumed_at) as dataset:
+        for batch in DataLoader(dataset, batch_size=None, num_workers=2):
+            ...one optimizer step on batch["tokens"], batch["reward"], ...
+            dataset.settle(batch.step)
+            with dataset.checkpoint() as step: save(step)
+
+      main process         worker 0                worker 1
+      open: acquire        take 0 ─ turn ────────▶ take 1 ─ turn ─▶ …     each has a connection of its own
+      train 0 ◀─────────── fetch 0, tensors        fetch 1, tensors
+      settle 0             take 2 …
+
+Workers take ahead of the main process (`prefetch_factor`); what they took and nobody settled comes again after a
+crash. A worker that waits is ended by the DataLoader, or by the death of the main process.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from meshrl.client import batches
+from meshrl.client.connection import PATIENCE_S
+from meshrl.client.portal import Portal
+from meshrl.client.queue import DAY_S, Queue
+from meshrl.client.ranks import Share
+from meshrl.client.tensors import TensorBatch, to_tensors
+from meshrl.contract import ports
+from meshrl.contract.errors import EndOfDataError, UserError
+from meshrl.contract.nouns import Batch
+
+T = TypeVar("T")
+Ask: TypeAlias = Callable[[ports.Queue], Coroutine[Any, Any, T]]
+_NEVER: Final = 1 << 62
+
+
+class Position(NamedTuple):
+    """What the ranks of one trainer have in common."""
+
+    epoch: int
+    step: int
+    """Where training starts: optimizer steps of the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a worker must know."""
+
+    addresses: tuple[str, ...]
+    patience_s: float
+    run: str
+    groups: int
+    steps: int | None
+    share: Share
+    wait_s: float
+
+
+class QueueDataset(IterableDataset[TensorBatch]):
+    """The batches of one run, for its one trainer. Give it to a DataLoader with `batch_size=None`.
+
+    Args:
+        addresses: Of the queue, or of all its shards.
+        run: A run that is open.
+        groups: Groups of one optimizer step, over all ranks.
+        columns: What to fetch; all by default.
+        step: Optimizer steps of the checkpoint that training starts from; by default the last committed.
+        steps: End after so many batches; without it when the feed is closed and empty.
+        share: This process's rank, the number of ranks, and whether siblings stay together. Every rank gets a batch
+            for each step, which has no rows where there are fewer groups than ranks.
+        position: Of rank 0, for the other ranks. Not needed under an initialised `torch.distributed` with as many
+            ranks: then rank 0 tells it.
+        owner: Who trains, for people to read.
+        publish: As in `Run.batches`.
+        wait_s: Seconds to wait for each batch; then WaitTimeoutError.
+        patience_s: How long a restart of the queue may take.
+    """
+
+    def __init__(
+        self,
+        *addresses: str,
+        run: str,
+        groups: int,
+        columns: Sequence[str] | None = None,
+        step: int | None = None,
+        steps: int | None = None,
+        share: Share | None = None,
+        position: Position | None = None,
+        owner: str = "",
+        publish: bool = True,
+        wait_s: float = DAY_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        Queue.connect(*addresses)  # refuses a bad address here, not in a worker
+        self._source = _Source(
+            addresses=addresses,
+            patience_s=patience_s,
+            run=run,
+            groups=groups,
+            steps=steps,
+            share=share or Share(),
+            wait_s=wait_s,
+        )
+        self._columns = columns
+        self._wanted_step = step
+        self._owner = owner
+        self._publish = publish
+        self._position = position
+        self._main: _Connection | None = None
+
+    @property
+    def position(self) -> Position:
+        """Epoch and first step. Raises UserError before `open`."""
+        if self._position is None:
+            raise UserError("the dataset is not open: use it inside `with QueueDataset(...)`")
+        return self._position
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps settled so far, those before a resume included."""
+        return self._settled
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Take the run over (rank 0) and go back to the step to resume at.
+
+        Leaves no connection open, so that DataLoader may fork its workers.
+
+        Raises:
+            ConflictError: `step` is older than what was committed.
+            UserError: another rank than 0 without a position.
+        """
+        share = self._source.share
+        if self._position is None and share.rank == 0:
+            self._position = self._connection().call(self._take_over)
+        if self._columns is None:
+            state = self._connection().call(lambda port: port.run_state(self._source.run))
+            self._columns = batches.all_columns(state)
+        self.close()
+        if share.world_size > 1 and dist.is_initialized():
+            told: list[Position | None] = [self._position]
+            dist.broadcast_object_list(told, src=0)
+            self._position = told[0]
+        if self._position is None:
+            raise UserError(
+                f"rank {share.rank} must know what rank 0 took over: pass position=, or initialise torch.distributed"
+            )
+        self._settled = self._position.step
+        self._turns = _Turns(self._position.step)
+
+    async def _take_over(self, port: ports.Queue) -> Position:
+        source = self._source
+        run = batches.Batches(
+            port,
+            source.run,
+            groups=source.groups,
+            columns=(),
+            step=self._wanted_step,
+            steps=None,
+            owner=self._owner or batches.this_process(),
+            publish=self._publish,
+            wait_s=source.wait_s,
+        )
+        await run.start()
+        return Position(run.epoch, run.step)
+
+    def close(self) -> None:
+        """Hang up; idempotent. The next call connects again."""
+        main, self._main = self._main, None
+        if main is not None:
+            main.close()
+            del main
+            gc.collect()  # gRPC ends its threads when the last channel is freed
+
+    def _connection(self) -> _Connection:
+        if self._main is None:
+            self._main = _Connection(self._source)
+        return self._main
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker connects by itself."""
+        return {**self.__dict__, "_main": None}
+
+    def __iter__(self) -> Iterator[TensorBatch]:
+        position, info = self.position, get_worker_info()
+        workers, number = (info.num_workers, info.id) if info else (1, 0)
+        mine = itertools.count(self._settled + number, workers)
+        if info is None:
+            yield from self._batches(self._connection(), position, mine)
+            return
+        self._main = None  # a fork's copy of the main process's
+        _end_with_parent()
+        own = _Connection(self._source)
+        try:
+            yield from self._batches(own, position, mine)
+        finally:
+            own.close()
+
+    def _batches(
+        self, queue: _Connection, position: Position, steps: Iterator[int]
+    ) -> Iterator[TensorBatch]:
+        """The batches of `steps`. The queue hears of the steps in order, whoever asks."""
+        source, columns, epoch = self._source, tuple(self._columns or ()), position.epoch
+
+        def take(step: int) -> Ask[Batch]:
+            groups, wait_s = source.groups, source.wait_s
+            return lambda port: batches.take(
+                port, source.run, epoch=epoch, step=step, groups=groups, wait_s=wait_s
+            )
+
+        def fetch(batch: Batch) -> Ask[batches.TrainBatch]:
+            return lambda port: batches.fetch(port, batch, epoch, columns, source.share)
+
+        for step in steps:
+            if source.steps is not None and step >= position.step + source.steps:
+                return
+            if not self._turns.wait(step):
+                return
+            try:
+                batch = queue.call(take(step))
+            except EndOfDataError:
+                self._turns.end(step)
+                return
+            except BaseException:
+                self._turns.end(step)
+                raise
+            self._turns.pass_on(step)
+            yield to_tensors(queue.call(fetch(batch)), columns)
+
+    def settle(self, step: int) -> None:
+        """The batch of `step` went into its optimizer step, on every rank. On other ranks than 0: nothing.
+
+        Raises:
+            FencedError: another trainer has taken the run over.
+        """
+        if self._source.share.rank == 0:
+            epoch, run = self.position.epoch, self._source.run
+            self._connection().call(
+                lambda port: batches.settle(port, run, epoch, step, publish=self._publish)
+            )
+        self._settled = max(self._settled, step + 1)
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[int]:
+        """A block that saves the trainer's state; gives the steps settled so far, what `step=` takes on resume.
+
+        At its good end everything before that step is trained for good.
+        """
+        step = self._settled
+        yield step
+        if self._source.share.rank == 0:
+            epoch, run = self.position.epoch, self._source.run
+            self._connection().call(lambda port: port.commit(run, epoch=epoch, step=step))
+
+
+class _Connection:
+    """A queue and the thread that talks to it."""
+
+    def __init__(self, source: _Source) -> None:
+        self._portal = Portal()
+        self._queue = Queue.connect(*source.addresses, patience_s=source.patience_s)
+        self._portal.call(self._queue.__aenter__())
+
+    def call(self, ask: Ask[T]) -> T:
+        return self._portal.call(ask(self._queue.port))
+
+    def close(self) -> None:
+        self._portal.call(self._queue.close())
+        self._portal.close()
+
+
+class _Turns:
+    """Lets workers take one after the other: step s + 1 when s is taken.
+
+    consumes: nothing. waits for: the worker of the step before. unblocked by: `pass_on`, `end`; a worker that dies
+    holding its turn makes DataLoader end the others.
+    """
+
+    def __init__(self, first: int) -> None:
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # may be forked as well; a fork's could not be spawned
+        self._next = context.Value("q", first)
+        self._end = context.Value("q", _NEVER)
+        self._changed = context.Condition()
+
+    def wait(self, step: int) -> bool:
+        """True when `step` may be taken; False when there will be no such step."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next.value >= step or step >= self._end.value)
+            return bool(step < self._end.value)
+
+    def pass_on(self, step: int) -> None:
+        """`step` is taken."""
+        with self._changed:
+            self._next.value = max(self._next.value, step + 1)
+            self._changed.notify_all()
+
+    def end(self, step: int) -> None:
+        """Nobody shall take `step` or a later one."""
+        with self._changed:
+            self._end.value = min(self._end.value, step)
+            self._changed.notify_all()
+
+
+def _end_with_parent() -> None:
+    """End this worker when the main process is killed: it would wait for rows that nobody trains."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch(sentinel: int) -> None:
+        connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()

@@ -1,0 +1,34 @@
+"""The documented trainer of somebody else, run as its page says, killed once."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .people import queue_process
+
+EXAMPLE = Path(__file__).parents[3] / "docs/examples/foreign_trainer.py"
+STEPS = 40
+ROWS = STEPS * 8 * 8
+
+
+def test_the_example_learns_and_survives_a_kill(tmp_path: Path) -> None:
+    with queue_process(tmp_path / "queue") as address:
+        command = [sys.executable, str(EXAMPLE), "--queue", address, "--folder", str(tmp_path)]
+        command += ["--steps", str(STEPS)]
+        with subprocess.Popen(command) as first:
+            while not (tmp_path / "checkpoint.pt").exists():
+                assert first.poll() is None, "the example ended early"
+                time.sleep(0.02)
+            first.kill()
+        assert first.returncode == -signal.SIGKILL
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"{ROWS} of {ROWS} rows trained, once each" in done.stdout
+    reward = re.search(r"-> (\S+)", done.stdout)
+    assert reward is not None
+    assert float(reward[1]) > 0.8
