@@ -1,0 +1,168 @@
+"""Frames squeezed and expanded: the same bytes back, fewer on the way, no crash on any bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from meshrl.contract.codec.compression import (
+    FrameCompressor,
+    Narrowing,
+    narrowed,
+    rounded,
+    train_dictionary,
+    wanted,
+)
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.frames import Frame, pack
+
+COMPRESSOR = FrameCompressor()
+
+
+def row(seed: int, length: int = 700) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    return {
+        "tokens": draw.zipf(1.3, length).clip(max=60_000).astype(np.int32),
+        "loss_mask": (np.arange(length) > 200).astype(np.uint8),
+        "rollout_logprobs": -draw.exponential(1.0, length).astype(np.float32),
+        "spans": np.array([[1, 2, 200, length]], dtype=np.int64),
+        "reward": np.array([0.5], dtype=np.float32),
+    }
+
+
+def frame(rows: int = 8, seed: int = 0) -> bytes:
+    return pack([row(seed + number) for number in range(rows)])
+
+
+def test_a_frame_comes_back_to_the_byte() -> None:
+    plain = frame()
+    squeezed = COMPRESSOR.squeeze(plain)
+    assert squeezed is not None
+    assert len(squeezed) < 0.7 * len(plain)
+    assert COMPRESSOR.expand(squeezed) == plain
+
+
+DTYPES = st.sampled_from(["<i4", "|u1", "<f4", "<i8", "<f8", "<f2", "|i1", "<i2", "<u2", "|b1"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.data(),
+    st.lists(DTYPES, min_size=1, max_size=4),
+    st.integers(1, 4),
+)
+def test_any_frame_comes_back_to_the_byte(
+    data: st.DataObject, dtypes: list[str], rows: int
+) -> None:
+    shapes = [(data.draw(st.integers(0, 40)),) for _ in range(rows)]
+    columns = [
+        {f"c{number}": data.draw(hnp.arrays(dtype, shape)) for number, dtype in enumerate(dtypes)}
+        for shape in shapes
+    ]
+    plain = pack(columns)
+    squeezed = COMPRESSOR.squeeze(plain)
+    assert squeezed is None or COMPRESSOR.expand(squeezed) == plain
+
+
+@pytest.mark.parametrize(
+    ("column", "narrowing"),
+    [
+        (np.array([0, 65535], np.int32), Narrowing.UINT16),
+        (np.array([0, 65536], np.int32), Narrowing.NONE),
+        (np.array([-1, 5], np.int32), Narrowing.NONE),
+        (np.array([0, 1, 1], np.uint8), Narrowing.BITS),
+        (np.array([0, 2], np.uint8), Narrowing.NONE),
+        (np.array([-0.0, -1.5, -np.inf, np.nan], np.float32), Narrowing.BFLOAT16),
+        (np.array([0.1], np.float16).astype(np.float32), Narrowing.FLOAT16),
+        (np.array([0.1], np.float32), Narrowing.NONE),
+        (np.array([], np.int32), Narrowing.NONE),
+    ],
+)
+def test_a_column_is_narrowed_only_where_no_bit_is_lost(
+    column: np.ndarray, narrowing: Narrowing
+) -> None:
+    assert narrowed(column)[0] is narrowing
+
+
+def test_noise_is_left_alone() -> None:
+    noise = np.random.default_rng(0).integers(0, 1 << 62, 5000)
+    assert COMPRESSOR.squeeze(pack([{"noise": noise}])) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "error"), [("bf16", 0.0313), ("fp16", 0.0079), ("fp32", 0.0)]
+)
+def test_rounded_logprobs_halve_and_keep_the_documented_error(precision: str, error: float) -> None:
+    logprobs = -np.random.default_rng(1).uniform(0, 16, 100_000).astype(np.float32)
+    made = rounded(logprobs, precision)  # type: ignore[arg-type]
+    assert made.dtype == np.float32
+    assert np.abs(made - logprobs).max() <= error
+    assert (narrowed(made)[1].nbytes == logprobs.nbytes // 2) == (precision != "fp32")
+
+
+def test_rounding_goes_to_the_nearest_with_ties_to_even_and_keeps_what_is_no_number() -> None:
+    given_ = np.array([1 + 2**-8, 1 + 3 * 2**-8, np.nan, -np.inf], np.float32)
+    assert rounded(given_, "bf16")[:2].tolist() == [1.0, 1 + 2**-6]
+    assert np.isnan(rounded(given_, "bf16")[2])
+    assert rounded(given_, "bf16")[3] == -np.inf
+
+
+def test_a_dictionary_helps_small_frames_and_must_be_known() -> None:
+    small = [pack([row(seed, 40)]) for seed in range(400)]
+    dictionary = train_dictionary(small[:300])
+    with_it, without = FrameCompressor(dictionary=dictionary), FrameCompressor()
+    sizes = [sum(len(c.squeeze(f) or f) for f in small[300:]) for c in (with_it, without)]
+    assert sizes[0] < sizes[1]
+    squeezed = with_it.squeeze(small[350])
+    assert squeezed is not None
+    assert with_it.expand(squeezed) == small[350]
+    with pytest.raises(ValueError, match="too few"):
+        train_dictionary(small[:1])
+
+
+def test_a_cut_or_changed_frame_is_corrupt_and_never_larger_than_announced() -> None:
+    squeezed = COMPRESSOR.squeeze(frame(2))
+    assert squeezed is not None
+    draw = np.random.default_rng(2)
+    for cut in range(0, len(squeezed), 37):
+        with pytest.raises(CorruptError):
+            COMPRESSOR.expand(squeezed[:cut])
+    for _ in range(400):
+        broken = bytearray(squeezed)
+        broken[draw.integers(0, len(broken))] ^= 1 << draw.integers(0, 8)
+        try:
+            expanded = COMPRESSOR.expand(bytes(broken))
+            Frame(expanded)
+        except CorruptError:
+            continue
+        assert expanded == frame(2), "a changed byte came through the seal"
+
+
+def test_a_frame_larger_than_the_limit_is_refused_before_it_is_made() -> None:
+    bomb = COMPRESSOR.squeeze(pack([{"zeros": np.zeros(1 << 20, np.int64)}]))
+    assert bomb is not None
+    assert len(bomb) < 10_000
+    with pytest.raises(CorruptError, match="at most 1048576"):
+        COMPRESSOR.expand(bomb, limit=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("mode", "address", "on"),
+    [
+        ("auto", "127.0.0.1:7001", False),
+        ("auto", "[::1]:7001", False),
+        ("auto", "ipv6:%5B::1%5D:7001", False),
+        ("auto", "localhost:7001", False),
+        ("auto", "unix:/run/queue", False),
+        ("auto", "10.0.0.4:7001", True),
+        ("auto", "ipv4:10.0.0.4:7001", True),
+        ("auto", "queue.cluster:7001", True),
+        ("zstd", "127.0.0.1:7001", True),
+        ("off", "10.0.0.4:7001", False),
+    ],
+)
+def test_auto_compresses_between_hosts(mode: str, address: str, on: bool) -> None:
+    assert wanted(mode, address) is on  # type: ignore[arg-type]
