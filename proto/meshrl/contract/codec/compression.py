@@ -59,7 +59,7 @@ class FrameCompressor:
     """Squeezes and expands frames. Not for several threads at once.
 
     Args:
-        level: zstandard's; 1 is as fast as a 10 Gbit/s network needs.
+        level: zstandard's; 3 saves a fiftieth more and takes half as long again.
         dictionary: Of `train_dictionary`, the same on both ends; for many small frames of one kind.
     """
 
@@ -220,8 +220,9 @@ def rounded(logprobs: npt.NDArray[np.float32], precision: Precision) -> npt.NDAr
 def wanted(mode: Mode, address: str) -> bool:
     """Whether a connection to `address` shall carry squeezed frames.
 
-    `auto` compares a core's time with the wire's: squeezing costs about 3 ns a byte and saves half of it, which pays
-    below some 1.5 Gbit/s. So it is on between hosts and off on loopback and unix sockets.
+    `auto` compares a core's time with the wire's: squeezing takes about 7 ns a byte and saves three bytes of five
+    (benchmarks/compression.py), which pays where a connection gets less than some 0.7 Gbit/s. Between hosts, where
+    many share a link, that is so; on loopback and unix sockets it never is.
     """
     if mode != "auto":
         return mode == "zstd"
