@@ -17,6 +17,8 @@ _SIZES: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    # A page in one HTTP/2 frame instead of sixty-four.
+    ("grpc.http2.max_frame_size", 4 << 20),
 )
 # A peer that lost its power or its network sends no FIN: after 20 s of silence it is asked, after 10 s more given up.
 _KEEPALIVE: Final = (
