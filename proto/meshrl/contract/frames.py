@@ -1,9 +1,9 @@
 """Columns of several rows of one group as one run of bytes: how payload is written, stored, sent and read.
 
     sealed frame = xxh3_64 of the body (8 bytes, little-endian) + body
-    body         = rows u32, columns u32,
-                   per column: name length u8, name, dtype u8, rank u8, sizes of the axes after the first u32 …
-                   zeros to 8,
+    body         = rows u32, columns u16, bytes of the next part u16,
+                   per column: name length u8, name, dtype u8, rank u8, sizes of the axes after the first u32 …;
+                   zeros to 8
                    per column of rank 1 or more: its length in each row, u32 x rows; zeros to 8
                    per column: the rows' little-endian bytes on end; zeros to 8
 
@@ -17,7 +17,8 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ FRAME_BYTES: Final = 16 << 20
 _CODES: Final = {name: code for code, name in enumerate(DTYPES)}
 _DTYPES: Final = tuple(np.dtype(name) for name in DTYPES)
 _SUM: Final = struct.Struct("<Q")
-_HEAD: Final = struct.Struct("<II")
+_HEAD: Final = struct.Struct("<IHH")
 _PADDING: Final = tuple(bytes(-size % 8) for size in range(8))
 _MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeError)
 
@@ -93,23 +94,105 @@ class Flat:
         return 0 if self.lengths is None else self.values.ndim
 
 
+class Entry(NamedTuple):
+    """What a frame says of a column, whatever its rows."""
+
+    name: str
+    dtype: np.dtype[Any]
+    rank: int
+    tail: tuple[int, ...]
+    """Sizes of the axes after the first."""
+    step: int
+    """Bytes of one entry along the first axis."""
+
+
+class Column:
+    """A column of a frame: `lengths` has an int for each row (None for rank 0), `values` views the frame's bytes."""
+
+    __slots__ = ("_at", "_body", "count", "entry", "lengths")
+
+    def __init__(
+        self,
+        entry: Entry,
+        lengths: tuple[int, ...] | None,
+        count: int,
+        body: memoryview,
+        at: int,
+    ) -> None:
+        self.entry = entry
+        self.lengths = lengths
+        self.count = count
+        """Entries of all rows."""
+        self._body = body
+        self._at = at
+
+    @property
+    def values(self) -> Array:
+        """[count, *axes after the first], read-only."""
+        entry = self.entry
+        found = np.frombuffer(self._body, entry.dtype, self.count * math.prod(entry.tail), self._at)
+        return found.reshape(self.count, *entry.tail) if entry.tail else found
+
+    @property
+    def flat(self) -> Flat:
+        """The same with its lengths as an array."""
+        own = None if self.lengths is None else np.array(self.lengths, np.uint32)
+        return Flat(self.values, own)
+
+
+@lru_cache(maxsize=256)
+def _head(columns: tuple[tuple[str, str, int, tuple[int, ...]], ...]) -> bytes:
+    """The part of a body that depends on nothing but names, dtypes, ranks and axes."""
+    head = bytearray()
+    for name, dtype, rank, tail in columns:
+        encoded = name.encode()
+        head += bytes([len(encoded)]) + encoded + bytes([_CODES[dtype], rank])
+        head += struct.pack(f"<{len(tail)}I", *tail)
+    return bytes(head + _padded(len(head)))
+
+
+@lru_cache(maxsize=256)
+def _entries(head: bytes, count: int) -> tuple[Entry, ...]:
+    """The inverse of `_head`."""
+    at = 0
+    entries: list[Entry] = []
+    for _ in range(count):
+        end = at + 1 + head[at]
+        name = str(head[at + 1 : end], "utf-8")
+        dtype, rank = _DTYPES[head[end]], head[end + 1]
+        tail = struct.unpack_from(f"<{max(0, rank - 1)}I", head, end + 2)
+        at = end + 2 + 4 * len(tail)
+        entries.append(Entry(name, dtype, rank, tail, dtype.itemsize * math.prod(tail)))
+    if at + -at % 8 != len(head) or len({entry.name for entry in entries}) != count:
+        raise ValueError(f"{len(head)} bytes describe {count} columns in {at}")
+    return tuple(entries)
+
+
 def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
     """Columns that lie on end already as one sealed frame: the quick way for a writer of many rows."""
-    head = bytearray(_HEAD.pack(rows, len(columns)))
+    described: list[tuple[str, str, int, tuple[int, ...]]] = []
     lengths: list[bytes] = []
     bodies: list[bytes | memoryview] = []
     for name, column in columns.items():
-        encoded = name.encode()
-        values = np.ascontiguousarray(column.values, _little(column.values.dtype))
-        tail = values.shape[1:]
-        head += bytes([len(encoded)]) + encoded + bytes([_CODES[values.dtype.str], column.rank])
-        head += struct.pack(f"<{len(tail)}I", *tail)
+        values = column.values
+        dtype = values.dtype if values.dtype.str in _CODES else _little(values.dtype)
+        values = np.ascontiguousarray(values, dtype)
+        described.append((name, dtype.str, column.rank, values.shape[1:]))
         if column.lengths is not None:
             lengths.append(np.ascontiguousarray(column.lengths, "<u4").tobytes())
         bodies += (values.reshape(-1).view(np.uint8).data, _padded(values.nbytes))
-    head += _padded(len(head))
-    sizes = b"".join(lengths)
-    return seal(bytes(head), sizes, _padded(len(sizes)), *bodies)
+    return _sealed(rows, tuple(described), b"".join(lengths), bodies)
+
+
+def _sealed(
+    rows: int,
+    described: tuple[tuple[str, str, int, tuple[int, ...]], ...],
+    lengths: bytes,
+    bodies: Sequence[bytes | memoryview],
+) -> bytes:
+    head = _head(described)
+    start = _HEAD.pack(rows, len(described), len(head)) + head + lengths + _padded(len(lengths))
+    return seal(start, *bodies)
 
 
 def pack(rows: Sequence[Columns]) -> bytes:
@@ -146,7 +229,7 @@ def described(array: object) -> str:
 
 
 class Frame:
-    """A sealed frame, read. `rows` is n; `columns` has a Flat for each column, viewing the frame's bytes."""
+    """A sealed frame, read: `rows` is n, `columns` has a Column for each name."""
 
     __slots__ = ("columns", "rows", "value")
 
@@ -169,19 +252,20 @@ class Frame:
             if column.lengths is None:
                 found[name] = column.values[position]
                 continue
-            start = int(column.lengths[:position].sum())
-            found[name] = column.values[start : start + int(column.lengths[position])]
+            start = sum(column.lengths[:position])
+            found[name] = column.values[start : start + column.lengths[position]]
         return found
 
     def split(self, name: str) -> list[Array]:
         """One column, an array per row."""
         column = self.columns[name]
+        values = column.values
         if column.lengths is None:
-            return [column.values[row : row + 1].reshape(()) for row in range(self.rows)]
+            return [values[row : row + 1].reshape(()) for row in range(self.rows)]
         found: list[Array] = []
         at = 0
-        for length in column.lengths.tolist():
-            found.append(column.values[at : at + length])
+        for length in column.lengths:
+            found.append(values[at : at + length])
             at += length
         return found
 
@@ -192,36 +276,32 @@ class Frame:
         if whole and len(kept) == len(self.columns):
             return bytes(self.value)
         if whole or positions is None:
-            return pack_flat(self.rows, {name: self.columns[name] for name in kept})
+            return pack_flat(self.rows, {name: self.columns[name].flat for name in kept})
         split = {name: self.split(name) for name in kept}
         return pack([{name: arrays[row] for name, arrays in split.items()} for row in positions])
 
 
-def _read(body: memoryview) -> tuple[int, dict[str, Flat]]:
-    rows, count = _HEAD.unpack_from(body)
-    at = _HEAD.size
-    entries: list[tuple[str, np.dtype[Any], int, tuple[int, ...]]] = []
-    for _ in range(count):
-        end = at + 1 + body[at]
-        name = str(body[at + 1 : end], "utf-8")
-        dtype, rank = _DTYPES[body[end]], body[end + 1]
-        tail = struct.unpack_from(f"<{max(0, rank - 1)}I", body, end + 2)
-        at = end + 2 + 4 * len(tail)
-        entries.append((name, dtype, rank, tail))
-    at += -at % 8
-    ragged = sum(rank > 0 for _, _, rank, _ in entries)
-    lengths = np.frombuffer(body, "<u4", ragged * rows, at).reshape(ragged, rows)
-    at += lengths.nbytes + -lengths.nbytes % 8
-    columns: dict[str, Flat] = {}
-    which = 0
-    for name, dtype, rank, tail in entries:
-        own = lengths[which] if rank else None
-        which += rank > 0
-        first = rows if own is None else int(own.sum(dtype=np.int64))
-        size = first * math.prod(tail)
-        values = np.frombuffer(body, dtype, size, at).reshape(first, *tail)
-        columns[name] = Flat(values, own)
-        at += values.nbytes + -values.nbytes % 8
-    if at != len(body) or len(columns) != count:
-        raise ValueError(f"{len(body)} bytes of body, {at} described, {len(columns)} columns")
+def _read(body: memoryview) -> tuple[int, dict[str, Column]]:
+    rows, count, size = _HEAD.unpack_from(body)
+    at = _HEAD.size + size
+    entries = _entries(bytes(body[_HEAD.size : at]), count)
+    ragged = sum([entry.rank > 0 for entry in entries])
+    if ragged * rows * 4 > len(body):
+        raise ValueError(f"{rows} rows in {len(body)} bytes")
+    lengths = struct.unpack_from(f"<{ragged * rows}I", body, at)
+    at += 4 * len(lengths) + -4 * len(lengths) % 8
+    columns: dict[str, Column] = {}
+    first = 0
+    for entry in entries:
+        own: tuple[int, ...] | None = None
+        entries_of_all = rows
+        if entry.rank:
+            own = lengths[first : first + rows]
+            first += rows
+            entries_of_all = sum(own)
+        columns[entry.name] = Column(entry, own, entries_of_all, body, at)
+        nbytes = entries_of_all * entry.step
+        at += nbytes + -nbytes % 8
+    if at != len(body):
+        raise ValueError(f"{len(body)} bytes of body, {at} described")
     return rows, columns

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.frames import Flat, Frame
+from meshrl.contract.frames import Column, Frame
 from meshrl.contract.nouns import PackedGroup, Uid
 from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.stages import Stage
@@ -70,7 +70,7 @@ def _check_names(frame: Frame, stage: Stage) -> None:
         raise _Refused(f"{problem} in what stage {stage.name} writes: {stage.writes}")
 
 
-def _lengths_by_facts(write: PackedGroup, stage: Stage) -> list[int]:
+def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
     if len(write.facts) != len(write.indices):
         raise _Refused(f"stage {stage.name} must give the row's facts")
     for position, facts in enumerate(write.facts):
@@ -78,45 +78,44 @@ def _lengths_by_facts(write: PackedGroup, stage: Stage) -> list[int]:
             raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
         if facts.newest < facts.oldest or facts.num_tokens < 0:
             raise _Refused(f"facts make no sense: {facts}", position)
-    return [facts.num_tokens for facts in write.facts]
+    return tuple([facts.num_tokens for facts in write.facts])
 
 
-def _lengths_in(group: Group | None, write: PackedGroup) -> list[int]:
+def _lengths_in(group: Group | None, write: PackedGroup) -> tuple[int, ...]:
     """T of each row; 0 where no stage has given its facts."""
     known = [group.facts[index] if group else None for index in write.indices]
-    return [facts.num_tokens if facts else 0 for facts in known]
+    return tuple([facts.num_tokens if facts else 0 for facts in known])
 
 
-def _check_column(name: str, column: Flat, num_tokens: list[int]) -> None:
-    dtype, rank = TYPES.get(name, (column.values.dtype, column.rank))
-    if column.values.dtype != dtype or column.rank != rank:
+def _check_column(name: str, column: Column, num_tokens: tuple[int, ...]) -> None:
+    entry = column.entry
+    dtype, rank = TYPES.get(name, (entry.dtype, entry.rank))
+    if entry.dtype != dtype or entry.rank != rank:
         raise _Refused(f"column {name} is {_shape(column)}, want {dtype} of rank {rank}")
     if column.lengths is None:
         return
-    if name in PER_TOKEN:
-        for position, (length, wanted) in enumerate(
-            zip(column.lengths.tolist(), num_tokens, strict=True)
-        ):
-            if length != wanted:
-                raise _Refused(
-                    f"column {name} has {length} entries, the row {wanted} tokens", position
-                )
-    elif name == "spans" and column.values.shape[1] != 4:
+    if name in PER_TOKEN and column.lengths != num_tokens:
+        pairs = enumerate(zip(column.lengths, num_tokens, strict=True))
+        position, (length, wanted) = next(found for found in pairs if found[1][0] != found[1][1])
+        raise _Refused(f"column {name} has {length} entries, the row {wanted} tokens", position)
+    if name == "spans" and entry.tail != (4,):
         raise _Refused(f"column spans is {_shape(column)}, want int64[n, 4]")
-    elif name == "reward":
+    if name == "reward":
         _check_reward(column)
 
 
-def _check_reward(column: Flat) -> None:
-    assert column.lengths is not None
+def _check_reward(column: Column) -> None:
+    lengths, values = column.lengths or (), column.values
+    if all(length == 1 for length in lengths) and np.isfinite(values).all():
+        return
     at = 0
-    for position, length in enumerate(column.lengths.tolist()):
-        if length != 1 or not np.isfinite(column.values[at]):
-            array = column.values[at : at + length]
+    for position, length in enumerate(lengths):
+        array = values[at : at + length]
+        if length != 1 or not np.isfinite(array[0]):
             raise _Refused(f"column reward is {array}, want one finite number", position)
         at += length
 
 
-def _shape(column: Flat) -> str:
-    first = [] if column.lengths is None else [int(column.lengths[0])]
-    return f"{column.values.dtype.name}{[*first, *column.values.shape[1:]]}"
+def _shape(column: Column) -> str:
+    first = [] if column.lengths is None else [column.lengths[0]]
+    return f"{column.entry.dtype.name}{[*first, *column.entry.tail]}"

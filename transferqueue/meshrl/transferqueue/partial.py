@@ -79,8 +79,7 @@ def checked(run: Run, stage: Stage, groups: Sequence[JournalGroup]) -> list[Chec
 
 def _lengths(run: Run, given: JournalGroup, frame: Frame) -> list[int]:
     lengths = {
-        tuple(column.lengths.tolist()) if column.lengths is not None else ()
-        for column in frame.columns.values()
+        column.lengths if column.lengths is not None else () for column in frame.columns.values()
     }
     if len(lengths) != 1 or len(next(iter(lengths))) != frame.rows:
         uid = Uid(run.name, given.task, given.indices[0], given.attempts[0])

@@ -176,7 +176,7 @@ def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
             and name in first.read.columns
             and first.rows == tuple(range(len(group)))
         ):
-            flat = first.read.columns[name]
+            flat = first.read.columns[name].flat
             values.append(flat.values)
             lengths.append(np.ones(len(group), "<u4") if flat.lengths is None else flat.lengths)
         else:
