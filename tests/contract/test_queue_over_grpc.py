@@ -20,13 +20,13 @@ from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
 
 
-@pytest.fixture
-async def queue(tmp_path: Path) -> AsyncIterator[Queue]:
+@pytest.fixture(params=["off", "zstd"])
+async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
     async with (
         Server(ServerSettings(metrics_port=None, drain_grace_s=1), [QueueDoor(opened)]) as server,
-        QueueWire(server.address, patience_s=1) as wire,
+        QueueWire(server.address, patience_s=1, compression=request.param) as wire,
     ):
         yield wire
     await opened.close()

@@ -56,10 +56,17 @@ def unseal(value: bytes | memoryview, what: str) -> memoryview:
     Raises:
         CorruptError: the checksum does not fit; names `what`.
     """
-    body = memoryview(value)[_SUM.size :]
-    if len(value) < _SUM.size or _SUM.unpack_from(value)[0] != xxhash.xxh3_64_intdigest(body):
+    if not intact(value):
         raise CorruptError(f"{what}: {len(value)} bytes do not match their checksum")
-    return body
+    return memoryview(value)[_SUM.size :]
+
+
+def intact(value: bytes | memoryview) -> bool:
+    """Whether a value is sealed, and its checksum fits."""
+    if len(value) < _SUM.size:
+        return False
+    seal: int = _SUM.unpack_from(value)[0]
+    return seal == xxhash.xxh3_64_intdigest(memoryview(value)[_SUM.size :])
 
 
 def storable(array: object) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
+from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.services.wires.peer import STAGE_PATIENCE_S
@@ -50,20 +51,27 @@ def check_address(address: str) -> str:
 
 
 @asynccontextmanager
-async def connected(addresses: Sequence[str], patience_s: float) -> AsyncIterator[Queue]:
+async def connected(
+    addresses: Sequence[str], patience_s: float, compression: Mode
+) -> AsyncIterator[Queue]:
     """The queue at one address, or the sharded one at several (the order is the same for everybody)."""
     require_no_fork()
     async with AsyncExitStack() as stack:
         if len(addresses) == 1:
             yield await stack.enter_async_context(
-                _living_wire(QueueWire(addresses[0], patience_s=patience_s))
+                _living_wire(
+                    QueueWire(addresses[0], patience_s=patience_s, compression=compression)
+                )
             )
             return
         # Only who has shards loads the router.
         from meshrl.services.wires.shard import ShardWire
         from meshrl.transferqueue.sharding.router import ShardedQueue
 
-        wires = [ShardWire(address, patience_s=patience_s) for address in addresses]
+        wires = [
+            ShardWire(address, patience_s=patience_s, compression=compression)
+            for address in addresses
+        ]
         for wire in wires:
             await stack.enter_async_context(_living_wire(wire))
         router = ShardedQueue(wires)

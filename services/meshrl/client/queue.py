@@ -11,6 +11,7 @@ from meshrl.client.batches import Batches, this_process
 from meshrl.client.connection import PATIENCE_S, check_address, connected
 from meshrl.client.leases import HeldLease
 from meshrl.contract import ports
+from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import (
     DeadLetter,
@@ -31,24 +32,28 @@ DAY_S: Final = 86_400.0
 class Queue:
     """A transfer queue elsewhere. Everything written is durable on return, and writing twice is writing once."""
 
-    def __init__(self, addresses: Sequence[str], patience_s: float) -> None:
+    def __init__(self, addresses: Sequence[str], patience_s: float, compression: Mode) -> None:
         self._addresses = tuple(check_address(address) for address in addresses)
         self._patience_s = patience_s
+        self._compression = compression
         self._port: ports.Queue | None = None
         self._closing = AsyncExitStack()
 
     @classmethod
-    def connect(cls, *addresses: str, patience_s: float = PATIENCE_S) -> Self:
+    def connect(
+        cls, *addresses: str, patience_s: float = PATIENCE_S, compression: Mode = "auto"
+    ) -> Self:
         """A queue to be entered: `host:port`, or those of all its shards, in the same order for everybody.
 
-        Calls outlive a restart of the queue that takes no longer than `patience_s` seconds.
+        Calls outlive a restart of the queue that takes no longer than `patience_s` seconds. Payload is compressed,
+        without loss, by `compression`: `auto` between hosts, `off`, `zstd` always.
 
         Raises:
             UserError: no address, or none of the form.
         """
         if not addresses:
             raise UserError("connect wants the address of a queue: host:port")
-        return cls(addresses, patience_s)
+        return cls(addresses, patience_s, compression)
 
     @property
     def port(self) -> ports.Queue:
@@ -59,7 +64,7 @@ class Queue:
 
     async def __aenter__(self) -> Self:
         if self._port is None:
-            opening = connected(self._addresses, self._patience_s)
+            opening = connected(self._addresses, self._patience_s, self._compression)
             self._port = await self._closing.enter_async_context(opening)
         return self
 

@@ -22,6 +22,7 @@ from meshrl.client.portal import Portal
 from meshrl.client.queue import DAY_S
 from meshrl.client.queue import Queue as AsyncQueue
 from meshrl.client.queue import Run as AsyncRun
+from meshrl.contract.codec.compression import Mode
 from meshrl.contract.nouns import (
     DeadLetter,
     LeasedRow,
@@ -175,15 +176,20 @@ class Queue:
         self._portal = portal
 
     @classmethod
-    def connect(cls, *addresses: str, patience_s: float = PATIENCE_S) -> Self:
+    def connect(
+        cls, *addresses: str, patience_s: float = PATIENCE_S, compression: Mode = "auto"
+    ) -> Self:
         """A queue to be entered: `host:port`, or those of all its shards, in the same order for everybody.
 
-        Calls outlive a restart of the queue that takes no longer than `patience_s` seconds.
+        Calls outlive a restart of the queue that takes no longer than `patience_s` seconds. Payload is compressed,
+        without loss, by `compression`: `auto` between hosts, `off`, `zstd` always.
 
         Raises:
             UserError: no address, or none of the form.
         """
-        return cls(AsyncQueue.connect(*addresses, patience_s=patience_s), Portal())
+        return cls(
+            AsyncQueue.connect(*addresses, patience_s=patience_s, compression=compression), Portal()
+        )
 
     def __enter__(self) -> Self:
         self._portal.call(self._wrapped.__aenter__())

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.services.config.recipe import Recipe
@@ -20,16 +21,18 @@ from meshrl.transferqueue.store import Store
 
 @asynccontextmanager
 async def connect_queue(
-    addresses: str, *, patience_s: float = STAGE_PATIENCE_S
+    addresses: str, *, patience_s: float = STAGE_PATIENCE_S, compression: Mode = "auto"
 ) -> AsyncIterator[Queue]:
     """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas."""
     found = [address.strip() for address in addresses.split(",")]
     if len(found) == 1:
-        async with QueueWire(found[0], patience_s=patience_s) as queue:
+        async with QueueWire(found[0], patience_s=patience_s, compression=compression) as queue:
             yield queue
         return
     async with AsyncExitStack() as stack:
-        wires = [ShardWire(address, patience_s=patience_s) for address in found]
+        wires = [
+            ShardWire(address, patience_s=patience_s, compression=compression) for address in found
+        ]
         for wire in wires:
             await stack.enter_async_context(wire)
         router = ShardedQueue(wires)

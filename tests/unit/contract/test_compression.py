@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from meshrl.contract import codec
+from meshrl.contract.codec import compression
 from meshrl.contract.codec.compression import (
     FrameCompressor,
     Narrowing,
     narrowed,
+    plain,
     rounded,
+    squeezed,
     train_dictionary,
     wanted,
 )
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import Frame, pack
+from meshrl.v1 import queue_pb2 as pb
 
 COMPRESSOR = FrameCompressor()
 
@@ -166,3 +172,32 @@ def test_a_frame_larger_than_the_limit_is_refused_before_it_is_made() -> None:
 )
 def test_auto_compresses_between_hosts(mode: str, address: str, on: bool) -> None:
     assert wanted(mode, address) is on  # type: ignore[arg-type]
+
+
+def test_a_message_is_squeezed_on_the_wire_and_whole_behind_it() -> None:
+    frames = [frame(2, seed) for seed in range(4)]
+    message = codec.Bulk(pb.WriteRequest(), frames)
+    sent = codec.serialize(message.squeezed())
+    assert len(sent) < 0.7 * len(codec.serialize(message))
+    received = codec.parser(pb.WriteRequest)(sent)
+    assert received.frames == frames
+    assert received.ByteSize() > sum(map(len, frames))
+
+
+def test_a_message_of_bombs_is_refused() -> None:
+    bomb = squeezed(pack([{"zeros": np.zeros(1 << 20, np.int64)}]))
+    assert len(bomb) < 10_000
+    sent = codec.serialize(codec.Bulk(pb.WriteRequest(), [bomb] * 9))
+    with pytest.raises(DecodeError, match="squeezed frame of at most"):
+        codec.parser(pb.WriteRequest)(sent)
+
+
+def test_a_plain_frame_whose_seal_looks_squeezed_is_known_by_its_seal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = frame(1)
+    # What happens to one frame in four billion.
+    monkeypatch.setattr(compression, "_MAGIC", made[:4])
+    assert plain(made) == made
+    with pytest.raises(CorruptError):
+        plain(made[:4] + b"something else")

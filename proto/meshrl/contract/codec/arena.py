@@ -10,12 +10,12 @@
 
 **Who owns what.** The client owns all of it; the queue keeps nothing but open files, so a queue that is killed
 leaves nothing behind, and nothing has to be counted across processes. A client that is killed leaves its file; its
-lock on it ends with it (`flock`), so `sweep`, at the start of every queue and of every arena, knows it and unlinks it.
+lock on it ends with it (`flock`), so `sweep`, at the start of every queue and every arena, knows it and unlinks it.
 
 **Who may believe what.** A slot names the frame's seal (xxh3_64), so bytes that were overwritten, cut or never
-written are CorruptError, never another row's. After a call whose end is unknown the other side may still write: such a
-region is abandoned, not reused. Files are 0600 and of the caller's own user. The queue never maps them, since a file
-that shrinks would kill it with SIGBUS; the client's pages are allocated ahead, since a full /dev/shm would kill it.
+written are CorruptError, never another row's. After a call whose end is unknown the other side may still write: such
+a region is abandoned, not reused. Files are 0600 and of the caller's own user. The queue never maps them, since a
+file that shrinks would kill it with SIGBUS; the client's pages are allocated ahead, since a full /dev/shm would too.
 
 **Same host?** The client offers `Arena.offer`: boot id, name, and it knows a secret in the file's head. The queue
 answers with what `Lent.accept` read there. Equal secrets mean one kernel and one /dev/shm, containers included.

@@ -4,7 +4,8 @@
     sent           one join of the frames as they are, instead of three copies in protobuf
     received       views of the bytes that came in, instead of a parse and a copy for each
 
-Any protobuf implementation reads and writes the same bytes.
+Any protobuf implementation reads and writes the same bytes. A frame may be squeezed (compression.py): it is expanded
+where it is parsed, so nobody behind sees the difference.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from meshrl.contract.codec.compression import MAX_FRAME_BYTES, plain, squeezed
 from meshrl.contract.codec.pages import PAGE_BYTES
+from meshrl.contract.errors import CorruptError
 
 FRAMES: Final = 15
 """The number of the field `frames` in every message that carries bulk."""
 _TAG: Final = FRAMES << 3 | 2
 _FIXED: Final = {1: 8, 5: 4}
 """Bytes of a value, by wire type."""
+
+MAX_PLAIN_BYTES: Final = MAX_FRAME_BYTES + PAGE_BYTES
+"""Of one message with its frames expanded: what makes a message larger is a single row's frame."""
 
 M = TypeVar("M", bound=Message)
 Frame: TypeAlias = bytes | memoryview
@@ -43,6 +49,10 @@ class Bulk(Generic[M]):
             self._size = self.message.ByteSize() + heads
         return self._size
 
+    def squeezed(self) -> Bulk[M]:
+        """The same with each frame in fewer bytes, where that pays."""
+        return Bulk(self.message, [squeezed(frame) for frame in self.frames])
+
     def SerializeToString(self) -> bytes:
         """The bytes that protobuf would write."""
         parts: list[Frame] = [self.message.SerializeToString()]
@@ -62,9 +72,20 @@ def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
 
     def parse(data: bytes) -> Bulk[M]:
         rest, frames = _apart(memoryview(data))
-        return Bulk(kind.FromString(rest), frames, len(data))
+        size = len(data)
+        for number, frame in enumerate(frames):
+            frames[number] = whole = _plain(frame, MAX_PLAIN_BYTES + len(frame) - size)
+            size += len(whole) - len(frame)
+        return Bulk(kind.FromString(rest), frames, size)
 
     return parse
+
+
+def _plain(frame: Frame, limit: int) -> Frame:
+    try:
+        return plain(frame, limit=limit)
+    except CorruptError as error:
+        raise DecodeError(str(error)) from error
 
 
 def bulk_pages(

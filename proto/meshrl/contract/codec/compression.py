@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ipaddress
 import struct
+import threading
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, Final, Literal, TypeAlias
@@ -27,7 +28,7 @@ import numpy.typing as npt
 import zstandard
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import Frame
+from meshrl.contract.frames import Frame, intact
 
 Array: TypeAlias = npt.NDArray[Any]
 Mode: TypeAlias = Literal["auto", "off", "zstd"]
@@ -40,7 +41,10 @@ WORTH: Final = 0.92
 """Compressed bytes of the sample, over its bytes, from which on a column is left alone."""
 DICTIONARY_BYTES: Final = 16 << 10
 MAX_FRAME_BYTES: Final = 64 << 20
+TAKES_SQUEEZED: Final = ("meshrl-frames", "zstd")
+"""Metadata of a call whose answer may carry squeezed frames. Requests may always: every queue can expand them."""
 _MAGIC: Final = b"mz1\0"
+_here = threading.local()
 _HEAD: Final = struct.Struct("<4sIIH")
 _COLUMN: Final = struct.Struct("<BBII")
 
@@ -134,6 +138,32 @@ class FrameCompressor:
         if planes > 1:
             plain = np.frombuffer(plain, np.uint8).reshape(planes, -1).T.tobytes()
         return _widened(narrowing, plain, raw)
+
+
+def squeezed(frame: bytes | memoryview) -> bytes | memoryview:
+    """The frame in fewer bytes, or as it is where that does not pay or it is no frame of columns."""
+    try:
+        return _own().squeeze(frame) or frame
+    except CorruptError:
+        return frame
+
+
+def plain(frame: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes | memoryview:
+    """A frame that may have been squeezed. Raises CorruptError.
+
+    A plain frame whose seal happens to begin with our magic is told by its seal.
+    """
+    if frame[:4] != _MAGIC or intact(frame):
+        return frame
+    return _own().expand(frame, limit=limit)
+
+
+def _own() -> FrameCompressor:
+    """This thread's."""
+    found: FrameCompressor | None = getattr(_here, "compressor", None)
+    if found is None:
+        found = _here.compressor = FrameCompressor()
+    return found
 
 
 def narrowed(column: Array) -> tuple[Narrowing, Array]:

@@ -26,7 +26,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         deadline_s=recipe.rollout.deadline_s,
     )
     async with (
-        connect_queue(site.peer("queue")) as queue,
+        connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue,
         Server(site.settings, []) as server,
     ):
         await open_runs(queue, recipe)

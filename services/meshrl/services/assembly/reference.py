@@ -29,7 +29,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     )
     try:
         async with (
-            connect_queue(site.peer("queue")) as queue,
+            connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue,
             Server(site.settings, [ReferenceDoor(model)]) as server,
         ):
             await open_runs(queue, recipe)

@@ -28,7 +28,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with (
-        connect_queue(site.peer("queue")) as queue,
+        connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue,
         Server(site.settings, [RolloutDoor(engine)]) as server,
     ):
         runs = await open_runs(queue, recipe)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Final, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from meshrl.contract import codec
+from meshrl.contract.codec.compression import TAKES_SQUEEZED
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import JournalGroup
 from meshrl.contract.ports import Queue
@@ -17,6 +19,8 @@ from meshrl.services.interceptor import Context
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
+
+M = TypeVar("M", bound=Message)
 
 
 class QueueDoor(rpc.QueueServicer):
@@ -69,7 +73,7 @@ class QueueDoor(rpc.QueueServicer):
             wait_s=bounded(request.wait_s),
         )
         for message in codec.encode_lease(lease):
-            yield message
+            yield _for_caller(message, context)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         uids = codec.decode_uids(request.uids)
@@ -125,7 +129,7 @@ class QueueDoor(rpc.QueueServicer):
         asked = [codec.decode_siblings(rows) for rows in request.groups]
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
         for message in codec.encode_fetched(groups):
-            yield message
+            yield _for_caller(message, context)
 
     async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:
         uids = codec.decode_uids(request.uids)
@@ -164,3 +168,10 @@ class QueueDoor(rpc.QueueServicer):
     async def WhyWaiting(self, request: pb.RunRequest, context: Context) -> pb.WaitingList:
         waits = await self._queue.why_waiting(request.run)
         return pb.WaitingList(waits=map(codec.encode_waiting, waits))
+
+
+def _for_caller(message: codec.Bulk[M], context: Context) -> codec.Bulk[M]:
+    """Squeezed for a caller that asks for it: across hosts it does, on one it does not."""
+    return (
+        message.squeezed() if TAKES_SQUEEZED in (context.invocation_metadata() or ()) else message
+    )

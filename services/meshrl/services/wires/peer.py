@@ -82,10 +82,16 @@ class Patience:
 class Peer:
     """A channel to one service and the manners of calling it."""
 
-    def __init__(self, service: str, address: str, patience_s: float) -> None:
+    def __init__(
+        self,
+        service: str,
+        address: str,
+        patience_s: float,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> None:
         self.name = f"{service} at {address}"
         self.channel = tls.channel(address, CHANNEL_OPTIONS)
-        self._metadata = tls.call_metadata()
+        self._metadata = (*tls.call_metadata(), *metadata)
         self.patience_s = patience_s
 
     async def close(self) -> None:
@@ -218,8 +224,14 @@ class Peer:
 class Wire:
     """The base of every client: `async with QueueWire("127.0.0.1:7001") as queue`."""
 
-    def __init__(self, service: str, address: str, patience_s: float) -> None:
-        self._peer = Peer(service, address, patience_s)
+    def __init__(
+        self,
+        service: str,
+        address: str,
+        patience_s: float,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self._peer = Peer(service, address, patience_s, metadata)
 
     async def __aenter__(self) -> Self:
         return self

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshrl.contract import codec
+from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode
+from meshrl.contract.codec.compression import wanted as compression_wanted
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -36,8 +38,16 @@ class QueueWire(Wire, RowVerbs):
     is not taken twice: nobody renews it, so its rows come back after their time to live.
     """
 
-    def __init__(self, address: str, *, patience_s: float = STAGE_PATIENCE_S) -> None:
-        super().__init__("queue", address, patience_s)
+    def __init__(
+        self,
+        address: str,
+        *,
+        patience_s: float = STAGE_PATIENCE_S,
+        compression: Mode = "auto",
+    ) -> None:
+        self._squeezes = compression_wanted(compression, address)
+        metadata = (TAKES_SQUEEZED,) if self._squeezes else ()
+        super().__init__("queue", address, patience_s, metadata)
         self._stub = rpc.QueueStub(self._peer.channel)
         channel = self._peer.channel
         self._lease = channel.unary_stream(
@@ -129,7 +139,10 @@ class QueueWire(Wire, RowVerbs):
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        await self._peer.tell_stream(self._write, codec.encode_write(call), nothing)
+        messages = codec.encode_write(call)
+        if self._squeezes:
+            messages = [message.squeezed() for message in messages]
+        await self._peer.tell_stream(self._write, messages, nothing)
 
     async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
         """See Queue."""

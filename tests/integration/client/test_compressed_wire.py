@@ -1,0 +1,68 @@
+"""What a caller asks for decides how payload travels to it; what it holds afterwards is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import pytest
+
+from meshrl.client import LeasedRow, Queue, RowWrite
+from meshrl.contract import codec
+from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode
+from meshrl.contract.nouns import siblings
+from meshrl.v1 import queue_pb2 as pb
+from meshrl.v1 import queue_pb2_grpc as rpc
+
+from .people import answer, queue_process, spec, tasks
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with queue_process(tmp_path_factory.mktemp("queue")) as address:
+        yield address
+
+
+async def fetched(address: str, request: pb.FetchRowsRequest, *metadata: tuple[str, str]) -> bytes:
+    """The frame of the answer as it travelled."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = rpc.QueueStub(channel).Fetch(request, metadata=metadata)
+        (frame,) = [frame async for message in call for frame in message.frames]
+        return frame
+
+
+def long_row(row: LeasedRow) -> RowWrite:
+    short = answer(row)
+    assert short.facts is not None
+    return RowWrite(
+        uid=row.uid,
+        columns={
+            **short.columns,
+            "tokens": np.arange(5000, dtype=np.int32),
+            "loss_mask": np.ones(5000, dtype=np.uint8),
+        },
+        facts=replace(short.facts, num_tokens=5000),
+    )
+
+
+@pytest.mark.parametrize("mode", ["zstd", "off"])
+async def test_payload_travels_squeezed_to_who_asks_for_it(address: str, mode: Mode) -> None:
+    async with Queue.connect(address, compression=mode) as queue:
+        run = await queue.open_run(spec(mode))
+        await run.put(tasks(1, mode))
+        async with run.lease("rollout", limit=2) as lease:
+            await lease.write([long_row(row) for row in lease.rows])
+        async for batch in run.batches(groups=1):
+            assert [len(columns["tokens"]) for columns in batch.columns] == [5000, 5000]
+            assert batch.columns[1]["tokens"].tolist() == list(range(5000))
+            break
+        uids = [row.uid for row in batch.rows]
+    request = pb.FetchRowsRequest(
+        run=mode, groups=map(codec.encode_siblings, siblings(mode, uids)), columns=["tokens"]
+    )
+    plain = await fetched(address, request)
+    small = await fetched(address, request, TAKES_SQUEEZED)
+    assert len(plain) > 2 * 4 * 5000
+    assert len(small) < len(plain) / 2
