@@ -50,6 +50,14 @@ def seal(*parts: bytes | memoryview) -> bytes:
     return b"".join([_SUM.pack(checksum.intdigest()), *parts])
 
 
+def seal_of(value: bytes | memoryview) -> int:
+    """The checksum that a sealed value carries. Raises CorruptError for what is too short to carry one."""
+    if len(value) < _SUM.size:
+        raise CorruptError(f"{len(value)} bytes are no sealed value")
+    seal_: int = _SUM.unpack_from(value)[0]
+    return seal_
+
+
 def unseal(value: bytes | memoryview, what: str) -> memoryview:
     """The body of a sealed value.
 

@@ -418,28 +418,58 @@ class LeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DELIVERIES_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___LeaseHeader: ...
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedGroup]:
-        """Together about 1 MiB a message."""
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Task]:
+        """What is asked, per group; groups of one message together have about 1 MiB."""
+
+    @_builtins.property
+    def rows(self) -> Global___GroupRows:
+        """`tasks` is empty: the prompts name them."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Fencing token, per group: grows with every grant."""
+
+    @_builtins.property
+    def deliveries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Per row: 1 on the first delivery to this stage."""
+
+    @_builtins.property
+    def parts(self) -> Global___Parts:
+        """The columns that the stage reads."""
+
+    @_builtins.property
+    def journal(self) -> Global___Parts:
+        """What earlier holders appended, in order."""
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One for each part of `groups`, in order: for each group its parts, then its journal."""
+        """First those of all `parts`, then those of the `journal`."""
 
     def __init__(
         self,
         *,
         header: Global___LeaseHeader | None = ...,
-        groups: _abc.Iterable[Global___LeasedGroup] | None = ...,
+        prompts: _abc.Iterable[_trajectory_pb2.Task] | None = ...,
+        rows: Global___GroupRows | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        deliveries: _abc.Iterable[_builtins.int] | None = ...,
+        parts: Global___Parts | None = ...,
+        journal: Global___Parts | None = ...,
         frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "journal", b"journal", "parts", b"parts", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "groups", b"groups", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliveries", b"deliveries", "frames", b"frames", "header", b"header", "journal", b"journal", "parts", b"parts", "prompts", b"prompts", "rows", b"rows", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,110 +506,82 @@ class LeaseHeader(_message.Message):
 Global___LeaseHeader: _TypeAlias = LeaseHeader  # noqa: Y015
 
 @_typing.final
-class Siblings(_message.Message):
-    """Some rows of one group; `attempts` has an entry for each of `indices`."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TASK_FIELD_NUMBER: _builtins.int
-    INDICES_FIELD_NUMBER: _builtins.int
-    ATTEMPTS_FIELD_NUMBER: _builtins.int
-    task: _builtins.str
-    """Task id."""
-    @_builtins.property
-    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        task: _builtins.str = ...,
-        indices: _abc.Iterable[_builtins.int] | None = ...,
-        attempts: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "indices", b"indices", "task", b"task"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Siblings: _TypeAlias = Siblings  # noqa: Y015
-
-@_typing.final
-class Part(_message.Message):
-    """Says of one of the frames that its row i belongs to row rows[i] of the group. A sealed frame of columns is described in
-    meshrl/contract/frames.py; the frames of a message lie in the order of the parts that speak of them.
+class GroupRows(_message.Message):
+    """Rows of several groups side by side. What other messages have "per group" has an entry for each of `counts`, what they
+    have "per row" an entry for each of `indices`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROWS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        rows: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Part: _TypeAlias = Part  # noqa: Y015
-
-@_typing.final
-class LeasedGroup(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROMPT_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
     INDICES_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
-    DELIVERIES_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
-    JOURNAL_FIELD_NUMBER: _builtins.int
-    token: _builtins.int
-    """Fencing token: grows with every grant."""
     @_builtins.property
-    def prompt(self) -> _trajectory_pb2.Task:
-        """What is asked; its task_id names the group."""
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Task id of each group."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows of each group."""
 
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        indices: _abc.Iterable[_builtins.int] | None = ...,
+        attempts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "counts", b"counts", "indices", b"indices", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupRows: _TypeAlias = GroupRows  # noqa: Y015
+
+@_typing.final
+class Parts(_message.Message):
+    """Which frames hold which rows. A sealed frame of columns is described in meshrl/contract/frames.py; the frames of a
+    message lie in the order of its parts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def deliveries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Per row: 1 on the first delivery to this stage."""
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Frames of each group."""
 
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """The columns that the stage reads."""
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rows of each frame."""
 
     @_builtins.property
-    def journal(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """What earlier holders appended, in order; its frames follow those of `parts`."""
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each row of each frame, its place among the rows of its group."""
 
     def __init__(
         self,
         *,
-        prompt: _trajectory_pb2.Task | None = ...,
-        indices: _abc.Iterable[_builtins.int] | None = ...,
-        attempts: _abc.Iterable[_builtins.int] | None = ...,
-        token: _builtins.int = ...,
-        deliveries: _abc.Iterable[_builtins.int] | None = ...,
-        parts: _abc.Iterable[Global___Part] | None = ...,
-        journal: _abc.Iterable[Global___Part] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "deliveries", b"deliveries", "indices", b"indices", "journal", b"journal", "parts", b"parts", "prompt", b"prompt", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "rows", b"rows", "sizes", b"sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LeasedGroup: _TypeAlias = LeasedGroup  # noqa: Y015
+Global___Parts: _TypeAlias = Parts  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):
@@ -639,28 +641,46 @@ class WriteRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___WriteHeader: ...
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___WrittenGroup]:
-        """Together about 1 MiB a message."""
+    def rows(self) -> Global___GroupRows:
+        """Groups of one message together have about 1 MiB."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Fencing token, per group."""
+
+    @_builtins.property
+    def facts(self) -> Global___Facts:
+        """From the rollout stage only."""
+
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For Append only, per row: entries that were appended before."""
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One sealed frame of columns for each of `groups`, in order; its rows in the order of the group's."""
+        """One sealed frame of columns per group (meshrl/contract/frames.py), its rows in the group's order."""
 
     def __init__(
         self,
         *,
         header: Global___WriteHeader | None = ...,
-        groups: _abc.Iterable[Global___WrittenGroup] | None = ...,
+        rows: Global___GroupRows | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        facts: Global___Facts | None = ...,
+        starts: _abc.Iterable[_builtins.int] | None = ...,
         frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "header", b"header", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "groups", b"groups", "header", b"header"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "frames", b"frames", "header", b"header", "rows", b"rows", "starts", b"starts", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,53 +713,21 @@ class WriteHeader(_message.Message):
 Global___WriteHeader: _TypeAlias = WriteHeader  # noqa: Y015
 
 @_typing.final
-class WrittenGroup(_message.Message):
-    """Columns for rows of one group that are held under one token."""
+class Facts(_message.Message):
+    """What the queue must know of finished rollouts, per row of those groups that have facts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROWS_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
-    FACTS_FIELD_NUMBER: _builtins.int
-    STARTS_FIELD_NUMBER: _builtins.int
-    token: _builtins.int
-    @_builtins.property
-    def rows(self) -> Global___Siblings: ...
-    @_builtins.property
-    def facts(self) -> Global___GroupFacts:
-        """From the rollout stage only."""
-
-    @_builtins.property
-    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For Append only, per row: entries that were appended before."""
-
-    def __init__(
-        self,
-        *,
-        rows: Global___Siblings | None = ...,
-        token: _builtins.int = ...,
-        facts: Global___GroupFacts | None = ...,
-        starts: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "rows", b"rows", "starts", b"starts", "token", b"token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WrittenGroup: _TypeAlias = WrittenGroup  # noqa: Y015
-
-@_typing.final
-class GroupFacts(_message.Message):
-    """What the queue must know of finished rollouts; each field has an entry per row."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
+    GIVEN_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     OLDEST_FIELD_NUMBER: _builtins.int
     NEWEST_FIELD_NUMBER: _builtins.int
     FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def given(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Per group: whether it has any."""
+
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Outcome.ValueType]: ...
     @_builtins.property
@@ -761,6 +749,7 @@ class GroupFacts(_message.Message):
     def __init__(
         self,
         *,
+        given: _abc.Iterable[_builtins.bool] | None = ...,
         outcomes: _abc.Iterable[_trajectory_pb2.Outcome.ValueType] | None = ...,
         num_tokens: _abc.Iterable[_builtins.int] | None = ...,
         oldest: Global___VersionList | None = ...,
@@ -769,11 +758,11 @@ class GroupFacts(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reasons", b"finish_reasons", "given", b"given", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GroupFacts: _TypeAlias = GroupFacts  # noqa: Y015
+Global___Facts: _TypeAlias = Facts  # noqa: Y015
 
 @_typing.final
 class VersionList(_message.Message):
@@ -979,57 +968,47 @@ class Batch(_message.Message):
     BATCH_ID_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.str
     run: _builtins.str
     step: _builtins.int
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]: ...
+    def rows(self) -> Global___GroupRows:
+        """Rows of one group stand next to each other."""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The true size of each group, also where fewer rows were kept."""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """T, per row."""
+
+    @_builtins.property
+    def oldest(self) -> Global___VersionList:
+        """Per row."""
+
+    @_builtins.property
+    def newest(self) -> Global___VersionList:
+        """Per row."""
+
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Outcome.ValueType]:
+        """Per row."""
+
     def __init__(
         self,
         *,
         batch_id: _builtins.str = ...,
         run: _builtins.str = ...,
         step: _builtins.int = ...,
-        groups: _abc.Iterable[Global___BatchGroup] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "groups", b"groups", "run", b"run", "step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Batch: _TypeAlias = Batch  # noqa: Y015
-
-@_typing.final
-class BatchGroup(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROWS_FIELD_NUMBER: _builtins.int
-    SIZE_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    OLDEST_FIELD_NUMBER: _builtins.int
-    NEWEST_FIELD_NUMBER: _builtins.int
-    OUTCOMES_FIELD_NUMBER: _builtins.int
-    size: _builtins.int
-    """The true size of the group, also where fewer rows were kept."""
-    @_builtins.property
-    def rows(self) -> Global___Siblings: ...
-    @_builtins.property
-    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """T of each row."""
-
-    @_builtins.property
-    def oldest(self) -> Global___VersionList: ...
-    @_builtins.property
-    def newest(self) -> Global___VersionList: ...
-    @_builtins.property
-    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_trajectory_pb2.Outcome.ValueType]: ...
-    def __init__(
-        self,
-        *,
-        rows: Global___Siblings | None = ...,
-        size: _builtins.int = ...,
+        rows: Global___GroupRows | None = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _abc.Iterable[_builtins.int] | None = ...,
         oldest: Global___VersionList | None = ...,
         newest: Global___VersionList | None = ...,
@@ -1037,22 +1016,22 @@ class BatchGroup(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "oldest", b"oldest", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes", "rows", b"rows", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "newest", b"newest", "num_tokens", b"num_tokens", "oldest", b"oldest", "outcomes", b"outcomes", "rows", b"rows", "run", b"run", "sizes", b"sizes", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BatchGroup: _TypeAlias = BatchGroup  # noqa: Y015
+Global___Batch: _TypeAlias = Batch  # noqa: Y015
 
 @_typing.final
 class FetchRowsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Siblings]: ...
+    def rows(self) -> Global___GroupRows: ...
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Column names; every row has to have them."""
@@ -1061,12 +1040,12 @@ class FetchRowsRequest(_message.Message):
         self,
         *,
         run: _builtins.str = ...,
-        groups: _abc.Iterable[Global___Siblings] | None = ...,
+        rows: Global___GroupRows | None = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "groups", b"groups", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "rows", b"rows", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1077,56 +1056,36 @@ class FetchRowsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     num_groups: _builtins.int
     """Groups in the stream; in the first message only."""
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayloadGroup]:
-        """In the order asked for; together about 1 MiB a message."""
+    def rows(self) -> Global___GroupRows:
+        """In the order asked for; groups of one message together have about 1 MiB."""
 
     @_builtins.property
+    def parts(self) -> Global___Parts: ...
+    @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One for each part of `groups`, in order."""
+        """One for each of `parts`."""
 
     def __init__(
         self,
         *,
         num_groups: _builtins.int = ...,
-        groups: _abc.Iterable[Global___PayloadGroup] | None = ...,
+        rows: Global___GroupRows | None = ...,
+        parts: Global___Parts | None = ...,
         frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "groups", b"groups", "num_groups", b"num_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "num_groups", b"num_groups", "parts", b"parts", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchRowsResponse: _TypeAlias = FetchRowsResponse  # noqa: Y015
-
-@_typing.final
-class PayloadGroup(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROWS_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def rows(self) -> Global___Siblings: ...
-    @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]: ...
-    def __init__(
-        self,
-        *,
-        rows: Global___Siblings | None = ...,
-        parts: _abc.Iterable[Global___Part] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PayloadGroup: _TypeAlias = PayloadGroup  # noqa: Y015
 
 @_typing.final
 class FilterRowsRequest(_message.Message):

@@ -60,7 +60,7 @@ async def test_payload_travels_squeezed_to_who_asks_for_it(address: str, mode: M
             break
         uids = [row.uid for row in batch.rows]
     request = pb.FetchRowsRequest(
-        run=mode, groups=map(codec.encode_siblings, siblings(mode, uids)), columns=["tokens"]
+        run=mode, rows=codec.encode_rows(siblings(mode, uids)), columns=["tokens"]
     )
     plain = await fetched(address, request)
     small = await fetched(address, request, TAKES_SQUEEZED)

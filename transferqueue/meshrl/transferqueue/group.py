@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.nouns import Json, Outcome, RowFacts, Siblings, Uid, Version
-from meshrl.transferqueue.sealed import seal_json
+from meshrl.transferqueue.sealed import Encoded, seal_json, to_json
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.batches import TakenBatch
@@ -87,6 +87,8 @@ class StoredFrame:
     nbytes: int
     live: int
     """Rows that are here still; the frame goes with the last of them."""
+    seal: int
+    """The frame's checksum: what is read back is this frame and no other."""
     partial: bool = False
     """What a stage has made so far of rows that it has not written yet (`append`)."""
 
@@ -116,6 +118,8 @@ class Group:
     facts: list[RowFacts | None]
     replacements: list[int]
     """Per index: dead rows that the present one replaces (`replace_sibling`)."""
+    facts_json: bytes | None = None
+    """`facts` as they are stored, once that was asked for: they change once and are stored many times."""
     present: int = 0
     """Mask of the rows that are here."""
     dead: int = 0
@@ -247,6 +251,11 @@ class Group:
 
     # --- changes
 
+    def set_facts(self, index: int, facts: RowFacts | None) -> None:
+        """What is known of the row at `index`."""
+        self.facts[index] = facts
+        self.facts_json = None
+
     def add_row(self, index: int, now: float) -> None:
         """The attempt of `attempts[index]` is here, fresh."""
         bit = 1 << index
@@ -254,7 +263,7 @@ class Group:
         for stage in range(len(self.done)):
             self.done[stage] &= ~bit
             self.deliveries[stage][index] = self.writers[stage][index] = 0
-        self.facts[index] = None
+        self.set_facts(index, None)
         self.replacements[index] = 0
         if self.journaled:
             self.journaled[index] = 0
@@ -315,9 +324,9 @@ class Group:
                 self.deliveries,
                 self.writers,
                 self.replacements,
-                [facts and _stored_facts(facts) for facts in self.facts],
+                self.stored_facts(),
                 [
-                    [f.stage, f.number, f.rows, f.nbytes, f"{f.live:x}", f.partial]
+                    [f.stage, f.number, f.rows, f.nbytes, f"{f.live:x}", f.seal, f.partial]
                     for f in self.frames
                 ],
                 self.next_frame,
@@ -325,6 +334,12 @@ class Group:
                 [[g.stage, g.token, g.worker, f"{g.mask:x}"] for g in self.grants],
             ]
         )
+
+    def stored_facts(self) -> Encoded:
+        """The facts of every index, for the record."""
+        if self.facts_json is None:
+            self.facts_json = to_json([facts and _stored_facts(facts) for facts in self.facts])
+        return Encoded(self.facts_json)
 
     @classmethod
     def restored(cls, run: str, run_number: int, stored: Json, now: float) -> tuple[Group, int]:
@@ -354,8 +369,8 @@ class Group:
             present=int(present, 16),
             dead=int(dead, 16),
             frames=[
-                StoredFrame(stage, own, tuple(rows), nbytes, int(live, 16), partial)
-                for stage, own, rows, nbytes, live, partial in frames
+                StoredFrame(stage, own, tuple(rows), nbytes, int(live, 16), seal, partial)
+                for stage, own, rows, nbytes, live, seal, partial in frames
             ],
             next_frame=next_frame,
             journaled=journaled,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
-from meshrl.contract.frames import Frame
+from meshrl.contract.frames import Frame, seal_of
 from meshrl.contract.nouns import Outcome, PackedGroup, RowFacts, Uid, Version
 from meshrl.transferqueue import admission, columns, dead, partial, policies
 from meshrl.transferqueue.group import Grant, Group, StoredFrame, bits
@@ -231,7 +231,10 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
     now = run.clock()
     for item in writes:
         group = item.group
-        stored = StoredFrame(number, group.next_frame, item.rows, len(item.frame), item.mask)
+        stored = StoredFrame(
+            *(number, group.next_frame, item.rows, len(item.frame), item.mask),
+            seal=seal_of(item.frame),
+        )
         group.next_frame += 1
         group.frames.append(stored)
         run.journal.put(Table.PAYLOAD, group.frame_key(stored.number), item.frame)
@@ -243,7 +246,7 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
         for index in item.rows:
             writers[index] = item.token
         for index, facts in zip(item.rows, item.facts, strict=False):
-            group.facts[index] = facts
+            group.set_facts(index, facts)
             run.open_tokens += facts.num_tokens
         group.since = now
         run.refresh(group)

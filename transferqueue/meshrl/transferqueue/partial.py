@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.frames import Frame
+from meshrl.contract.frames import Frame, seal_of
 from meshrl.contract.nouns import JournalGroup, Uid
 from meshrl.transferqueue import leases
 from meshrl.transferqueue.group import Group, StoredFrame, bits
@@ -93,7 +93,9 @@ def append(run: Run, stage: Stage, appends: Sequence[CheckedAppend]) -> None:
         group = item.group
         mask = sum(1 << index for index in item.rows)
         frame = StoredFrame(
-            *(stage.number, group.next_frame, item.rows, len(item.frame), mask), partial=True
+            *(stage.number, group.next_frame, item.rows, len(item.frame), mask),
+            seal=seal_of(item.frame),
+            partial=True,
         )
         group.next_frame += 1
         group.frames.append(frame)

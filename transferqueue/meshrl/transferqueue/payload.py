@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshrl.contract.errors import NotFoundError
-from meshrl.contract.frames import Frame
+from meshrl.contract.errors import CorruptError, NotFoundError
+from meshrl.contract.frames import Frame, seal_of
 from meshrl.contract.nouns import LeasedGroup, Part, PayloadGroup, Siblings, Task
 from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.sealed import unpack_task
@@ -28,6 +28,8 @@ class Wanted:
     """For each wanted row, its place among the rows that were asked for."""
     positions: tuple[int, ...] | None
     """For each wanted row, its place in the frame; None: every row of the frame, in order."""
+    seal: int
+    """The checksum that the frame must carry: a store that returns another row's frame is found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def extract(
                     frame.stage,
                     tuple([at for at, _ in pairs]),
                     None if whole else tuple([position for _, position in pairs]),
+                    frame.seal,
                 )
             )
     return Extract(rows, group.task_key, tuple(found), tuple(journal))
@@ -99,6 +102,12 @@ class PayloadReader:
     def forget(self) -> None:
         """The store was read back: what is cached may never have been."""
         self._tasks.clear()
+
+    def remember(self, task_key: bytes, task: Task) -> None:
+        """A task that is being stored: it need not be read back to be leased."""
+        self._tasks[task_key] = task
+        if len(self._tasks) > TASKS_CACHED:
+            self._tasks.popitem(last=False)
 
     async def read(
         self, extracts: Sequence[Extract], names: Sequence[str], writes: Sequence[Sequence[str]]
@@ -166,9 +175,9 @@ class PayloadReader:
         task = self._tasks.get(each.task_key)
         if task is None and value is not None:
             task = unpack_task(value, f"task {each.rows.task}")
-            self._tasks[each.task_key] = task
-            if len(self._tasks) > TASKS_CACHED:
-                self._tasks.popitem(last=False)
+            if task.task_id != each.rows.task:
+                raise CorruptError(f"task {each.rows.task}: the store returns {task.task_id}")
+            self.remember(each.task_key, task)
         return task
 
 
@@ -191,7 +200,13 @@ def _parts(
 def _part(
     frame: Wanted, value: bytes, names: frozenset[str] | None, written: Sequence[str]
 ) -> Part:
-    """The frame as it lies in the store, where nothing is to be left out of it; no names are all names."""
+    """The frame as it lies in the store, where nothing is to be left out of it; no names are all names.
+
+    Raises:
+        CorruptError: it is not the frame that was written there.
+    """
+    if seal_of(value) != frame.seal:
+        raise CorruptError(f"frame {frame.key.hex()}: the store returns another one")
     if frame.positions is None and (names is None or names.issuperset(written)):
         return Part(rows=frame.rows, frame=value)
     read = Frame(value, f"frame {frame.key.hex()}")

@@ -185,6 +185,9 @@ class TransferQueue(RowVerbs):
                 state = self._run(run)
                 count = admission.admit(state, tasks, packed, cursor)
                 if count or not tasks:
+                    for task in tasks[:count]:
+                        if task.task_id in packed and (group := state.by_task.get(task.task_id)):
+                            self._payload.remember(group.task_key, task)
                     await self._journal.flush()
                     return count
                 await any_bell([state.room_bell], deadline, reason)

@@ -61,8 +61,10 @@ def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
     run.batches = {batch.batch_id: batch for batch in batches.values()}
     for stored in _values(records[b"d"]):
         keep(run, DeadRow.restored(number, stored))
-    for stored in _values(records[b"g"]):
+    for (key, _), stored in zip(records[b"g"], _values(records[b"g"]), strict=True):
         group, batch_number = Group.restored(run.name, number, stored, run.clock())
+        if group.key != key:
+            raise ValueError(f"record {key.hex()} is that of group {group.number}")
         _file(run, group, batches[batch_number] if batch_number >= 0 else None)
     kept = {*run.by_task, *(uid.task for uid in run.dead)}
     run.departed.extend(sorted(run.seen.keys() - kept, key=lambda task: run.seen[task]))

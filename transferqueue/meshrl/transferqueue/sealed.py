@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import orjson
@@ -12,12 +13,24 @@ from meshrl.contract.frames import Frame, pack, seal, unseal
 from meshrl.contract.nouns import Json, Message, SamplingParams, Task
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A part of a JSON value that is JSON already."""
+
+    text: bytes
+
+
+def to_json(value: Json) -> bytes:
+    """JSON, also of text that UTF-8 cannot say (reasons may be) and of integers beyond 64 bits."""
+    try:
+        return orjson.dumps(value, default=lambda part: orjson.Fragment(part.text))
+    except TypeError:
+        return json.dumps(value, default=lambda part: json.loads(part.text)).encode()
+
+
 def seal_json(value: Json) -> bytes:
     """A JSON value, sealed."""
-    try:
-        return seal(orjson.dumps(value))
-    except TypeError:  # a text that UTF-8 cannot say, as reasons may be
-        return seal(json.dumps(value).encode())
+    return seal(to_json(value))
 
 
 def unseal_json(value: bytes, what: str) -> Json:

@@ -11,7 +11,7 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
     pages      many small messages in a few larger ones
     nouns      versions, uids, tasks, and what else every service shares
     runs       what the queue's control methods say
-    siblings   rows of one group side by side
+    siblings   rows of several groups side by side
     streams    what the queue streams: admitted tasks, leases, writes, fetched rows
     work       what the engine, the judges, the reference and the trainer say
 """
@@ -50,7 +50,7 @@ from meshrl.contract.codec.runs import (
     encode_run_state,
     encode_waiting,
 )
-from meshrl.contract.codec.siblings import decode_siblings, encode_siblings
+from meshrl.contract.codec.siblings import decode_rows, encode_rows
 from meshrl.contract.codec.streams import (
     AdmitCall,
     WriteCall,
@@ -95,12 +95,12 @@ __all__ = [
     "decode_lease",
     "decode_ledger",
     "decode_outcome",
+    "decode_rows",
     "decode_run_spec",
     "decode_run_state",
     "decode_sample",
     "decode_sampling",
     "decode_score",
-    "decode_siblings",
     "decode_task",
     "decode_trainer_status",
     "decode_uid",
@@ -120,12 +120,12 @@ __all__ = [
     "encode_lease",
     "encode_ledger",
     "encode_outcome",
+    "encode_rows",
     "encode_run_spec",
     "encode_run_state",
     "encode_sample",
     "encode_sampling",
     "encode_score",
-    "encode_siblings",
     "encode_task",
     "encode_trainer_status",
     "encode_uid",

@@ -10,7 +10,7 @@ where it is parsed, so nobody behind sees the difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -29,6 +29,7 @@ MAX_PLAIN_BYTES: Final = MAX_FRAME_BYTES + PAGE_BYTES
 """Of one message with its frames expanded: what makes a message larger is a single row's frame."""
 
 M = TypeVar("M", bound=Message)
+Item = TypeVar("Item")
 Frame: TypeAlias = bytes | memoryview
 
 
@@ -88,22 +89,18 @@ def _plain(frame: Frame, limit: int) -> Frame:
         raise DecodeError(str(error)) from error
 
 
-def bulk_pages(
-    items: Iterable[tuple[M, Sequence[Frame]]],
-) -> Iterator[tuple[list[M], list[Frame]]]:
-    """As `pages`, for messages with frames of their own: the frames of a page lie in the order of its messages."""
-    messages: list[M] = []
-    frames: list[Frame] = []
+def bulk_pages(items: Sequence[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """As `pages`, for what has its bytes beside the message. At least one page."""
+    page: list[Item] = []
     room = PAGE_BYTES
-    for message, own in items:
-        size = message.ByteSize() + sum(map(len, own))
-        if messages and size > room:
-            yield messages, frames
-            messages, frames, room = [], [], PAGE_BYTES
-        messages.append(message)
-        frames += own
+    for item in items:
+        size = size_of(item)
+        if page and size > room:
+            yield page
+            page, room = [], PAGE_BYTES
+        page.append(item)
         room -= size
-    yield messages, frames
+    yield page
 
 
 def _varint(value: int) -> bytes:

@@ -43,7 +43,7 @@ DICTIONARY_BYTES: Final = 16 << 10
 MAX_FRAME_BYTES: Final = 64 << 20
 TAKES_SQUEEZED: Final = ("meshrl-frames", "zstd")
 """Metadata of a call whose answer may carry squeezed frames. Requests may always: every queue can expand them."""
-_MAGIC: Final = b"mz1\0"
+MAGIC: Final = b"mz1\0"
 _here = threading.local()
 _HEAD: Final = struct.Struct("<4sIIH")
 _COLUMN: Final = struct.Struct("<BBII")
@@ -84,7 +84,7 @@ class FrameCompressor:
             planes, data = self.compress(narrow)
             entries.append(_COLUMN.pack(narrowing, planes, len(data), column.nbytes))
             parts.append(memoryview(data))
-        start = _HEAD.pack(_MAGIC, len(frame), len(head), len(columns))
+        start = _HEAD.pack(MAGIC, len(frame), len(head), len(columns))
         squeezed = b"".join([start, *entries, *parts])
         return squeezed if len(squeezed) < WORTH * len(frame) else None
 
@@ -116,7 +116,7 @@ class FrameCompressor:
         at = _HEAD.size + count * _COLUMN.size
         entries = list(_COLUMN.iter_unpack(data[_HEAD.size : at]))
         described = head + sum(_padded(raw) for *_, raw in entries)
-        if magic != _MAGIC or described != size or size > limit:
+        if magic != MAGIC or described != size or size > limit:
             raise ValueError(f"a frame of {size} bytes, {described} described")
         parts: list[bytes | memoryview] = [data[at : at + head]]
         at += head
@@ -153,7 +153,7 @@ def plain(frame: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes |
 
     A plain frame whose seal happens to begin with our magic is told by its seal.
     """
-    if frame[:4] != _MAGIC or intact(frame):
+    if frame[:4] != MAGIC or intact(frame):
         return frame
     return _own().expand(frame, limit=limit)
 

@@ -14,7 +14,7 @@ from meshrl.contract.codec.nouns import (
     encode_uids,
     encode_version,
 )
-from meshrl.contract.codec.siblings import decode_batch_group, encode_batch_group
+from meshrl.contract.codec.siblings import decode_manifest, encode_manifest
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -127,12 +127,7 @@ def decode_held_rows(messages: Iterable[pb.HeldRow]) -> dict[Uid, int]:
 @encoder
 def encode_batch(batch: Batch) -> pb.Batch:
     """The manifest."""
-    return pb.Batch(
-        batch_id=batch.batch_id,
-        run=batch.run,
-        step=batch.step,
-        groups=map(encode_batch_group, batch.groups),
-    )
+    return encode_manifest(batch.batch_id, batch.run, batch.step, batch.groups)
 
 
 @decoder
@@ -142,7 +137,7 @@ def decode_batch(message: pb.Batch) -> Batch:
         batch_id=message.batch_id,
         run=message.run,
         step=message.step,
-        groups=tuple(map(decode_batch_group, message.groups)),
+        groups=decode_manifest(message),
     )
 
 

@@ -6,28 +6,32 @@ cut short is never taken for a short one. Payload travels in the frames in which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from meshrl.contract.codec.bulk import Bulk, Frame, bulk_pages
-from meshrl.contract.codec.checks import decoder, encoder, malformed, require
+from meshrl.contract.codec.checks import decoder, encoder, malformed
 from meshrl.contract.codec.nouns import decode_task, encode_task
 from meshrl.contract.codec.pages import pages
 from meshrl.contract.codec.siblings import (
     decode_facts,
-    decode_siblings,
+    decode_parts,
+    decode_rows,
     encode_facts,
-    encode_siblings,
+    encode_parts,
+    encode_rows,
+    next_frame,
+    per_group,
 )
 from meshrl.contract.nouns import (
     JournalGroup,
     Lease,
     LeasedGroup,
     PackedGroup,
-    Part,
     PayloadGroup,
+    RowFacts,
     Siblings,
     Task,
 )
@@ -83,11 +87,22 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
 @encoder
 def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     """Rows with their tasks and the columns that the stage reads."""
-    items = (
-        (_leased_group(group), _frames((*group.parts, *group.journal))) for group in lease.groups
-    )
     messages = [
-        Bulk(pb.LeaseResponse(groups=groups), frames) for groups, frames in bulk_pages(items)
+        Bulk(
+            pb.LeaseResponse(
+                prompts=[encode_task(group.prompt) for group in groups],
+                rows=encode_rows(groups, tasks=False),
+                tokens=[group.token for group in groups],
+                deliveries=chain.from_iterable([group.deliveries for group in groups]),
+                parts=encode_parts([group.parts for group in groups]),
+                journal=encode_parts([group.journal for group in groups]),
+            ),
+            [
+                *(part.frame for group in groups for part in group.parts),
+                *(part.frame for group in groups for part in group.journal),
+            ],
+        )
+        for groups in bulk_pages(lease.groups, _leased_bytes)
     ]
     header = pb.LeaseHeader(
         stage=lease.stage, worker=lease.worker, ttl_s=lease.ttl_s, num_groups=len(lease.groups)
@@ -96,149 +111,115 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     return messages
 
 
-def _leased_group(group: LeasedGroup) -> pb.LeasedGroup:
-    return pb.LeasedGroup(
-        prompt=encode_task(group.prompt),
-        indices=group.indices,
-        attempts=group.attempts,
-        token=group.token,
-        deliveries=group.deliveries,
-        parts=_parts(group.parts),
-        journal=_parts(group.journal),
-    )
-
-
-def _parts(parts: Sequence[Part]) -> list[pb.Part]:
-    return [pb.Part(rows=part.rows) for part in parts]
-
-
-def _frames(parts: Sequence[Part]) -> list[Frame]:
-    return [part.frame for part in parts]
-
-
-def _frames_of(messages: Iterable[Bulk[Any]]) -> Iterator[Frame]:
-    return chain.from_iterable(message.frames for message in messages)
-
-
-def _finished(frames: Iterator[Frame]) -> None:
-    if next(frames, None) is not None:
-        malformed("more frames than groups speak of")
-
-
-def _next(frames: Iterator[Frame]) -> Frame:
-    frame = next(frames, None)
-    if frame is None:
-        malformed("fewer frames than groups speak of")
-    return frame
+def _leased_bytes(group: LeasedGroup) -> int:
+    frames = sum([len(part.frame) for part in (*group.parts, *group.journal)])
+    return group.prompt.prompt_ids.nbytes + frames
 
 
 @decoder
 def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
     """Raises UserError."""
-    if not messages or not messages[0].message.HasField("header"):
-        malformed("the first message has no header")
-    header = messages[0].message.header
-    frames = _frames_of(messages)
-    groups = tuple(_decode_leased(group, frames) for m in messages for group in m.message.groups)
-    _finished(frames)
+    header = _header(messages)
+    groups = tuple(chain.from_iterable(map(_decode_leased, messages)))
     _count("groups", header.num_groups, len(groups))
     return Lease(stage=header.stage, worker=header.worker, ttl_s=header.ttl_s, groups=groups)
 
 
-def _decode_leased(message: pb.LeasedGroup, frames: Iterator[Frame]) -> LeasedGroup:
-    require(message, "prompt")
-    prompt = decode_task(message.prompt)
-    rows = decode_siblings(
-        pb.Siblings(task=prompt.task_id, indices=message.indices, attempts=message.attempts)
+def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
+    message, frames = bulk.message, iter(bulk.frames)
+    prompts = [decode_task(prompt) for prompt in message.prompts]
+    groups = decode_rows(message.rows, [prompt.task_id for prompt in prompts])
+    if len(message.tokens) != len(groups):
+        malformed(f"{len(groups)} groups with {len(message.tokens)} tokens")
+    columns = (
+        groups,
+        prompts,
+        message.tokens,
+        per_group(message.deliveries, groups, "deliveries"),
+        decode_parts(message.parts, frames, groups),
+        decode_parts(message.journal, frames, groups),
     )
-    if len(message.deliveries) != len(rows):
-        malformed(f"{len(rows)} rows with {len(message.deliveries)} deliveries")
-    return LeasedGroup(
-        task=rows.task,
-        indices=rows.indices,
-        attempts=rows.attempts,
-        parts=_decode_parts(message.parts, frames, len(rows)),
-        token=message.token,
-        deliveries=tuple(message.deliveries),
-        prompt=prompt,
-        journal=_decode_parts(message.journal, frames, len(rows)),
-    )
-
-
-def _decode_parts(
-    messages: Sequence[pb.Part], frames: Iterator[Frame], rows: int
-) -> tuple[Part, ...]:
-    parts = tuple(Part(rows=tuple(message.rows), frame=_next(frames)) for message in messages)
-    for part in parts:
-        if any(not 0 <= row < rows for row in part.rows):
-            malformed(f"a frame with columns of rows {part.rows} for a group of {rows} rows")
-    return parts
+    _finished(frames)
+    for rows, prompt, token, deliveries, parts, journal in zip(*columns, strict=True):
+        yield LeasedGroup(
+            task=rows.task,
+            indices=rows.indices,
+            attempts=rows.attempts,
+            parts=parts,
+            token=token,
+            deliveries=deliveries,
+            prompt=prompt,
+            journal=journal,
+        )
 
 
 @encoder
 def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
     """Any groups: frames are packed already."""
-    items = ((_written_group(group), [group.frame]) for group in call.groups)
     messages = [
-        Bulk(pb.WriteRequest(groups=groups), frames) for groups, frames in bulk_pages(items)
+        Bulk(
+            pb.WriteRequest(
+                rows=encode_rows(groups),
+                tokens=[group.token for group in groups],
+                facts=encode_facts([group.facts for group in groups]),
+                starts=chain.from_iterable(
+                    [group.starts for group in groups if isinstance(group, JournalGroup)]
+                ),
+            ),
+            [group.frame for group in groups],
+        )
+        for groups in bulk_pages(call.groups, lambda group: len(group.frame))
     ]
     header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.groups))
     messages[0].message.header.CopyFrom(header)
     return messages
 
 
-def _written_group(group: PackedGroup) -> pb.WrittenGroup:
-    return pb.WrittenGroup(
-        rows=encode_siblings(group),
-        token=group.token,
-        facts=encode_facts(group.facts) if group.facts else None,
-        starts=group.starts if isinstance(group, JournalGroup) else (),
-    )
-
-
 @decoder
 def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     """Raises UserError; frames are looked into by the queue."""
-    if not messages or not messages[0].message.HasField("header"):
-        malformed("the first message has no header")
-    header = messages[0].message.header
-    frames = _frames_of(messages)
-    groups = tuple(_decode_written(group, frames) for m in messages for group in m.message.groups)
-    _finished(frames)
+    header = _header(messages)
+    groups = tuple(chain.from_iterable(map(_decode_written, messages)))
     _count("groups", header.num_groups, len(groups))
     return WriteCall(run=header.run, stage=header.stage, groups=groups)
 
 
-def _decode_written(message: pb.WrittenGroup, frames: Iterator[Frame]) -> PackedGroup:
-    require(message, "rows")
-    rows = decode_siblings(message.rows)
-    group = PackedGroup(
-        task=rows.task,
-        indices=rows.indices,
-        attempts=rows.attempts,
-        token=message.token,
-        frame=bytes(_next(frames)),
-        facts=decode_facts(message.facts) if message.HasField("facts") else (),
-    )
-    if not message.starts:
-        return group
-    if len(message.starts) != len(rows):
-        malformed(f"{len(rows)} rows with {len(message.starts)} starts")
-    return JournalGroup(**vars(group), starts=tuple(message.starts))
+def _decode_written(bulk: Bulk[pb.WriteRequest]) -> Iterator[PackedGroup]:
+    message, frames = bulk.message, iter(bulk.frames)
+    groups = decode_rows(message.rows)
+    if len(message.tokens) != len(groups):
+        malformed(f"{len(groups)} groups with {len(message.tokens)} tokens")
+    facts: list[tuple[RowFacts, ...]] = [()] * len(groups)
+    if message.HasField("facts"):
+        facts = decode_facts(message.facts, groups)
+    starts = per_group(message.starts, groups, "starts") if message.starts else None
+    for number, (rows, token) in enumerate(zip(groups, message.tokens, strict=True)):
+        fields: dict[str, Any] = {
+            **vars(rows),
+            "token": token,
+            "frame": bytes(next_frame(frames)),
+            "facts": facts[number],
+        }
+        if starts is None:
+            yield PackedGroup(**fields)
+        else:
+            yield JournalGroup(**fields, starts=starts[number])
+    _finished(frames)
 
 
 def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    items = (
-        (
-            pb.PayloadGroup(rows=encode_siblings(group), parts=_parts(group.parts)),
-            _frames(group.parts),
+    for number, page in enumerate(bulk_pages(groups, _payload_bytes)):
+        message = pb.FetchRowsResponse(
+            num_groups=0 if number else len(groups),
+            rows=encode_rows(page),
+            parts=encode_parts([group.parts for group in page]),
         )
-        for group in groups
-    )
-    for number, (page, frames) in enumerate(bulk_pages(items)):
-        announced = 0 if number else len(groups)
-        yield Bulk(pb.FetchRowsResponse(num_groups=announced, groups=page), frames)
+        yield Bulk(message, [part.frame for group in page for part in group.parts])
+
+
+def _payload_bytes(group: PayloadGroup) -> int:
+    return sum([len(part.frame) for part in group.parts])
 
 
 @decoder
@@ -246,9 +227,7 @@ def decode_fetched(
     messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[Siblings]
 ) -> list[PayloadGroup]:
     """The payload of `asked`, in order; raises UserError when the answer is about other rows."""
-    frames = _frames_of(messages)
-    found = [_decode_payload(group, frames) for m in messages for group in m.message.groups]
-    _finished(frames)
+    found = list(chain.from_iterable(map(_decode_payload, messages)))
     _count("groups", messages[0].message.num_groups if messages else 0, len(found))
     for group, wanted in zip(found, asked, strict=True):
         if (group.task, group.indices, group.attempts) != (
@@ -260,12 +239,23 @@ def decode_fetched(
     return found
 
 
-def _decode_payload(message: pb.PayloadGroup, frames: Iterator[Frame]) -> PayloadGroup:
-    require(message, "rows")
-    rows = decode_siblings(message.rows)
-    return PayloadGroup(
-        task=rows.task,
-        indices=rows.indices,
-        attempts=rows.attempts,
-        parts=_decode_parts(message.parts, frames, len(rows)),
-    )
+def _decode_payload(bulk: Bulk[pb.FetchRowsResponse]) -> Iterator[PayloadGroup]:
+    message, frames = bulk.message, iter(bulk.frames)
+    groups = decode_rows(message.rows)
+    every = decode_parts(message.parts, frames, groups)
+    _finished(frames)
+    for rows, parts in zip(groups, every, strict=True):
+        yield PayloadGroup(
+            task=rows.task, indices=rows.indices, attempts=rows.attempts, parts=parts
+        )
+
+
+def _header(messages: Sequence[Bulk[Any]]) -> Any:
+    if not messages or not messages[0].message.HasField("header"):
+        malformed("the first message has no header")
+    return messages[0].message.header
+
+
+def _finished(frames: Iterator[Frame]) -> None:
+    if next(frames, None) is not None:
+        malformed("more frames than groups speak of")

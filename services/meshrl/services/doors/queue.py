@@ -126,7 +126,7 @@ class QueueDoor(rpc.QueueServicer):
     async def Fetch(  # type: ignore[override]  # payload beside the message
         self, request: pb.FetchRowsRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
-        asked = [codec.decode_siblings(rows) for rows in request.groups]
+        asked = codec.decode_rows(request.rows)
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
         for message in codec.encode_fetched(groups):
             yield _for_caller(message, context)

@@ -192,9 +192,7 @@ class QueueWire(Wire, RowVerbs):
         self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See Queue."""
-        request = pb.FetchRowsRequest(
-            run=run, groups=map(codec.encode_siblings, groups), columns=columns
-        )
+        request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
         return await self._peer.ask_for_stream(
             self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
