@@ -292,6 +292,7 @@ def test_what_the_engine_says_comes_back(
         solution=texts,
         ground_truth=json_values,
         extra_info=json_objects,
+        messages=st.lists(st.builds(Message, role=texts, content=texts), max_size=3).map(tuple),
     ),
     st.builds(
         Score,
@@ -301,6 +302,7 @@ def test_what_the_engine_says_comes_back(
         components=measures,
         reason=texts,
         reward_hash=texts,
+        token_rewards=st.none() | st.lists(numbers, max_size=4).map(tuple),
     ),
     st.builds(
         TrainerStatus,

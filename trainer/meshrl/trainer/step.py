@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshrl.contract.nouns import Batch, Json, Trajectory
+from meshrl.contract.nouns import TOKEN_REWARDS, Batch, Json, Trajectory
 from meshrl.trainer.batch import (
     Experience,
     MiniBatch,
@@ -61,6 +61,7 @@ class Learner:
         total_steps: int | None,
         critic: ValueLearner | None = None,
         rewarder: RewardLearner | None = None,
+        token_rewards: bool = False,
     ) -> None:
         """Keep the parts.
 
@@ -75,12 +76,14 @@ class Learner:
             total_steps: Where a falling learning rate ends; None keeps it from falling.
             critic: Where the objective needs values.
             rewarder: Where it needs process rewards.
+            token_rewards: Whether rows have a reward for each token, which then count instead of the score.
         """
         self.policy = policy
         self.optimizers = optimizers
         self.world = world
         self.needs = objective.needs
-        self.columns = (*COLUMNS, *objective.needs.columns)
+        per_token = (TOKEN_REWARDS,) if token_rewards else ()
+        self.columns = (*COLUMNS, *per_token, *objective.needs.columns)
         self._objective = objective
         self._actor = actor
         self._temperature = temperature

@@ -26,10 +26,11 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     "reward": (_F4, 1),
     "reward_components": (_U1, 1),
     "reward_hash": (_U1, 1),
+    "token_rewards": (_F4, 1),
     "ref_logprobs": (_F4, 1),
 }
 """Name to (dtype, rank); a column that is not named here may have any storable type."""
-PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs"})
+PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs", "token_rewards"})
 
 
 class _Refused(Exception):
@@ -101,6 +102,8 @@ def _check_column(name: str, column: Flat, num_tokens: list[int]) -> None:
                 raise _Refused(
                     f"column {name} has {length} entries, the row {wanted} tokens", position
                 )
+        if name == "token_rewards":
+            _check_finite(name, column)
     elif name == "spans" and column.values.shape[1] != 4:
         raise _Refused(f"column spans is {_shape(column)}, want int64[n, 4]")
     elif name == "reward":
@@ -115,6 +118,16 @@ def _check_reward(column: Flat) -> None:
             array = column.values[at : at + length]
             raise _Refused(f"column reward is {array}, want one finite number", position)
         at += length
+
+
+def _check_finite(name: str, column: Flat) -> None:
+    assert column.lengths is not None
+    bad = np.flatnonzero(~np.isfinite(column.values))
+    if len(bad):
+        position = int(np.searchsorted(np.cumsum(column.lengths), bad[0], side="right"))
+        raise _Refused(
+            f"column {name} holds {column.values[bad[0]]}, want finite numbers", position
+        )
 
 
 def _shape(column: Flat) -> str:

@@ -50,6 +50,8 @@ class Trajectory:
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     reward_hash: str = ""
+    token_rewards: Float32 | None = None
+    """float32[T]: each token's reward, where the run has the column; 0 outside the response."""
     ref_logprobs: Float32 | None = None
     """float32[T]: log-probabilities under the frozen reference; 0 on the first token."""
 
