@@ -263,7 +263,15 @@ def test_what_the_queue_reports_comes_back(
 
 
 @given(
-    st.builds(GenerateRequest, request_id=texts, prompt_ids=ids, sampling=sampling), ids, versions
+    st.builds(
+        GenerateRequest,
+        request_id=texts,
+        prompt_ids=ids,
+        sampling=sampling,
+        continued=st.integers(0, 2**31 - 1),
+    ),
+    ids,
+    versions,
 )
 def test_what_the_engine_says_comes_back(
     request: GenerateRequest, tokens: np.ndarray, version: Version
