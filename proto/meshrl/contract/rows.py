@@ -52,6 +52,7 @@ def rollout_write(
             [(s.version.epoch, s.version.step, s.start, s.end) for s in spans], dtype=np.int64
         ).reshape(-1, 4),
         "response_text": text_column(trajectory.response_text),
+        "replica": text_column(trajectory.replica),
     }
     facts = RowFacts(
         outcome=outcome,
@@ -145,4 +146,5 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         reward_hash=column_text(columns["reward_hash"]) if "reward_hash" in columns else "",
         token_rewards=columns.get(TOKEN_REWARDS),
         ref_logprobs=columns.get("ref_logprobs"),
+        replica=column_text(columns["replica"]) if "replica" in columns else "",
     )

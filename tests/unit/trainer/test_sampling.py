@@ -201,11 +201,23 @@ def test_the_mismatch_is_told_apart_by_policy_version() -> None:
     ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 2))])
     trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     rollout = torch.tensor([-1.0, -1.0, -0.5, -0.5])
-    facts = mismatch_facts(ragged, trainer, rollout, torch.tensor([4, 4, 3, 3]))
+    facts = mismatch_facts(ragged, trainer, rollout, torch.tensor([4, 4, 3, 3]), ("", ""))
     assert facts["mismatch/version_4/kl"] == pytest.approx(0.0)
     assert facts["mismatch/version_3/kl"] == pytest.approx(0.5)
-    one = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3))
-    assert not any("version" in name for name in one) and one["mismatch/kl"] > 0
+    one = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3), ("", ""))
+    assert not any("version" in name or "replica" in name for name in one)
+    assert one["mismatch/kl"] > 0
+
+
+def test_the_mismatch_is_told_apart_by_engine_replica() -> None:
+    ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 1)), row(("p", 1), ("s", 1))])
+    trainer = torch.full((4,), -1.0)
+    rollout = torch.tensor([-1.0, -1.0, -0.5, -1.0])
+    replicas = ("rollout-1", "rollout-0", "rollout-1")
+    facts = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3), replicas)
+    assert facts["mismatch/replica_rollout-0/kl"] == pytest.approx(0.5)
+    assert facts["mismatch/replica_rollout-1/kl"] == pytest.approx(0.0)
+    assert not any("version" in name for name in facts)
 
 
 def test_rewards_of_tokens_count_instead_of_the_score_and_penalties_join_them(

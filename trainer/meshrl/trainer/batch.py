@@ -175,6 +175,8 @@ class Experience:
     """float32[N]"""
     versions: torch.Tensor
     """int64[N]: the policy step that sampled each token; -1 where none did."""
+    replicas: tuple[str, ...]
+    """B names of the engine replicas that sampled the rows."""
     reward_baselines: torch.Tensor | None
     """float32[B]: the reward of the greedy response to each row's prompt."""
     steps: Steps | None
@@ -236,6 +238,7 @@ def assemble(
         ref_logprobs=_optional(made, own, order, "ref_logprobs"),
         token_rewards=_optional(made, own, order, "token_rewards"),
         versions=order.tokens([_versions(row) for row in own], np.int64),
+        replicas=tuple(order.objects([row.replica for row in own])),
         reward_baselines=None if baselines is None else _baselines(made.rows, baselines),
         steps=None if anchors is None else steps_of(ragged, anchors),
         staleness=torch.tensor([max(0, step - row.oldest.step) for row in made.rows]),

@@ -42,7 +42,10 @@ from meshrl.trainer.value_learner import ValueLearner
 log = logging.getLogger(__name__)
 
 
-COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "reward", "reward_components")
+COLUMNS = (
+    *("tokens", "loss_mask", "rollout_logprobs", "spans", "replica"),
+    *("reward", "reward_components"),
+)
 
 
 class Learner:
@@ -234,7 +237,13 @@ class Learner:
             parts = [first.get(row, unknown[row]) for row in rows]
             logprobs = gather_tokens(work.rows.made, parts, self.world)
             ragged = ragged.with_mask(ragged.mask & ~logprobs.isnan())
-        return mismatch_facts(ragged, logprobs, experience.rollout_logprobs, experience.versions)
+        return mismatch_facts(
+            ragged,
+            logprobs,
+            experience.rollout_logprobs,
+            experience.versions,
+            experience.replicas,
+        )
 
     def _update(self, mini: MiniBatch, work: _Work, rate: float, updates: int) -> float:
         """One optimizer step; returns the gradient norm before clipping."""

@@ -19,7 +19,10 @@ class StageSpec:
     writes: tuple[str, ...]
 
 
-ROLLOUT_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text")
+ROLLOUT_COLUMNS = (
+    *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text"),
+    "replica",
+)
 REWARD_COLUMNS = ("reward", "reward_components", "reward_hash")
 REWARD_INPUTS = "reward_inputs"
 """What a judge saw beside the response, as JSON: with it a row can be scored again."""
