@@ -60,6 +60,11 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
+    def signal(self, number: int) -> None:
+        """Send it, if it runs."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def client(self) -> redis.Redis:
         """A blocking client, for the test's own questions."""
         return redis.Redis(unix_socket_path=str(self.socket), decode_responses=True)

@@ -42,6 +42,10 @@ def test_killed_and_stopped_processes_cost_no_row_and_repeat_none() -> None:
     assert report["kills"] == 10
 
 
+def test_a_redis_that_is_killed_with_its_queue_costs_no_row() -> None:
+    assert_exact(campaign("--store", "redis", "--kills", "10"))
+
+
 def test_shards_are_killed_one_by_one_and_a_batch_is_never_torn() -> None:
     report = campaign("--shards", "2", "--kills", "12")
     assert_exact(report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from meshrl.contract.nouns import (
     WeightManifest,
 )
 from meshrl.contract.ports import Engine
+from meshrl.rollout.recorder import continuation
 from meshrl.rollout.sampling import Response, closing, sample
 
 SLOTS = 4
@@ -33,6 +35,14 @@ def ask(name: str, *, max_tokens: int = 12, **sampling: Any) -> GenerateRequest:
         request_id=name,
         prompt_ids=np.array([5, 6, 7, 8], dtype=np.int32),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+    )
+
+
+def said(tokens: Sequence[int]) -> GenerateDelta:
+    return GenerateDelta(
+        tokens=np.array(tokens, dtype=np.int32),
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
+        version=Version(1, 0),
     )
 
 
@@ -86,6 +96,24 @@ class EngineSuite(ABC):
         await self.commit(engine, 0)
         first, again = [await sample(engine, ask("a", seed=4)) for _ in range(2)]
         assert first.tokens.tolist() == again.tokens.tolist()
+
+    @pytest.mark.parametrize("already", [1, 7, 11, 12])
+    async def test_a_continued_response_goes_on_where_it_was_left(
+        self, engine: Engine, already: int
+    ) -> None:
+        await self.commit(engine, 0)
+        whole = await sample(engine, ask("a", temperature=0.0))
+        rest = await sample(
+            engine,
+            continuation(ask("a", temperature=0.0), [said(whole.tokens[:already])]),
+        )
+        assert rest.tokens.tolist() == whole.tokens[already:].tolist()
+        assert rest.finish_reason == "length"
+
+    async def test_a_request_without_a_prompt_of_its_own_is_refused(self, engine: Engine) -> None:
+        await self.commit(engine, 0)
+        with pytest.raises(UserError, match=r"prompt is empty: all of it is continued \(4 tokens"):
+            await sample(engine, replace(ask("a"), continued=4))
 
     async def test_more_requests_than_slots_are_all_answered(self, engine: Engine) -> None:
         await self.commit(engine, 0)

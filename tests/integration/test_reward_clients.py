@@ -36,7 +36,10 @@ async def test_what_a_person_types(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     async with serving(tmp_path) as service:
         submit = ("submit", str(tmp_path / "r1.py"), "--name", "reward")
-        one = (await told(service, *submit, "--tests", str(tmp_path / "tests.jsonl"))).split()[0]
+        limit = ("--limit", "deadline_s=2")
+        tests = ("--tests", str(tmp_path / "tests.jsonl"))
+        one = (await told(service, *submit, *tests, *limit)).split()[0]
+        assert service.registry.manifest(one).limits == {"deadline_s": 2.0}
         said = await told(service, "submit", str(tmp_path / "r2.py"), "--name", "reward", "--hold")
         two = said.split()[0]
         assert said == f"{two}  reward points to {one} (0 tests passed)\n"
@@ -68,6 +71,8 @@ async def test_what_a_person_types(tmp_path: Path) -> None:
         (["submit", "nowhere.py"], "nowhere.py: No such file or directory"),
         (["submit", "bad.py", "--name", "reward"], "the source, line 1: "),
         (["submit", "r.py", "--tests", "broken.jsonl"], "broken.jsonl:1: not JSON"),
+        (["submit", "r.py", "--limit", "deadline_s"], "--limit 'deadline_s': want NAME=NUMBER"),
+        (["submit", "r.py", "--limit", "deadline_s=60"], "exceeds what the operator allows (10.0)"),
         (["show", "nobody"], "no reward is called 'nobody'"),
         (["compare", "reward", "a", "--samples", "broken.jsonl"], "broken.jsonl:1: not JSON"),
     ],

@@ -26,6 +26,7 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.nouns import Case, Submission
 from meshrl.rewardd.registry.open import open_registry
 from meshrl.rewardd.registry.registry import Registry
+from meshrl.rewardd.sandbox.cell import no_bubblewrap
 from meshrl.services.config.tls import TlsConfig
 from meshrl.services.doors.reward import RewardDoor
 from meshrl.services.doors.reward_registry import RewardRegistryDoor
@@ -83,6 +84,7 @@ async def serving(
             "custom_reward_function": {"path": base},
             "deadline_s": 5,
             "registry": {"max_versions": 20},
+            "sandbox": "weak" if no_bubblewrap() else "strict",
         }
     )
     book = TokenBook(directory / "tokens.yaml") if closed else None
@@ -112,10 +114,15 @@ def sample(solution: str) -> Sample:
 
 async def test_a_reward_lives_through_http_from_submission_to_retirement(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, service.client() as http:
-        body = {"name": "reward", "source": source(1), "tests": [{"solution": "x", "score": 1}]}
+        body = {
+            "name": "reward",
+            "source": source(1),
+            "tests": [{"solution": "x", "score": 1}],
+            "limits": {"deadline_s": 2, "memory_bytes": 5e8},
+        }
         first = await http.post("/v1/rewards", json=body)
         assert (first.status_code, first.json()["created"], first.json()["tests"]) == (201, True, 1)
-        form = {"name": "reward", "note": "better"}
+        form = {"name": "reward", "note": "better", "limits": '{"processes": 4}'}
         second = await http.post(
             "/v1/rewards", data=form, files={"file": ("reward.py", source(2).encode())}
         )
@@ -127,6 +134,9 @@ async def test_a_reward_lives_through_http_from_submission_to_retirement(tmp_pat
         assert (name["current"], name["versions"]) == (two, [one, two])
         shown = (await http.get(f"/v1/rewards/reward/versions/{one[:8]}")).json()
         assert (shown["source"], shown["hash"]) == (source(1), one)
+        assert shown["limits"] == {"deadline_s": 2, "memory_bytes": 5e8}
+        newest = (await http.get("/v1/rewards/reward/versions/current")).json()
+        assert newest["limits"] == {"processes": 4}
         diff = await http.get("/v1/rewards/reward/diff", params={"old": one})
         assert diff.text.splitlines()[-2:] == ["-    return 1", "+    return 2"]
         tried = await http.post(
@@ -191,7 +201,8 @@ async def test_a_refusal_is_a_problem_with_the_line(tmp_path: Path) -> None:
 async def test_the_same_through_grpc(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, RewardRegistryWire(service.grpc) as wire:
         case = Case(solution="x", score=1.0, ground_truth={"a": [1]}, extra_info={"b": None})
-        submission = Submission(name="reward", source=source(1), cases=(case,), deps=())
+        limits = {"deadline_s": 2.5}
+        submission = Submission(name="reward", source=source(1), cases=(case,), limits=limits)
         accepted = await wire.submit(submission)
         two = (await wire.submit(Submission(name="reward", source=source(2)))).hash
         assert (accepted.created, accepted.cases) == (True, 1)
@@ -201,7 +212,8 @@ async def test_the_same_through_grpc(tmp_path: Path) -> None:
             "reward",
             ["reward"],
         )
-        assert (await wire.get("reward", accepted.hash)).content == source(1).encode()
+        shown = await wire.get("reward", accepted.hash)
+        assert (shown.content, dict(shown.limits)) == (source(1).encode(), limits)
         assert (await wire.diff("reward", accepted.hash)).endswith("+    return 2\n")
         assert [s.score for s in await wire.score("reward", "", [sample("x")] * 600)] == [2.0] * 600
         found = await wire.compare("reward", accepted.hash, two, [sample("x")])

@@ -156,6 +156,7 @@ async def test_every_row_comes_back_as_a_trajectory(
         prompt = row.prompt_length
         assert row.tokens[:prompt].tolist() == row.tokens[prompt:].tolist()
         assert row.response_text == Words().decode(row.tokens[prompt:])
+        assert row.replica == "w0"
         assert row.spans == (VersionSpan(version=FIRST, start=prompt, end=len(row.tokens)),)
         assert not row.rollout_logprobs[:prompt].any()
         assert (row.rollout_logprobs[prompt:] < 0).all()

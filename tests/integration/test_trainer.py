@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meshrl.contract import stage
-from meshrl.contract.errors import FencedError, UserError
+from meshrl.contract.errors import FencedError, InfraError, UserError
 from meshrl.contract.nouns import TrainerPhase, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig
 from meshrl.trainer.distributed import World
@@ -143,6 +144,49 @@ async def test_a_checkpoint_can_be_asked_for_while_training_waits(
             assert (await queue.run_state("run")).committed_step == 1
             trainer.drain()
             await running
+
+
+class SlowToCommit(TransferQueue):
+    """Answers the commit of step 2 only when step 4 was settled."""
+
+    settled: asyncio.Event
+
+    async def settle(self, run: str, *args: Any, **named: Any) -> None:
+        await super().settle(run, *args, **named)
+        if named.get("step") == 3:
+            self.settled.set()
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        if step == 2:
+            await self.settled.wait()
+        await super().commit(run, epoch=epoch, step=step)
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    queue = await SlowToCommit.open(MemoryStore())
+    queue.settled = asyncio.Event()
+    async with mesh(queue, model, tmp_path, world) as made:
+        feeding = asyncio.create_task(made.feed(GROUPS * 4, close=True))
+        assert await made.train(4, save_freq=2) == 4
+        await feeding
+        ledger = await queue.ledger("run")
+        assert ledger.balanced and ledger.trained == 4 * BATCH
+    await queue.close()
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_training_in_one_line(
+    queue: TransferQueue, model: Path, tmp_path: Path, world: World
+) -> None:
+    async with mesh(queue, model, tmp_path, world) as made:
+        (tmp_path / "checkpoints").write_text("a file where the directory should be")
+        feeding = asyncio.create_task(made.feed(GROUPS * 2))
+        # No batch for step 3 will ever come: the failed write has to end the wait for it.
+        with pytest.raises(InfraError, match="cannot write the checkpoint of step 2"):
+            await made.train(4, save_freq=2)
+        await feeding
+        assert (await queue.run_state("run")).committed_step == 0
 
 
 async def test_a_wait_in_vain_names_what_blocks(

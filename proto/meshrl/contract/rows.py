@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from meshrl.contract.errors import CorruptError
+from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.nouns import (
     REWARD_INPUTS,
+    TOKEN_REWARDS,
     Columns,
+    Float32,
+    Message,
     Outcome,
     RowFacts,
     RowWrite,
@@ -48,6 +52,7 @@ def rollout_write(
             [(s.version.epoch, s.version.step, s.start, s.end) for s in spans], dtype=np.int64
         ).reshape(-1, 4),
         "response_text": text_column(trajectory.response_text),
+        "replica": text_column(trajectory.replica),
     }
     facts = RowFacts(
         outcome=outcome,
@@ -59,31 +64,56 @@ def rollout_write(
     return RowWrite(uid=trajectory.uid, columns=columns, facts=facts)
 
 
-def reward_write(score: Score) -> RowWrite:
-    """What the reward stage writes back."""
+def reward_write(score: Score, *, loss_mask: Uint8 | None = None) -> RowWrite:
+    """What the reward stage writes back; with the row's `loss_mask`, uint8[T], also the reward of each token.
+
+    Raises:
+        UserError: the judge gave another number of token rewards than the response has tokens.
+    """
     columns: Columns = {
         "reward": np.array([score.score], dtype=np.float32),
         "reward_components": text_column(json.dumps(dict(score.components), sort_keys=True)),
         "reward_hash": text_column(score.reward_hash),
     }
+    if loss_mask is not None:
+        columns = {**columns, TOKEN_REWARDS: _token_rewards(score, loss_mask)}
     return RowWrite(uid=score.uid, columns=columns)
+
+
+def _token_rewards(score: Score, loss_mask: Uint8) -> Float32:
+    """float32[T]: the judge's, from the first sampled token on; where it gives none, the score at the last one."""
+    rewards = np.zeros(len(loss_mask), dtype=np.float32)
+    sampled = np.flatnonzero(loss_mask)
+    if score.token_rewards is None:
+        if len(rewards):
+            rewards[sampled[-1] if len(sampled) else -1] = score.score
+        return rewards
+    first = int(sampled[0]) if len(sampled) else len(rewards)
+    given, length = len(score.token_rewards), len(rewards) - first
+    if given != length:
+        problem = f"{given} token_rewards for a response of {length} tokens"
+        raise UserError(f"row {score.uid}: {problem}", uid=score.uid)
+    rewards[first:] = score.token_rewards
+    return rewards
 
 
 def reward_inputs(sample: Sample) -> Uint8:
     """What `sample_again` needs beside the response, as JSON in uint8[n]."""
-    fields = [sample.data_source, sample.ground_truth, dict(sample.extra_info)]
+    messages = [[m.role, m.content] for m in sample.messages]
+    fields = [sample.data_source, sample.ground_truth, dict(sample.extra_info), messages]
     return text_column(json.dumps(fields))
 
 
 def sample_again(uid: Uid, columns: Columns) -> Sample:
     """What the judge saw of a row, from its columns `response_text` and `reward_inputs`."""
-    data_source, ground_truth, extra_info = json.loads(column_text(columns[REWARD_INPUTS]))
+    data_source, ground_truth, extra_info, *rest = json.loads(column_text(columns[REWARD_INPUTS]))
     return Sample(
         uid=uid,
         data_source=data_source,
         solution=column_text(columns["response_text"]),
         ground_truth=ground_truth,
         extra_info=extra_info,
+        messages=tuple(Message(role=role, content=content) for role, content in chain(*rest)),
     )
 
 
@@ -94,7 +124,7 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         CorruptError: the per-token columns differ in length.
     """
     tokens = columns["tokens"]
-    for name in ("loss_mask", "rollout_logprobs", "ref_logprobs"):
+    for name in ("loss_mask", "rollout_logprobs", "ref_logprobs", TOKEN_REWARDS):
         if name in columns and len(columns[name]) != len(tokens):
             raise CorruptError(
                 f"row {uid}: column {name} has {len(columns[name])} entries, tokens {len(tokens)}"
@@ -114,5 +144,7 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         if "reward_components" in columns
         else {},
         reward_hash=column_text(columns["reward_hash"]) if "reward_hash" in columns else "",
+        token_rewards=columns.get(TOKEN_REWARDS),
         ref_logprobs=columns.get("ref_logprobs"),
+        replica=column_text(columns["replica"]) if "replica" in columns else "",
     )

@@ -16,7 +16,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from meshrl.contract.errors import (
     EndOfDataError,
@@ -47,6 +47,22 @@ class Failure:
 
 StageResult: TypeAlias = RowWrite | Failure
 Handler: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
+
+
+class Progress(Protocol):
+    """Work in progress that outlives its holder (`Queue.append`)."""
+
+    def keeps(self, uid: Uid) -> bool:
+        """True for a row whose next holder can go on where this one stops: a drain need not wait for it."""
+        ...
+
+    def drop(self, uids: Iterable[Uid]) -> None:
+        """These rows are somebody else's."""
+        ...
+
+    async def flush(self) -> None:
+        """Keep what there is, before the rows are given back; never raises."""
+        ...
 
 
 @dataclass(slots=True)
@@ -88,6 +104,7 @@ class StageLoop:
         rows_per_call: int = 1,
         wave: bool = False,
         version: Callable[[], Version] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.stats = StageStats()
         self._queue = queue
@@ -99,6 +116,7 @@ class StageLoop:
         self._rows_per_call = limit if wave else rows_per_call
         self._wave = wave
         self._version = version
+        self._progress = progress
         self._calls: set[_Call] = set()
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
@@ -116,7 +134,10 @@ class StageLoop:
         self._freed.set()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
-        """Work until drained; calls still running `grace_s` after that are cancelled, their rows released."""
+        """Work until drained; calls still running `grace_s` after that are cancelled, their rows released.
+
+        Calls whose rows the next holder can go on with are not waited for.
+        """
         renewer = asyncio.create_task(self._renew(), name=f"{self._stage.name}-renew")
         feeder = asyncio.create_task(self._lease_and_start(), name=f"{self._stage.name}-lease")
         try:
@@ -124,9 +145,7 @@ class StageLoop:
             for task in (renewer, feeder):
                 if task.done():
                     task.result()
-            running = [call.task for call in self._calls if call.task]
-            if running:
-                await asyncio.wait(running, timeout=grace_s)
+            await self._finish(grace_s)
         finally:
             for task in (renewer, feeder):
                 task.cancel()
@@ -134,6 +153,18 @@ class StageLoop:
             await self._release_all()
         if self._broken is not None:
             raise self._broken
+
+    async def _finish(self, grace_s: float) -> None:
+        """Let calls come to their end, but for those that the next holder can go on with."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + grace_s
+        while running := [c.task for c in self._calls if c.task and not self._movable(c)]:
+            done, _ = await asyncio.wait(running, timeout=max(0.0, deadline - clock()))
+            if len(done) < len(running):
+                return
+
+    def _movable(self, call: _Call) -> bool:
+        return self._progress is not None and all(map(self._progress.keeps, call.rows))
 
     async def _lease_and_start(self) -> None:
         while not self._draining.is_set():
@@ -255,13 +286,15 @@ class StageLoop:
                     held[uid.run].append(uid)
             for run, uids in held.items():
                 lost = await self._queue.renew(run, self._stage.name, self._worker, uids)
-                self._forget(set(lost))
+                self.forget(set(lost))
 
-    def _forget(self, lost: set[Uid]) -> None:
+    def forget(self, lost: set[Uid]) -> None:
         """Cancel work on rows none of which is ours any more.
 
         A row whose result is being written may be ours no more because the write has arrived.
         """
+        if self._progress is not None:
+            self._progress.drop(lost)
         for call in list(self._calls):
             if not call.done and call.rows.keys() <= lost:
                 log.warning("%s: lease lost on %s", self._stage.name, next(iter(call.rows)))
@@ -278,6 +311,8 @@ class StageLoop:
             if call.task:
                 call.task.cancel()
         await asyncio.gather(*(c.task for c in calls if c.task), return_exceptions=True)
+        if self._progress is not None:
+            await self._progress.flush()
         for call in calls:
             tokens = {uid: row.token for uid, row in call.rows.items()}
             try:

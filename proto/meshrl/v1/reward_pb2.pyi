@@ -74,6 +74,7 @@ class Sample(_message.Message):
     SOLUTION_FIELD_NUMBER: _builtins.int
     GROUND_TRUTH_JSON_FIELD_NUMBER: _builtins.int
     EXTRA_INFO_JSON_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     data_source: _builtins.str
     """Names the kind of problem."""
     solution: _builtins.str
@@ -84,6 +85,10 @@ class Sample(_message.Message):
     """A JSON object; empty means {}."""
     @_builtins.property
     def uid(self) -> _trajectory_pb2.Uid: ...
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Message]:
+        """The prompt, for judges that read the conversation; empty where there are only tokens."""
+
     def __init__(
         self,
         *,
@@ -92,10 +97,11 @@ class Sample(_message.Message):
         solution: _builtins.str = ...,
         ground_truth_json: _builtins.str = ...,
         extra_info_json: _builtins.str = ...,
+        messages: _abc.Iterable[_trajectory_pb2.Message] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["uid", b"uid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra_info_json", b"extra_info_json", "ground_truth_json", b"ground_truth_json", "solution", b"solution", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "extra_info_json", b"extra_info_json", "ground_truth_json", b"ground_truth_json", "messages", b"messages", "solution", b"solution", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -131,6 +137,7 @@ class Score(_message.Message):
     COMPONENTS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     REWARD_HASH_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
     outcome: _trajectory_pb2.Outcome.ValueType
     """The score counts only for OK, TRUNCATED and POLICY_FAULT."""
     score: _builtins.float
@@ -144,6 +151,10 @@ class Score(_message.Message):
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """By name."""
 
+    @_builtins.property
+    def token_rewards(self) -> _trajectory_pb2.Array:
+        """float64, one per response token, where the judge gives them; they are the reward then, and score is what reports show."""
+
     def __init__(
         self,
         *,
@@ -153,12 +164,15 @@ class Score(_message.Message):
         components: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         reason: _builtins.str = ...,
         reward_hash: _builtins.str = ...,
+        token_rewards: _trajectory_pb2.Array | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["uid", b"uid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["components", b"components", "outcome", b"outcome", "reason", b"reason", "reward_hash", b"reward_hash", "score", b"score", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "components", b"components", "outcome", b"outcome", "reason", b"reason", "reward_hash", b"reward_hash", "score", b"score", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__token_rewards: _TypeAlias = _typing.Literal["token_rewards"]  # noqa: Y015
+    _WhichOneofArgType__token_rewards: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_rewards) -> _WhichOneofReturnType__token_rewards | None: ...
 
 Global___Score: _TypeAlias = Score  # noqa: Y015
 

@@ -92,6 +92,26 @@ Global___RewardCase: _TypeAlias = RewardCase  # noqa: Y015
 class SubmitRewardRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LimitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     WHEEL_FIELD_NUMBER: _builtins.int
@@ -101,6 +121,7 @@ class SubmitRewardRequest(_message.Message):
     CASES_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """1 to 64 of a-z 0-9 . _ -"""
     source: _builtins.str
@@ -120,6 +141,10 @@ class SubmitRewardRequest(_message.Message):
 
     @_builtins.property
     def cases(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardCase]: ...
+    @_builtins.property
+    def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What it wants less of than the operator allows, by name: deadline_s, memory_bytes ... Part of the version."""
+
     def __init__(
         self,
         *,
@@ -132,10 +157,11 @@ class SubmitRewardRequest(_message.Message):
         cases: _abc.Iterable[Global___RewardCase] | None = ...,
         note: _builtins.str = ...,
         hold: _builtins.bool = ...,
+        limits: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cases", b"cases", "deps", b"deps", "entry_point", b"entry_point", "hold", b"hold", "kind", b"kind", "name", b"name", "note", b"note", "source", b"source", "wheel", b"wheel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cases", b"cases", "deps", b"deps", "entry_point", b"entry_point", "hold", b"hold", "kind", b"kind", "limits", b"limits", "name", b"name", "note", b"note", "source", b"source", "wheel", b"wheel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,6 +363,26 @@ Global___RewardRef: _TypeAlias = RewardRef  # noqa: Y015
 class RewardVersion(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LimitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     HASH_FIELD_NUMBER: _builtins.int
     ENTRY_POINT_FIELD_NUMBER: _builtins.int
@@ -345,6 +391,7 @@ class RewardVersion(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     IS_WHEEL_FIELD_NUMBER: _builtins.int
     CASES_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     hash: _builtins.str
     entry_point: _builtins.str
@@ -356,6 +403,10 @@ class RewardVersion(_message.Message):
     def deps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def cases(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardCase]: ...
+    @_builtins.property
+    def limits(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What it asked for; the rest is the operator's."""
+
     def __init__(
         self,
         *,
@@ -367,10 +418,11 @@ class RewardVersion(_message.Message):
         content: _builtins.bytes = ...,
         is_wheel: _builtins.bool = ...,
         cases: _abc.Iterable[Global___RewardCase] | None = ...,
+        limits: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cases", b"cases", "content", b"content", "deps", b"deps", "entry_point", b"entry_point", "hash", b"hash", "is_wheel", b"is_wheel", "kind", b"kind", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cases", b"cases", "content", b"content", "deps", b"deps", "entry_point", b"entry_point", "hash", b"hash", "is_wheel", b"is_wheel", "kind", b"kind", "limits", b"limits", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

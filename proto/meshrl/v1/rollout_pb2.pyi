@@ -24,8 +24,11 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller."""
+    continued: _builtins.int
+    """So many of the last prompt_ids are of the response itself, sampled before: it goes on from there."""
     @_builtins.property
     def prompt_ids(self) -> _trajectory_pb2.Array:
         """int32[P]."""
@@ -38,10 +41,11 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         prompt_ids: _trajectory_pb2.Array | None = ...,
         sampling: _trajectory_pb2.SamplingParams | None = ...,
+        continued: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

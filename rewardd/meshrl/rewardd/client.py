@@ -64,6 +64,7 @@ class _Methods:
         kind: str = "compute_score",
         deps: Sequence[str] = (),
         tests: Sequence[Mapping[str, Json]] = (),
+        limits: Mapping[str, float] | None = None,
         note: str = "",
         hold: bool = False,
     ) -> Any:
@@ -76,6 +77,7 @@ class _Methods:
             "kind": kind,
             "deps": list(deps),
             "tests": list(tests),
+            "limits": dict(limits or {}),
             "note": note,
             "hold": hold,
         }

@@ -93,6 +93,9 @@ class RewardConfig(Config):
     mixed_versions: Literal["rescore", "allow"] = "rescore"
     """What becomes of a batch whose rows were scored by several reward versions: its older rows are scored again
     with the version of the moment, or it is trained as it is."""
+    token_rewards: bool = False
+    """Reward each token, with what functions return as `token_rewards` (or as steps, of kind `process`); a judge that
+    gives none rewards the last one. The run has a column more, so this is fixed with the run's first start."""
     sandbox: Isolation = Isolation.STRICT
     """The isolation of submitted functions: `strict` (bubblewrap; they are refused where there is none), `weak` (what
     a process can give up by itself) or `off`. See docs/reference/reward-sandbox.md."""

@@ -283,12 +283,13 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
     """The answer for one sample: the weighted sum of `results`, and every function's own score and keys by name.
 
     A function's keys stand under their own names when it is alone, else under `component.key`. `token_rewards`, of
-    `length` entries, add up with the same weights.
+    `length` entries, add up with the same weights; the score of a function that gives none joins them at the last
+    token. Below a gate there are none.
 
     Raises:
         BadScoreError: what a function returned is no score.
     """
-    total, components = 0.0, {}
+    total, components, plain = 0.0, {}, 0.0
     tokens: list[float] | None = None
     gated: float | None = None
     answer: dict[str, Json] = {}
@@ -306,9 +307,13 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
                 raise BadScoreError(f"{name}: {len(rewards)} token_rewards, others {len(tokens)}")
             weighted = [weight * reward for reward in rewards]
             tokens = [a + b for a, b in zip(tokens, weighted, strict=True)] if tokens else weighted
+        else:
+            plain += weight * score
         if outcome := _outcome_of(result, name):
             answer["outcome"] = outcome
-    if tokens is not None:
+    if tokens is not None and gated is None:
+        if tokens:
+            tokens[-1] += plain
         answer["token_rewards"] = tokens
     total = total if gated is None else gated
     return {**answer, "score": _number(total, "the weighted sum"), "components": components}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 from meshrl.contract.errors import MeshError
 
 MAX_STEPS = 4096
+PARAGRAPH = re.compile(r"\S(?:.*?)(?=\n\s*\n|\s*\Z)", re.DOTALL)
+"""What a step is where a function does not say: text up to an empty line."""
 
 
 class Kind(StrEnum):
@@ -21,7 +25,8 @@ class Kind(StrEnum):
     BATCH = "batch"
     """verl's batched: `(data_sources, solution_strs, ground_truths, extra_infos) -> list`, one entry per sample."""
     PROCESS = "process"
-    """As `compute_score`, but returns a list of step scores; the reward is their sum."""
+    """As `compute_score`, but returns a list of step scores, or of pairs (characters of the response up to the step's
+    end, score); the reward is their sum, and where the run rewards tokens each stands at its step's last token."""
 
 
 ARGUMENTS: Mapping[Kind, tuple[str, ...]] = {
@@ -39,29 +44,29 @@ class BadShapeError(MeshError):
 def as_compute_score(kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
     """A callable with verl's signature; `async def` stays so."""
     if kind is Kind.BATCH:
-        return _wrapped(function, _as_lists, _only)
+        return _wrapped(function, _as_lists, lambda name, result, _: _only(name, result))
     if kind is Kind.PROCESS:
-        return _wrapped(function, dict, _sum_of_steps)
+        return _wrapped(function, dict, _of_steps)
     return function
 
 
 def _wrapped(
     function: Callable[..., Any],
     before: Callable[[dict[str, Any]], dict[str, Any]],
-    after: Callable[[str, Any], Any],
+    after: Callable[[str, Any, dict[str, Any]], Any],
 ) -> Callable[..., Any]:
     name = getattr(function, "__name__", "the function")
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def waiting(**arguments: Any) -> Any:
-            return after(name, await function(**before(arguments)))
+            return after(name, await function(**before(arguments)), arguments)
 
         return waiting
 
     @functools.wraps(function)
     def calling(**arguments: Any) -> Any:
-        return after(name, function(**before(arguments)))
+        return after(name, function(**before(arguments)), arguments)
 
     return calling
 
@@ -84,25 +89,64 @@ def _only(name: str, result: Any) -> Any:
     return result[0]
 
 
-def _sum_of_steps(name: str, result: Any) -> Any:
-    """`{score, steps, step_min, step_mean}` of a list of step scores."""
+def _of_steps(name: str, result: Any, arguments: dict[str, Any]) -> Any:
+    """`{score, steps, step_min, step_mean}` of a list of step scores, and `token_rewards` where tokens are known."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):
         raise BadShapeError(f"{name} returned {_shape(result)}; want a list of step scores")
     if len(result) > MAX_STEPS:
         raise BadShapeError(f"{name} returned {len(result)} steps; at most {MAX_STEPS}")
-    wrong = next((n for n, step in enumerate(result) if not isinstance(step, int | float)), None)
-    if wrong is not None:
-        raise BadShapeError(f"{name}: step {wrong} is {_shape(result[wrong])}, not a number")
-    steps = [float(step) for step in result] or [0.0]
-    total = sum(steps)
-    return {
-        "score": total,
-        "steps": len(result),
-        "step_min": min(steps),
-        "step_mean": total / len(steps),
+    for number, step in enumerate(result):
+        if not isinstance(step, int | float) and not _is_pair(step):
+            raise BadShapeError(
+                f"{name}: step {number} is {_shape(step)}, not a number or a pair (end, number)"
+            )
+    scores = [float(step[1] if _is_pair(step) else step) for step in result]
+    found: dict[str, Any] = {
+        "score": sum(scores),
+        "steps": len(scores),
+        "step_min": min(scores, default=0.0),
+        "step_mean": sum(scores) / max(1, len(scores)),
     }
+    token_ends = (arguments["extra_info"] or {}).get("token_ends")
+    if token_ends is not None:
+        ends = _ends(name, result, arguments["solution_str"])
+        found["token_rewards"] = _at_tokens(ends, scores, token_ends)
+    return found
+
+
+def _is_pair(step: Any) -> bool:
+    return (
+        isinstance(step, list | tuple)
+        and len(step) == 2
+        and isinstance(step[0], int)
+        and isinstance(step[1], int | float)
+    )
+
+
+def _ends(name: str, steps: Sequence[Any], solution: str) -> list[int]:
+    """Characters up to the end of each step: as told, else the paragraphs of the response, if there are as many."""
+    if all(map(_is_pair, steps)):
+        return [step[0] for step in steps]
+    ends = [match.end() for match in PARAGRAPH.finditer(solution)]
+    if any(map(_is_pair, steps)) or len(ends) != len(steps):
+        raise BadShapeError(
+            f"{name} returned {len(steps)} steps for a response of {len(ends)} paragraphs; to reward its tokens"
+            " want one score for each, or pairs (characters up to the step's end, score)"
+        )
+    return ends
+
+
+def _at_tokens(
+    ends: Sequence[int], scores: Sequence[float], token_ends: Sequence[int]
+) -> list[float]:
+    """Each score at the token with which its step is complete; several steps may end in one token."""
+    rewards = [0.0] * len(token_ends)
+    for end, score in zip(ends, scores, strict=True):
+        if rewards:
+            rewards[min(bisect_left(token_ends, end), len(rewards) - 1)] += score
+    return rewards
 
 
 def _shape(value: Any) -> str:

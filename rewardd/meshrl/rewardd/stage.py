@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from meshrl.contract.nouns import REWARD_INPUTS, REWARD_STAGE, LeasedRow, Sample, Score
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import (
+    REWARD_INPUTS,
+    REWARD_STAGE,
+    Int32,
+    LeasedRow,
+    Outcome,
+    Sample,
+    Score,
+    Uint8,
+)
 from meshrl.contract.ports import Judge, Queue
 from meshrl.contract.rows import column_text, reward_inputs, reward_write
 from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
+
+TokenEnds = Callable[[Int32], Sequence[int]]
+"""Of each response token, int32[R]: characters of the response up to its end."""
 
 
 class RewardStage:
@@ -26,6 +39,8 @@ class RewardStage:
         limit: int = 256,
         rows_per_call: int = 16,
         keep_inputs: Collection[str] = (),
+        token_rewards: Collection[str] = (),
+        token_ends: TokenEnds | None = None,
     ) -> None:
         """Prepare; nothing is leased before `run`.
 
@@ -37,9 +52,13 @@ class RewardStage:
             limit: Rows held at once.
             rows_per_call: Rows whose scores are written back together.
             keep_inputs: Runs whose rows also keep what was scored (`reward_inputs`), so that it can be scored again.
+            token_rewards: Runs whose rows carry a reward for each token (`token_rewards`).
+            token_ends: Tells judges of those runs which token ends where (`extra_info["token_ends"]`).
         """
         self._judge = judge
         self._keep_inputs = keep_inputs
+        self._token_rewards = token_rewards
+        self._token_ends = token_ends
         self._loop = StageLoop(
             queue,
             runs,
@@ -69,30 +88,40 @@ class RewardStage:
         await self._loop.run(grace_s=grace_s)
 
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
-        samples = [sample_of(row) for row in rows]
+        samples = [sample_of(row, self._token_ends) for row in rows]
         scores = await self._judge.score(samples)
-        return [self._result(*pair) for pair in zip(samples, scores, strict=True)]
+        masks = [row.columns.get("loss_mask") for row in rows]
+        return [self._result(*each) for each in zip(samples, scores, masks, strict=True)]
 
-    def _result(self, sample: Sample, score: Score) -> StageResult:
+    def _result(self, sample: Sample, score: Score, mask: Uint8 | None) -> StageResult:
         """An infrastructure fault is given back to the queue: it never becomes a reward."""
         if not score.outcome.trainable:
             return Failure(uid=score.uid, outcome=score.outcome, reason=score.reason)
-        written = reward_write(score)
+        per_token = score.uid.run in self._token_rewards
+        try:
+            written = reward_write(score, loss_mask=mask if per_token else None)
+        except UserError as error:
+            return Failure(uid=score.uid, outcome=Outcome.INFRA_FAULT, reason=error.message)
         if score.uid.run not in self._keep_inputs:
             return written
         columns = {**written.columns, REWARD_INPUTS: reward_inputs(sample)}
         return replace(written, columns=columns)
 
 
-def sample_of(row: LeasedRow) -> Sample:
+def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:
     """What the judge sees of a row: its task and the response.
 
-    `extra_info` gains `response_length`, in tokens from the first sampled one on, where `loss_mask` was leased too.
+    `extra_info` gains `response_length`, in tokens from the first sampled one on, where `loss_mask` was leased too,
+    and `token_ends` where `tokens` were.
     """
     extra_info = dict(row.task.extra_info)
     mask = row.columns.get("loss_mask")
     if mask is not None:
-        extra_info["response_length"] = len(mask) - int(np.argmax(mask)) if mask.any() else 0
+        length = len(mask) - int(np.argmax(mask)) if mask.any() else 0
+        extra_info["response_length"] = length
+        tokens = row.columns.get("tokens")
+        if token_ends is not None and tokens is not None:
+            extra_info["token_ends"] = list(token_ends(tokens[len(tokens) - length :]))
     return Sample(
         uid=row.uid,
         data_source=row.task.data_source,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    JsonValue,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from meshrl.contract.config import Config
 from meshrl.contract.nouns import OnUpdate, SamplingParams
@@ -38,7 +46,23 @@ class ValKwargs(Config):
     top_k: TopK = -1
 
 
-class RolloutConfig(Config):
+class JournalConfig(Config):
+    """How often running responses are kept in the queue, for whoever takes over from a worker that dies or drains."""
+
+    journal_tokens: NonNegativeInt = 64
+    """Of each running response at most so many tokens are lost with a worker (appends start at half of it); 0: only
+    `journal_ms` counts."""
+    journal_ms: NonNegativeInt = 1000
+    """No token waits longer than this to be kept, however slow the engine; 0: only `journal_tokens` counts. Both 0:
+    nothing is kept, and a row begins anew."""
+
+    @property
+    def journaled(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self.journal_tokens or self.journal_ms)
+
+
+class RolloutConfig(JournalConfig):
     """From tasks to trajectories."""
 
     name: str = "torch"

@@ -58,8 +58,10 @@ class Program(Protocol):
     requests (call a tool, play a turn), and joins everything to one row: `tokens` in order, `loss_mask` 1 exactly
     where the policy sampled, log-probs and version spans as the engine gave them, never re-tokenised text. Its
     request ids begin with the uid, so that draws are the row's own. It knows no leases, no deadline and no queue:
-    the worker cancels it. What it raises becomes an infrastructure fault; a policy that misbehaves is an outcome,
-    not an exception. In a wave it asks for one response at a time.
+    the worker cancels it. Its first response, where it answers the task's own prompt under the request id
+    `str(uid)`, is kept while it runs: after the death of a worker such a request goes on from there. What a program
+    raises becomes an infrastructure fault; a policy that misbehaves is an outcome, not an exception. In a wave it
+    asks for one response at a time.
     """
 
     async def __call__(

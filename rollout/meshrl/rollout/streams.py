@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.nouns import GenerateDelta, SamplingParams
+from meshrl.contract.nouns import GenerateDelta, GenerateRequest
 
 
 class TokenStream:
@@ -54,15 +54,28 @@ class TokenStream:
             self._abort()
 
 
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raises UserError for parameters that mean nothing."""
+def check_request(request: GenerateRequest) -> None:
+    """Raises UserError for a request that means nothing."""
+    sampling, name = request.sampling, request.request_id
+    prompt = len(request.prompt_ids) - request.continued
     if sampling.temperature < 0:
         raise UserError(f"temperature is {sampling.temperature}, want 0 (greedy) or more")
     if not 0 < sampling.top_p <= 1:
         raise UserError(f"top_p is {sampling.top_p}, want 0 < top_p <= 1")
     if sampling.top_k == 0 or sampling.top_k < -1:
         raise UserError(f"top_k is {sampling.top_k}, want a positive number, or -1 for all")
-    if sampling.max_tokens < 1:
+    if sampling.max_tokens < (0 if request.continued else 1):
         raise UserError(f"max_tokens is {sampling.max_tokens}, want at least 1")
     if "" in sampling.stop:
         raise UserError("an empty stop string would stop everything at once")
+    if request.continued < 0:
+        raise UserError(f"request {name}: continued is {request.continued}, want 0 or more")
+    if prompt < 1:
+        of = f": all of it is continued ({request.continued} tokens)" if request.continued else ""
+        raise UserError(f"request {name}: the prompt is empty{of}")
+
+
+def response_before(request: GenerateRequest) -> list[int]:
+    """The response tokens that a continued request begins with."""
+    tokens: list[int] = request.prompt_ids[len(request.prompt_ids) - request.continued :].tolist()
+    return tokens

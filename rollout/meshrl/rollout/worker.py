@@ -1,13 +1,16 @@
 """The rollout worker: leases tasks with free capacity, runs their programs on the engine, writes trajectories back.
 
     queue ──lease──▶ StageLoop ──rows──▶ program(task, engine) ──Trajectory──▶ write
+      ▲                                     │ running responses (journal.py)
+      └───────────────append────────────────┤
                                             │ late: timeout · engine broke: infra_fault ──▶ fail (redelivered)
                                             ▼
                                          engine ◀── weights (committed by the weight plane, beside this loop)
 
 consumes: leases of the rollout stage, of the training run and the evaluation run (the queue decides which first).
 waits for: the engine's first committed version, then rows. unblocked by: the weight plane, the queue, `drain`.
-produces: rollout columns. In deterministic mode rows come in waves of `slots`; otherwise each runs by itself.
+produces: rollout columns, and on the way what a successor goes on from. In deterministic mode rows come in waves of
+`slots`; otherwise each runs by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from meshrl.contract import extend
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
@@ -24,7 +27,10 @@ from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
+from meshrl.rollout.config import JournalConfig
+from meshrl.rollout.journal import Journal
 from meshrl.rollout.ports import Generator, Program, TogetherEngine
+from meshrl.rollout.recorder import Recorder
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
 from meshrl.rollout.wave import Wave
@@ -50,8 +56,13 @@ class RolloutWorker:
         worker: str,
         slots: int,
         deterministic: bool = False,
+        journal: JournalConfig | None = None,
+        max_staleness: float = float("inf"),
     ) -> None:
         """Make a worker named `worker`, unique among those of the queue.
+
+        `journal` says how often running responses are kept; None: never, and never in deterministic runs, where a row
+        that begins anew has the same bits. Responses more than `max_staleness` versions old are not gone on with.
 
         Raises:
             ConfigError: `deterministic` with an engine that cannot start requests together.
@@ -65,8 +76,17 @@ class RolloutWorker:
         self._engine = engine
         self._tokenizer = tokenizer
         self._deterministic = deterministic
+        self._name = worker
         self._draining = asyncio.Event()
         self._engine_gone = asyncio.Event()
+        self.journal: Journal | None = None
+        if journal is not None and journal.journaled and not deterministic:
+            self.journal = Journal(
+                queue,
+                journal,
+                max_staleness=max_staleness,
+                lost=lambda uids: self._loop.forget(uids),
+            )
         self._loop = StageLoop(
             queue,
             runs,
@@ -76,6 +96,7 @@ class RolloutWorker:
             limit=slots,
             wave=deterministic,
             version=lambda: engine.version,
+            progress=self.journal,
         )
 
     @property
@@ -94,7 +115,7 @@ class RolloutWorker:
         self._loop.drain()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
-        """Work until drained; rows still running `grace_s` later are given back untouched.
+        """Work until drained; rows still running `grace_s` later are given back, those of kept responses at once.
 
         Raises:
             InfraError: the engine is gone. Rows that it never ran have been given back.
@@ -103,16 +124,23 @@ class RolloutWorker:
             return
         working = asyncio.create_task(self._loop.run(grace_s=grace_s), name="rollout-stage")
         gone = asyncio.create_task(self._engine_gone.wait(), name="rollout-engine-gone")
+        beside: list[asyncio.Task[Any]] = [gone]
+        if self.journal is not None:
+            beside.append(asyncio.create_task(self.journal.run(), name="rollout-journal"))
         try:
-            await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-                return
-            raise InfraError("the engine is gone; this worker must be started anew")
+            await asyncio.wait({working, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not working.done():
+                raise InfraError("the engine is gone; this worker must be started anew")
+            for task in (working, *beside):
+                if task.done():
+                    task.result()
         finally:
-            for task in (working, gone):
+            # The loop first: what it gives back is journaled before.
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(working, gone, return_exceptions=True)
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def _first_version(self) -> bool:
         """Wait, without a lease, until the engine serves; False when drained before."""
@@ -127,7 +155,7 @@ class RolloutWorker:
 
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         if not self._deterministic or self._together is None:
-            return [await self._rollout(row, self._engine) for row in rows]
+            return [await self._journaled(row) for row in rows]
         wave = Wave(self._together, len(rows))
 
         async def member(index: int, row: LeasedRow) -> StageResult:
@@ -141,6 +169,14 @@ class RolloutWorker:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(member(i, row)) for i, row in enumerate(ordered)]
         return [task.result() for task in tasks]
+
+    async def _journaled(self, row: LeasedRow) -> StageResult:
+        """One row, its response kept while it runs. When cancelled, what is not kept yet stays for the flush."""
+        if self.journal is None:
+            return await self._rollout(row, self._engine)
+        result = await self._rollout(row, Recorder(self._engine, self.journal, row))
+        self.journal.drop([row.uid])
+        return result
 
     async def _rollout(self, row: LeasedRow, engine: Generator) -> StageResult:
         """One row to its end, whatever that is."""
@@ -166,8 +202,9 @@ class RolloutWorker:
         if not rollout.outcome.trainable:
             reason = f"finish reason {rollout.finish_reason!r}"
             return Failure(uid=row.uid, outcome=rollout.outcome, reason=reason)
+        trajectory = replace(rollout.trajectory, replica=self._name)
         return rollout_write(
-            rollout.trajectory, rollout.outcome, rollout.finish_reason, self._engine.version
+            trajectory, rollout.outcome, rollout.finish_reason, self._engine.version
         )
 
     async def _park(self, row: LeasedRow, error: UnavailableError) -> NoReturn:

@@ -130,6 +130,7 @@ def _made(stage: str, row: LeasedRow, version: Version) -> RowWrite:
         "rollout_logprobs": _floats(dice, length),
         "spans": np.array([[version.epoch, version.step, 0, length]], dtype=np.int64),
         "response_text": text_column(f"{row.uid} under {row.token}"),
+        "replica": text_column("campaign"),
     }
     facts = RowFacts(outcome=Outcome.OK, num_tokens=length, oldest=version, newest=version)
     return RowWrite(uid=row.uid, columns=columns, facts=facts)

@@ -5,24 +5,30 @@ from __future__ import annotations
 import heapq
 import os
 import random
-import socket
 import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+from meshrl.services.up.ports import free_port
+
 from .events import lines
-from .faults import Cut, Fault, Fill, Kill, Network, Pause, SmallDisk, refusals
+from .faults import Cut, Fault, Fill, Kill, Network, Pause, SmallDisk, Victim, refusals
 from .history import History
 from .plan import ACTORS, Plan
 from .processes import Actor
+from .redis import Redis
 
 END_S: Final = 180.0
 """What the run may take to its end once nothing strikes any more."""
 MORE_STEPS: Final = 10
 """What the run must do by itself after the last strike."""
 
+GAVE_UP: Final = 1
+"""The exit code of a service that lacked something which may come back."""
 EVERYBODY: Final = 0.1
 """The part of the kills that is a power cut for all processes."""
 
@@ -41,6 +47,7 @@ class Campaign:
         self._healing: list[tuple[float, int, Fault]] = []
         self._network: Network | None = None
         self._disk: SmallDisk | None = None
+        self._redis: Redis | None = None
         self._actors: list[Actor] = []
 
     def run(self) -> dict[str, Any]:
@@ -58,7 +65,7 @@ class Campaign:
             self._go_on()
             self.plan.enough.touch()
             self._finish()
-        self._look()
+            self._look()
         return self._report(time.monotonic() - began)
 
     def _prepare(self, undo: ExitStack) -> None:
@@ -74,6 +81,11 @@ class Campaign:
             self._disk = SmallDisk(plan.store)
             self._disk.open()
             undo.callback(self._disk.close)
+        if plan.queue.get("store") == "redis" and "redis_url" not in plan.queue:
+            self._redis = Redis(Path(undo.enter_context(TemporaryDirectory(prefix="redis-"))))
+            self._redis.start()
+            undo.callback(self._redis.kill)
+            plan = replace(plan, queue={**plan.queue, "redis_url": self._redis.url})
         self.plan = replace(plan, ports=_free_ports(plan.shards))
         here = self._network and self._network.here
         there = self._network and self._network.there
@@ -106,12 +118,15 @@ class Campaign:
         if kind == "fill":
             assert self._disk
             return Fill(self._disk, self.plan)
-        while not (living := [actor for actor in self._actors if actor.alive]):
+        while not (living := [each for each in self._victims() if each.alive]):
             self._live_until(self._healing[0][0])
         victim = self._dice.choice(living)
         if kind == "pause":
             return Pause(victim, self._dice, self.plan.lease_ttl_s)
         return Kill(living if self._dice.random() < EVERYBODY else [victim], self._dice)
+
+    def _victims(self) -> list[Victim]:
+        return [*self._actors, self._redis] if self._redis else [*self._actors]
 
     def _live_until(self, moment: float) -> None:
         """Heal what is due, and notice who ended without being asked to."""
@@ -127,6 +142,11 @@ class Campaign:
     def _complain(self) -> None:
         for actor in self._actors:
             if not actor.alive and actor.code is not None:
+                if self._redis and actor.name in self.plan.queues and actor.code == GAVE_UP:
+                    # Redis was away for longer than a queue that opens waits; its supervisor tries again.
+                    actor.start()
+                    self.struck[f"{actor.name} gave up"] += 1
+                    continue
                 said = actor.errors.read_text()[-4000:] if actor.errors.exists() else ""
                 raise CampaignError(f"{actor.name} ended with code {actor.code}: {said}")
 
@@ -189,6 +209,7 @@ class Campaign:
 
 
 def _free_ports(count: int) -> tuple[int, ...]:
-    with ExitStack() as open_:
-        probes = [open_.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return tuple(probe.getsockname()[1] for probe in probes)
+    ports: list[int] = []
+    while len(ports) < count:
+        ports.append(free_port("127.0.0.1", ports))
+    return tuple(ports)

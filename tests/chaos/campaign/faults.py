@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -12,9 +11,32 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from .plan import Plan
-from .processes import Actor, until
+from .processes import until
 
 FULL_BY_S: Final = 30.0
+
+
+class Victim(Protocol):
+    """A process that can be struck."""
+
+    name: str
+
+    @property
+    def alive(self) -> bool:
+        """Does it run (or stand still)?"""
+        ...
+
+    def start(self) -> None:
+        """A new process in its place."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it, if it lives."""
+        ...
 
 
 class Fault(Protocol):
@@ -34,7 +56,7 @@ class Fault(Protocol):
 class Kill:
     """kill -9, of one or of everybody at once; healed by new processes."""
 
-    def __init__(self, victims: Sequence[Actor], dice: random.Random) -> None:
+    def __init__(self, victims: Sequence[Victim], dice: random.Random) -> None:
         self.name = f"kill {victims[0].name}" if len(victims) == 1 else "kill everybody"
         self._victims = victims
         self._away_s = dice.choice([0.0, dice.uniform(0.0, 0.5)])
@@ -53,7 +75,7 @@ class Kill:
 class Pause:
     """SIGSTOP for longer than its leases last, then SIGCONT: a machine that swaps, a debugger."""
 
-    def __init__(self, victim: Actor, dice: random.Random, lease_ttl_s: float) -> None:
+    def __init__(self, victim: Victim, dice: random.Random, lease_ttl_s: float) -> None:
         self.name = f"pause {victim.name}"
         self._victim = victim
         self._away_s = lease_ttl_s * dice.uniform(1.2, 2.0)
@@ -160,13 +182,9 @@ class SmallDisk:
         self._ballast.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Keep the files, which are looked at afterwards; idempotent."""
+        """Idempotent."""
         if self.folder.is_mount():
-            kept = self.folder.with_name("kept")
-            shutil.copytree(self.folder, kept, ignore=lambda *_: ["ballast"])
             _run("umount", "-l", str(self.folder))
-            self.folder.rmdir()
-            kept.rename(self.folder)
 
     @property
     def _ballast(self) -> Path:

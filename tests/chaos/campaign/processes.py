@@ -53,6 +53,7 @@ class Actor:
     def start(self) -> None:
         """Fork."""
         self.births += 1
+        self.code = None
         parent = os.getpid()
         self._pid = os.fork()
         if self._pid:

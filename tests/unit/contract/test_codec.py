@@ -265,7 +265,15 @@ def test_what_the_queue_reports_comes_back(
 
 
 @given(
-    st.builds(GenerateRequest, request_id=texts, prompt_ids=ids, sampling=sampling), ids, versions
+    st.builds(
+        GenerateRequest,
+        request_id=texts,
+        prompt_ids=ids,
+        sampling=sampling,
+        continued=st.integers(0, 2**31 - 1),
+    ),
+    ids,
+    versions,
 )
 def test_what_the_engine_says_comes_back(
     request: GenerateRequest, tokens: np.ndarray, version: Version
@@ -294,6 +302,7 @@ def test_what_the_engine_says_comes_back(
         solution=texts,
         ground_truth=json_values,
         extra_info=json_objects,
+        messages=st.lists(st.builds(Message, role=texts, content=texts), max_size=3).map(tuple),
     ),
     st.builds(
         Score,
@@ -303,6 +312,7 @@ def test_what_the_engine_says_comes_back(
         components=measures,
         reason=texts,
         reward_hash=texts,
+        token_rewards=st.none() | st.lists(numbers, max_size=4).map(tuple),
     ),
     st.builds(
         TrainerStatus,

@@ -31,9 +31,13 @@ from meshrl.rewardd.registry.nouns import Action, Case, Submission
 from meshrl.rewardd.registry.open import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.rewardd.sandbox.limits import Limits
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 Open = Callable[..., Awaitable[Registry]]
+SANDBOX = "weak" if no_bubblewrap() else "strict"
+"""The strictest that this machine gives."""
 
 
 def constant(score: float, **fields: Any) -> Submission:
@@ -54,7 +58,12 @@ async def opened(tmp_path: Path) -> AsyncIterator[Open]:
     async def make(*, restart: bool = False, **registry: Any) -> Registry:
         while restart and closers:
             await closers.pop()()
-        fields = {"custom_reward_function": {"path": base}, "deadline_s": 5, "registry": registry}
+        fields = {
+            "custom_reward_function": {"path": base},
+            "deadline_s": 5,
+            "registry": registry,
+            "sandbox": SANDBOX,
+        }
         held = open_registry(RewardConfig.model_validate(fields), tmp_path / "rewards")
         made = await held.__aenter__()
         closers.append(lambda: held.__aexit__(None, None, None))
@@ -163,7 +172,7 @@ def test_what_can_be_seen_without_running_it_is_refused_in_one_line(
     fields: dict[str, Any], line: str
 ) -> None:
     with pytest.raises(UserError, match=line) as refused:
-        checked(constant(1, **fields), LIMITS)
+        checked(constant(1, **fields), LIMITS, Limits())
     assert "\n" not in str(refused.value)
 
 
@@ -259,6 +268,37 @@ async def test_a_process_function_gives_step_scores_whose_sum_is_the_reward(open
     assert score.components == pytest.approx(wanted)
 
 
+async def test_a_version_gets_the_limits_that_it_asks_for(opened: Open) -> None:
+    registry = await opened()
+    source = "import time\n" + HEAD + "    time.sleep(float(solution_str))\n    return 1\n"
+    plain = await registry.submit(constant(1, source=source), "ann")
+    asked = await registry.submit(constant(1, source=source, limits={"deadline_s": 0.2}), "ann")
+    assert plain.manifest.hash != asked.manifest.hash  # the limits are part of the version
+    registry = await opened(restart=True)
+    (score,) = await registry.score("reward", "", [sample("30")])
+    assert (score.outcome, score.reward_hash) == (Outcome.TIMEOUT, asked.manifest.hash)
+    assert score.reason.startswith("no score after 0.2 s")
+    assert await registry.score("reward", plain.manifest.hash, [sample("0.3")])
+
+
+@pytest.mark.parametrize(
+    ("limits", "line"),
+    [
+        ({"deadline_s": 11.0}, "limit deadline_s = 11.0 exceeds what the operator allows (10.0)"),
+        ({"deadlines": 1.0}, "no limit 'deadlines'; did you mean 'deadline_s'? "),
+        ({"processes": 0.5}, "limit processes: Input should be a valid integer"),
+    ],
+)
+async def test_limits_that_the_operator_does_not_allow_are_named(
+    opened: Open, limits: dict[str, float], line: str
+) -> None:
+    registry = await opened()
+    with pytest.raises(UserError) as refused:
+        await registry.submit(constant(1, limits=limits), "ann")
+    assert str(refused.value).startswith(line)
+    assert registry.names() == []
+
+
 async def test_a_kind_that_returns_another_shape_gives_a_fault_that_says_so(opened: Open) -> None:
     registry = await opened()
     source = HEAD + "    return 1.0\n"
@@ -298,7 +338,7 @@ async def test_a_wheel_scores_through_its_entry_point(opened: Open) -> None:
 )
 def test_a_wheel_is_looked_into_before_it_is_taken(files: dict[str, str], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        checked(Submission(name="reward", wheel=wheel(files), entry_point="a:f"), LIMITS)
+        checked(Submission(name="reward", wheel=wheel(files), entry_point="a:f"), LIMITS, Limits())
 
 
 async def test_a_watched_version_is_compared_and_not_used(opened: Open) -> None:
@@ -355,16 +395,15 @@ import sys
 from pathlib import Path
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.registry.checks import checked
-from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.nouns import Action, Event, Name, Submission
 from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.sandbox.limits import Limits
 store = VersionStore(Path(sys.argv[1]), 10_000)
 name = store.names().get("reward", Name(name="reward"))
 print("go", flush=True)
 for number in range(len(name.versions), 100_000):
     source = f"def compute_score(**kwargs):\\n    return {number}\\n" + "#" * 5000
-    made = store.add(checked(Submission(name="reward", source=source), RegistryConfig()), {})
+    made = store.add(checked(Submission(name="reward", source=source), RegistryConfig(), Limits()))
     point = [Event(action=a, hash=made.hash, by="x", at=0.0) for a in (Action.SUBMIT, Action.POINT)]
     name = name.after(*point)
     store.save(name)

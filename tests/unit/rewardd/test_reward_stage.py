@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,17 +13,22 @@ import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.nouns import (
+    ROLLOUT_STAGE,
     LeasedRow,
+    Message,
     Outcome,
     RowWrite,
     RunSpec,
+    Sample,
+    Score,
     Task,
     Trajectory,
     Uid,
     Version,
     VersionSpan,
+    reward_stage,
 )
-from meshrl.contract.rows import column_text, rollout_write
+from meshrl.contract.rows import column_text, rollout_write, sample_again
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import PoolJudge, build_judge
 from meshrl.rewardd.stage import RewardStage, sample_of
@@ -71,7 +76,13 @@ async def admit(queue: TransferQueue, run: str, texts: list[str], **spec: object
     fields = {"group_size": 1, "batch_groups": len(texts), "max_staleness": 0.0, "max_attempts": 2}
     await queue.open_run(RunSpec(run=run, **{**fields, **spec}))  # type: ignore[arg-type]
     tasks = [
-        Task(run=run, task_id=str(n), prompt_ids=np.arange(2, dtype=np.int32), ground_truth="")
+        Task(
+            run=run,
+            task_id=str(n),
+            prompt_ids=np.arange(2, dtype=np.int32),
+            messages=(Message(role="user", content=f"prompt {n}"),),
+            ground_truth="",
+        )
         for n in range(len(texts))
     ]
     await queue.admit(run, tasks, cursor="end", wait_s=5)
@@ -177,3 +188,67 @@ def test_a_row_without_a_mask_or_a_sampled_token_has_no_length() -> None:
     masked = sample_of(row(loss_mask=np.zeros(4, dtype=np.uint8)))
     assert masked.extra_info == {"a": 1, "response_length": 0}
     assert masked.solution == "hi"
+
+
+PER_TOKEN = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "plain":
+        return 7
+    if solution_str == "steps":
+        return {"score": 0, "token_rewards": [float(end) for end in extra_info["token_ends"]]}
+    return {"score": 6, "token_rewards": [1, 2, 3]}
+"""
+
+
+async def test_every_token_gets_its_reward_and_a_plain_score_stands_at_the_last_sampled_one(
+    queue: TransferQueue, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(PER_TOKEN)
+    custom = CustomRewardFunctionConfig(path=tmp_path / "reward.py")
+    judge = build_judge(RewardConfig(custom_reward_function=custom))
+    stages = (ROLLOUT_STAGE, reward_stage(keep_inputs=True, token_rewards=True))
+    await admit(queue, "run", ["tokens", "plain", "steps"], stages=stages)
+    stage = RewardStage(
+        *(queue, ["run"], judge),
+        worker="judge",
+        keep_inputs=["run"],
+        token_rewards=["run"],
+        token_ends=lambda tokens: [int(token) * 10 for token in tokens],
+    )
+    async with running(stage):
+        await until(lambda: stage.stats.written == 3)
+    await judge.close()
+    uids = [Uid("run", str(n), 0) for n in range(3)]
+    columns = ["token_rewards", "response_text", "reward_inputs"]
+    rows = await queue.fetch("run", uids, columns)
+    assert [row["token_rewards"].tolist() for row in rows] == [
+        [0, 0, 1, 2, 3],
+        [0, 0, 0, 0, 7],
+        [0, 0, 20, 30, 40],
+    ]
+    again = sample_again(uids[2], rows[2])
+    assert again.messages == (Message(role="user", content="prompt 2"),)
+    assert again.extra_info == {"response_length": 3, "token_ends": [20, 30, 40]}
+
+
+async def test_token_rewards_of_another_length_are_a_fault_of_the_row(
+    queue: TransferQueue, tmp_path: Path
+) -> None:
+    class Short:
+        reward_hash = "h"
+
+        async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+            return [
+                Score(uid=s.uid, outcome=Outcome.OK, score=1.0, token_rewards=(1.0,))
+                for s in samples
+            ]
+
+        async def close(self) -> None:
+            pass
+
+    await admit(queue, "run", ["a"], stages=(ROLLOUT_STAGE, reward_stage(token_rewards=True)))
+    stage = RewardStage(queue, ["run"], Short(), worker="judge", token_rewards=["run"])
+    async with running(stage):
+        await until(lambda: stage.stats.failed == 2)
+    (letter,) = await queue.dead_letters("run")
+    assert letter.reason.endswith("1 token_rewards for a response of 3 tokens")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -81,24 +83,38 @@ def make(
     )  # fmt: skip
 
 
-def main(model: Path, target: Path, rows_given: int) -> None:
-    torch.set_num_threads(1)
-    world = World.start("cpu")
+def train(model: Path, target: Path, world: World, rows_given: int, steps: int) -> list[float]:
+    """Train up to `steps` steps, from the newest checkpoint in `target` on; save after each.
+
+    Returns loss, gradient norm and entropy of the last.
+    """
     learner = make(model, world)
     rows = trajectories()[:rows_given]
-    made = learner.schedule(batch(rows))
     by_uid = {row.uid: row for row in rows}
-    metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(world.rank)], 0)
-    state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
-    checkpoint.save(
-        target / "checkpoints", learner.policy, learner.optimizers, state, world, keep=1
-    )
+    good = checkpoint.newest(target / "checkpoints")
+    state = TrainerState(run="r", step=0, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
+    if good:
+        state = checkpoint.load(good[0], learner.policy, learner.optimizers)
+    for step in range(state.step, steps):
+        made = learner.schedule(batch(rows))
+        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(world.rank)], step)
+        saved = dataclasses.replace(state, step=step + 1)
+        checkpoint.save(
+            target / "checkpoints", learner.policy, learner.optimizers, saved, world, keep=9
+        )
     export_policy(learner.policy, world, target / "export", tokenizer=model)
+    names = ("actor/loss", "actor/grad_norm", "actor/entropy")
+    return [cast(float, metrics[name]) for name in names]
+
+
+def main(model: Path, target: Path, rows_given: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    world = World.start("cpu")
+    numbers = train(model, target, world, rows_given, steps)
     if world.is_main:
-        loss, norm = metrics["actor/loss"], metrics["actor/grad_norm"]
-        (target / "numbers").write_text(f"{loss!r} {norm!r} {metrics['actor/entropy']!r}")
+        (target / "numbers").write_text(" ".join(map(repr, numbers)))
     world.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

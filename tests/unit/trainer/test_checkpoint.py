@@ -1,11 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -106,58 +101,6 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_swept(
     policy, optimizers = fresh(tiny_path, world)
     checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
     assert not leftover.exists()
-
-
-WRITER = """
-import sys
-from pathlib import Path
-import torch
-from meshrl.trainer import checkpoint
-from meshrl.trainer.checkpoint import TrainerState
-from meshrl.trainer.config import ModelConfig, OptimConfig
-from meshrl.trainer.distributed import World
-from meshrl.trainer.model import build_policy, load_hf
-from meshrl.trainer.optim import Optimizers
-model, root = Path(sys.argv[1]), Path(sys.argv[2])
-torch.set_num_threads(1)
-world = World.start("cpu")
-policy = build_policy(load_hf(model), world, ModelConfig(path=model))
-optimizers = Optimizers(policy, OptimConfig())
-for step in range(1, 10_000):
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.fill_(step)
-    state = TrainerState(run="r", step=step, epoch=1, seed=0, world_size=1, kl_coef=0.0)
-    checkpoint.save(root, policy, optimizers, state, world, keep=2)
-    print(step, flush=True)
-"""
-
-
-def test_kill_9_while_writing_leaves_the_last_good_one(
-    tmp_path: Path, tiny_path: Path, world: World
-) -> None:
-    draw = np.random.default_rng(0)
-    for round_ in range(3):
-        root = tmp_path / str(round_)
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tiny_path), str(root)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        with writer:
-            assert writer.stdout is not None
-            durable = 0
-            while durable < 2:
-                durable = int(writer.stdout.readline())
-            time.sleep(draw.uniform(0.0, 0.05))
-            writer.send_signal(signal.SIGKILL)
-            durable = max([durable, *(int(line) for line in writer.stdout if line.endswith("\n"))])
-        good = checkpoint.newest(root)
-        assert good is not None and good[1].step >= durable
-        policy, optimizers = fresh(tiny_path, world)
-        loaded = checkpoint.load(good[0], policy, optimizers)
-        assert all(bool((w == loaded.step).all()) for w in weights(policy).values())
 
 
 def test_transformers_loads_an_export_of_the_live_model_and_of_the_checkpoint(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,14 +17,14 @@ from meshrl.trainer.distributed import World
 from . import rank_work
 
 
-def run_ranks(ranks: int, model: Path, target: Path, rows: int) -> list[float]:
-    """Train one step on `ranks` processes; loss, gradient norm and entropy."""
-    target.mkdir()
+def run_ranks(ranks: int, model: Path, target: Path, rows: int, steps: int = 1) -> list[float]:
+    """Train up to `steps` steps on `ranks` processes; loss, gradient norm and entropy of the last."""
+    target.mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, rank_work.__file__, str(model), str(target), str(rows)],
+            [sys.executable, rank_work.__file__, str(model), str(target), str(rows), str(steps)],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -116,3 +117,18 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
     assert "not finite" in caplog.text
     for name, parameter in learner.policy.named_tensors():
         torch.testing.assert_close(parameter.full_tensor(), before[name], equal_nan=True)  # type: ignore[attr-defined]
+
+
+def test_a_run_resumes_on_fewer_ranks_and_on_more(
+    tiny_path: Path, tmp_path: Path, world: World
+) -> None:
+    rows = rank_work.GROUPS * rank_work.GROUP_SIZE
+    first = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1)
+    shutil.copytree(tmp_path / "one", tmp_path / "one, then two")
+    whole = rank_work.train(tiny_path, tmp_path / "one", world, rows, 2)
+    assert abs(first[2] - whole[2]) > 1e-3  # the second step starts from other weights
+    more = run_ranks(2, tiny_path, tmp_path / "one, then two", rows, steps=2)
+    assert more == pytest.approx(whole, abs=1e-5)
+    run_ranks(2, tiny_path, tmp_path / "two, then one", rows, steps=1)
+    fewer = rank_work.train(tiny_path, tmp_path / "two, then one", world, rows, 2)
+    assert fewer == pytest.approx(whole, abs=1e-5)

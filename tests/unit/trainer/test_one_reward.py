@@ -242,6 +242,22 @@ async def test_other_ranks_read_the_same_scores(run: Run) -> None:
     assert await run.seen(batch, other) == await run.seen(batch) == {("v2", 12.0)}
 
 
+async def test_rows_that_are_scored_again_are_rewarded_per_token_where_the_run_is(run: Run) -> None:
+    run.rewards = OneReward(run.queue, run.versions, token_rewards=True)
+    await run.scored(1)
+    run.versions.reward_hash = "v2"
+    await run.scored(3)
+    batch = await run.take(0)
+    other = OneReward(run.queue, None, token_rewards=True)
+    other.hear(json.loads(json.dumps(run.rewards.to_json())))
+    for rewards in (run.rewards, other):
+        told = rewards.to_json()
+        assert [told[f"run/000/{index}.0"]["token_rewards"] for index in range(SIZE)] == [
+            [0, 0, 0, 12.0]
+        ] * SIZE
+    assert await run.seen(batch, other) == {("v2", 12.0)}
+
+
 async def test_a_wait_for_scores_ends_in_time_and_is_joined_by_the_next(run: Run) -> None:
     await run.scored(1)
     run.versions.reward_hash = "v2"

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.errors import ConfigError, CorruptError, UserError
 from meshrl.contract.nouns import SamplingParams, Task, Trajectory, Uid, Version, VersionSpan
-from meshrl.trainer.advantages._types import AdvantageBatch
+from meshrl.trainer.advantages._types import AdvantageBatch, outcome_rewards
 from meshrl.trainer.advantages.gigpo import compute as gigpo
-from meshrl.trainer.batch import redrawn, schedule
-from meshrl.trainer.config import AlgorithmConfig
+from meshrl.trainer.batch import assemble, redrawn, schedule
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OverlongBufferConfig
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
+from meshrl.trainer.distributed import World
 from meshrl.trainer.facts import mismatch_facts
+from meshrl.trainer.policy_gradient import Before, PolicyGradient
 from meshrl.trainer.proximal import interpolate
 from meshrl.trainer.ragged import Ragged
 from meshrl.trainer.steps import anchors_of, steps_of
@@ -199,8 +201,55 @@ def test_the_mismatch_is_told_apart_by_policy_version() -> None:
     ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 2))])
     trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     rollout = torch.tensor([-1.0, -1.0, -0.5, -0.5])
-    facts = mismatch_facts(ragged, trainer, rollout, torch.tensor([4, 4, 3, 3]))
+    facts = mismatch_facts(ragged, trainer, rollout, torch.tensor([4, 4, 3, 3]), ("", ""))
     assert facts["mismatch/version_4/kl"] == pytest.approx(0.0)
     assert facts["mismatch/version_3/kl"] == pytest.approx(0.5)
-    one = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3))
-    assert not any("version" in name for name in one) and one["mismatch/kl"] > 0
+    one = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3), ("", ""))
+    assert not any("version" in name or "replica" in name for name in one)
+    assert one["mismatch/kl"] > 0
+
+
+def test_the_mismatch_is_told_apart_by_engine_replica() -> None:
+    ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 1)), row(("p", 1), ("s", 1))])
+    trainer = torch.full((4,), -1.0)
+    rollout = torch.tensor([-1.0, -1.0, -0.5, -1.0])
+    replicas = ("rollout-1", "rollout-0", "rollout-1")
+    facts = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3), replicas)
+    assert facts["mismatch/replica_rollout-0/kl"] == pytest.approx(0.5)
+    assert facts["mismatch/replica_rollout-1/kl"] == pytest.approx(0.0)
+    assert not any("version" in name for name in facts)
+
+
+def test_rewards_of_tokens_count_instead_of_the_score_and_penalties_join_them(
+    world: World,
+) -> None:
+    rows = [
+        replace(
+            one,
+            reward=1.0 + one.uid.index,
+            token_rewards=np.where(one.loss_mask, 0.5, 0).astype(np.float32),
+        )
+        for one in rank_work.trajectories()
+    ]
+    made = schedule(rank_work.batch(rows), ranks=1, max_tokens=64, mini_batch_groups=None)
+    by_uid = {one.uid: one for one in rows}
+    experience = assemble(made, [by_uid[uid] for uid in made.uids(0)], world)
+    long = OverlongBufferConfig(enable=True, len=int(experience.ragged.lengths.max()))
+    algorithm = AlgorithmConfig(overlong_buffer=long)
+    objective = PolicyGradient(algorithm, ActorConfig(), max_response_length=long.len)
+    found = objective.targets(experience, Before()).token_rewards
+    penalties = -experience.ragged.lengths / long.len
+    wanted = 0.5 * experience.ragged.mask + outcome_rewards(experience.ragged, penalties)
+    torch.testing.assert_close(found, wanted)
+    plain = replace(experience, token_rewards=None)
+    scores = outcome_rewards(plain.ragged, plain.rewards + penalties)
+    torch.testing.assert_close(objective.targets(plain, Before()).token_rewards, scores)
+
+
+def test_a_batch_that_has_rewards_of_tokens_has_them_for_every_row(world: World) -> None:
+    rows = rank_work.trajectories()
+    rows[0] = replace(rows[0], token_rewards=np.zeros(len(rows[0].tokens), dtype=np.float32))
+    made = schedule(rank_work.batch(rows), ranks=1, max_tokens=64, mini_batch_groups=None)
+    by_uid = {one.uid: one for one in rows}
+    with pytest.raises(CorruptError, match="has no token_rewards, others of its batch have"):
+        assemble(made, [by_uid[uid] for uid in made.uids(0)], world)

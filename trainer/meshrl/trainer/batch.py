@@ -165,6 +165,8 @@ class Experience:
     """int64[B]: the true size of each row's group."""
     rewards: torch.Tensor
     """float32[B]"""
+    token_rewards: torch.Tensor | None
+    """float32[N]: the reward of each token, where the run has them; `rewards` is what reports show then."""
     components: tuple[Mapping[str, float], ...]
     """B reward components."""
     rollout_logprobs: torch.Tensor
@@ -173,6 +175,8 @@ class Experience:
     """float32[N]"""
     versions: torch.Tensor
     """int64[N]: the policy step that sampled each token; -1 where none did."""
+    replicas: tuple[str, ...]
+    """B names of the engine replicas that sampled the rows."""
     reward_baselines: torch.Tensor | None
     """float32[B]: the reward of the greedy response to each row's prompt."""
     steps: Steps | None
@@ -211,20 +215,12 @@ def assemble(
         with_steps: Find the steps of rows and what they start from.
 
     Raises:
-        CorruptError: a row lacks its reward or its baseline, or only some rows have reference log-probs.
+        CorruptError: a row lacks its reward or its baseline, or only some have reference log-probs or token rewards.
     """
     for row in own:
         if row.reward is None:
             raise CorruptError(f"row {row.uid} came to training without a reward")
     order = _Order(made, world, [len(row.tokens) - row.prompt_length for row in own])
-    has_reference = [row.ref_logprobs is not None for row in own]
-    with_reference = order.rows(np.array(has_reference, dtype=np.int64))
-    if with_reference.any() and not with_reference.all():
-        bad = made.rows[int(np.flatnonzero(with_reference == 0)[0])].uid
-        raise CorruptError(f"row {bad} has no ref_logprobs, others of its batch have")
-    reference = None
-    if with_reference.all():
-        reference = order.tokens([_response(row, row.ref_logprobs) for row in own], np.float32)
     numbers = {group: n for n, group in enumerate(dict.fromkeys(r.group for r in made.rows))}
     step = made.batch.step
     ragged = Ragged(
@@ -239,8 +235,10 @@ def assemble(
         rewards=torch.from_numpy(order.rows(np.array([r.reward for r in own], dtype=np.float32))),
         components=tuple(order.objects([dict(row.reward_components) for row in own])),
         rollout_logprobs=order.tokens([_response(r, r.rollout_logprobs) for r in own], np.float32),
-        ref_logprobs=reference,
+        ref_logprobs=_optional(made, own, order, "ref_logprobs"),
+        token_rewards=_optional(made, own, order, "token_rewards"),
         versions=order.tokens([_versions(row) for row in own], np.int64),
+        replicas=tuple(order.objects([row.replica for row in own])),
         reward_baselines=None if baselines is None else _baselines(made.rows, baselines),
         steps=None if anchors is None else steps_of(ragged, anchors),
         staleness=torch.tensor([max(0, step - row.oldest.step) for row in made.rows]),
@@ -269,6 +267,20 @@ def _baselines(rows: Sequence[BatchRow], rewards: Mapping[str, float]) -> torch.
                 f"group {row.group} came to training without its greedy row: queue.group_policy must be all"
             )
     return torch.tensor([rewards[row.group] for row in rows], dtype=torch.float32)
+
+
+def _optional(
+    made: Schedule, own: Sequence[Trajectory], order: _Order, column: str
+) -> torch.Tensor | None:
+    """float32[N] of a column that all rows have, or none. Raises CorruptError."""
+    parts = [getattr(row, column) for row in own]
+    given = order.rows(np.array([part is not None for part in parts], dtype=np.int64))
+    if not given.all():
+        if given.any():
+            bad = made.rows[int(np.flatnonzero(given == 0)[0])].uid
+            raise CorruptError(f"row {bad} has no {column}, others of its batch have")
+        return None
+    return order.tokens([_response(*pair) for pair in zip(own, parts, strict=True)], np.float32)
 
 
 def _response(row: Trajectory, column: npt.NDArray[Any] | None) -> npt.NDArray[Any]:

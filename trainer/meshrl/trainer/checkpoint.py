@@ -7,8 +7,7 @@ A kill at any moment leaves the last good one; leftovers are ignored and swept. 
 epoch first: what a trainer that resumed at step 10 has written is newer than its predecessor's step 20.
 
 There is no scheduler and no RNG state in a checkpoint: the learning rate is a pure function of the step, and the
-draws of a step are seeded by (seed, step, rank). DCP keeps its index as a pickle, so a checkpoint directory is as
-trusted as the code that reads it.
+draws of a step are seeded by (seed, step, rank). `saving.py` writes beside training what `freeze` has copied.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import xxhash
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -35,8 +36,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from meshrl.contract.errors import CapacityError, CorruptError, UserError
+from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.contract.nouns import Version
+from meshrl.trainer.dcp_reading import SafePlanner, SafeReader
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import Policy
 from meshrl.trainer.optim import Optimizers, Trained
@@ -44,6 +46,25 @@ from meshrl.trainer.optim import Optimizers, Trained
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 _WRITING = ".writing-"
+_REMOVING = ".removing-"
+
+Tensors: TypeAlias = dict[str, Any]
+"""What DCP calls a state dict: models and optimizers by name, nested."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay when a newer one is durable."""
+
+    newest: int
+    """How many of the newest."""
+    every: int | None = None
+    """Beside those, all whose step is a multiple of this."""
+
+    def drops(self, versions: list[Version]) -> list[Version]:
+        """What goes, of `versions`, newest first."""
+        old = versions[self.newest :]
+        return [v for v in old if self.every is None or v.step % self.every]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +112,60 @@ def save(
 
     Raises:
         CapacityError: the disk is full; the checkpoints before this one are as they were.
+        InfraError: it cannot be written for another reason.
+    """
+    beside = beside or {}
+    state = dataclasses.replace(state, beside=tuple(sorted(beside)))
+    tensors = _tensors(policy, optimizers, beside)
+    return write(root, tensors, state, world, keep=Keep(newest=keep))
+
+
+def freeze(
+    policy: Policy, optimizers: Optimizers, beside: Mapping[str, Trained] | None = None
+) -> Tensors:
+    """A copy of what a checkpoint holds, on the CPU: training may go on while `write` reads it.
+
+    Costs memory for one more model and optimizer on each rank (its shards of them). Every rank calls this.
+    """
+    frozen: Tensors = _copied(_tensors(policy, optimizers, beside or {}))
+    return frozen
+
+
+def write(root: Path, tensors: Tensors, state: TrainerState, world: World, *, keep: Keep) -> Path:
+    """Write tensors and state as one checkpoint; durable on return. Every rank calls this.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        tensors: What `freeze` gave.
+        state: Everything that is no tensor.
+        world: The ranks; off the thread that computes, with a group of its own (`World.with_own_group`).
+        keep: Which checkpoints stay.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CapacityError: the disk is full; the checkpoints before this one are as they were.
+        InfraError: it cannot be written for another reason: a rank is gone, another trainer swept it.
     """
     try:
-        state = dataclasses.replace(state, beside=tuple(sorted(beside or {})))
-        tensors = _tensors(policy, optimizers, beside or {})
-        return _save(root, tensors, state, world, keep=keep)
+        return _write(root, tensors, state, world, keep)
+    except CheckpointException as error:  # DCP's, of one rank or several
+        first = next(cause for cause, _ in error.failures.values())
+        raise _failed(root, state, first) from error
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise CapacityError(
+        raise _failed(root, state, error) from error
+
+
+def _failed(root: Path, state: TrainerState, error: BaseException) -> Exception:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(
             f"no space left in {root} for the checkpoint of step {state.step}; free some and start again"
-        ) from error
+        )
+    return InfraError(f"cannot write the checkpoint of step {state.step} in {root}: {error}")
 
 
-def _save(
-    root: Path, tensors: dict[str, Any], state: TrainerState, world: World, *, keep: int
-) -> Path:
+def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep: Keep) -> Path:
     final = root / f"step-{state.step:08d}-epoch-{state.epoch:04d}"
     writing = root / f"{_WRITING}{final.name}"
     if world.is_main:
@@ -114,7 +173,11 @@ def _save(
         sweep(root)
         writing.mkdir()
     world.barrier()
-    state_dict_saver.save(tensors, storage_writer=FileSystemWriter(writing / "tensors"))
+    state_dict_saver.save(
+        tensors,
+        storage_writer=FileSystemWriter(writing / "tensors"),
+        process_group=world.group,
+    )
     if world.is_main:
         facts = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
         (writing / "state.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
@@ -126,10 +189,18 @@ def _save(
         else:
             writing.rename(final)
             _fsync(root)
-        for _, path in list(found(root))[keep:]:
-            shutil.rmtree(path)
+        _prune(root, keep)
     world.barrier()
     return final
+
+
+def _prune(root: Path, keep: Keep) -> None:
+    """Out of sight by one rename, then removed: a kill in between leaves nothing that looks like a checkpoint."""
+    paths = dict(found(root))
+    for version in keep.drops(list(paths)):
+        doomed = root / f"{_REMOVING}{paths[version].name}"
+        paths[version].rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def load(
@@ -159,7 +230,9 @@ def load(
             " start a run with another name"
         )
     tensors = _tensors(policy, optimizers, beside)
-    state_dict_loader.load(tensors, storage_reader=FileSystemReader(path / "tensors"))
+    state_dict_loader.load(
+        tensors, storage_reader=SafeReader(path / "tensors"), planner=SafePlanner()
+    )
     set_model_state_dict(policy, tensors["model"])
     if optimizers is not None:
         set_optimizer_state_dict(policy, optimizers.parts, tensors["optimizer"])
@@ -208,9 +281,10 @@ def found(root: Path) -> Iterator[tuple[Version, Path]]:
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed writers left."""
-    for path in root.glob(f"{_WRITING}*"):
-        shutil.rmtree(path)
+    """Remove what killed writers left. A writer that still lives can then put nothing in place."""
+    for prefix in (_WRITING, _REMOVING):
+        for path in root.glob(f"{prefix}*"):
+            shutil.rmtree(path)
 
 
 def _tensors(
@@ -225,6 +299,17 @@ def _tensors(
             "optimizer": get_optimizer_state_dict(other.model, other.optimizers.parts),
         }
     return tensors
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        own = value.detach()
+        return own.clone() if own.device.type == "cpu" else own.cpu()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
 
 
 def _fingerprints(path: Path) -> dict[str, str]:

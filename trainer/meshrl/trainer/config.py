@@ -311,6 +311,9 @@ class TrainerConfig(Config):
     save_freq: int = -1
     """Steps between checkpoints; -1 saves at the end only."""
     max_ckpt_to_keep: PositiveInt = 2
+    """The newest so many stay."""
+    keep_ckpt_every: PositiveInt | None = None
+    """Beside those, checkpoints stay whose step is a multiple of this."""
     default_local_dir: Path | None = None
     """Checkpoints; None is `<run.dir>/checkpoints`."""
     resume_mode: Literal["auto", "disable"] = "auto"

@@ -6,6 +6,7 @@ FSDP's own collectives (NCCL on GPUs).
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class World:
     mesh: DeviceMesh
     owns_group: bool
     """True when `close` has a process group to end."""
+    group: dist.ProcessGroup | None = None
+    """What `broadcast`, `all_gather` and `barrier` speak over; None is the default group."""
 
     @classmethod
     def start(cls, device: Literal["auto", "cpu", "cuda"] = "auto") -> World:
@@ -73,6 +76,13 @@ class World:
         """Rank 0 talks to the queue, writes metrics and checkpoints' state."""
         return self.rank == 0
 
+    def with_own_group(self) -> World:
+        """The same ranks with a gloo group of their own, for a second thread. Every rank calls this.
+
+        Collectives of two threads over one group would be paired by chance.
+        """
+        return dataclasses.replace(self, group=dist.new_group(backend="gloo"), owns_group=False)
+
     def broadcast(self, payload: bytes = b"") -> bytes:
         """Rank 0's payload, on every rank.
 
@@ -83,11 +93,11 @@ class World:
             return payload
         try:
             size = torch.tensor([len(payload)], dtype=torch.int64)
-            dist.broadcast(size, src=0)
+            dist.broadcast(size, src=0, group=self.group)
             data = torch.zeros(int(size), dtype=torch.uint8)
             if self.is_main:
                 data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            dist.broadcast(data, src=0)
+            dist.broadcast(data, src=0, group=self.group)
         except RuntimeError as error:
             raise InfraError(
                 f"rank {self.rank} of {self.size}: a peer rank is gone ({error})"
@@ -100,13 +110,13 @@ class World:
             return [own]
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([len(own)], dtype=torch.int64))
+            dist.all_gather(sizes, torch.tensor([len(own)], dtype=torch.int64), group=self.group)
             longest = max(1, *(int(size) for size in sizes))
             padded = torch.from_numpy(
                 np.resize(own, longest) if len(own) else np.zeros(longest, own.dtype)
             )
             parts = [torch.zeros_like(padded) for _ in range(self.size)]
-            dist.all_gather(parts, padded)
+            dist.all_gather(parts, padded, group=self.group)
         except RuntimeError as error:
             raise InfraError(
                 f"rank {self.rank} of {self.size}: a peer rank is gone ({error})"

@@ -12,7 +12,7 @@ from meshrl.trainer.mismatch import mismatch_by, mismatch_metrics
 from meshrl.trainer.ragged import Ragged
 
 BY_LABEL = ("kl", "k3_kl", "chi2_token")
-"""The mismatch metrics that are reported per policy version."""
+"""The mismatch metrics that are reported per policy version and per engine replica."""
 
 
 def experience_facts(experience: Experience) -> dict[str, Json]:
@@ -49,12 +49,17 @@ def component_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def mismatch_facts(
-    ragged: Ragged, trainer: torch.Tensor, rollout: torch.Tensor, versions: torch.Tensor
+    ragged: Ragged,
+    trainer: torch.Tensor,
+    rollout: torch.Tensor,
+    versions: torch.Tensor,
+    replicas: Sequence[str],
 ) -> dict[str, float]:
     """How far the trainer's log-probs float32[N] are from the rollout's on the same tokens.
 
     `mismatch_metrics`, and the mean and largest absolute difference; `mismatch/version_<step>/…` the main ones of the
-    tokens that each policy step sampled (`versions` int64[N]), where there are several. Empty when none was sampled.
+    tokens that each policy step sampled (`versions` int64[N]), where there are several; `mismatch/replica_<name>/…`
+    of the rows of each engine (`replicas`, B names; "" is nobody's). Empty when no token was sampled.
     """
     if not bool(ragged.mask.any()):
         return {}
@@ -64,7 +69,12 @@ def mismatch_facts(
         "logprob_abs_mean": float(gap.mean()),
         "logprob_abs_max": float(gap.max()),
     }
+    names = sorted(set(replicas))
+    places = torch.tensor([names.index(name) for name in replicas])[ragged.rows]
     by_version = mismatch_by(ragged, trainer, rollout, versions)
-    for version, found in by_version.items() if len(by_version) > 1 else ():
-        facts |= {f"version_{version}/{name}": found[name] for name in BY_LABEL}
+    by_replica = mismatch_by(ragged, trainer, rollout, places)
+    parts = {f"version_{at}": by_version[at] for at in by_version if len(by_version) > 1}
+    parts |= {f"replica_{names[at]}": by_replica[at] for at in by_replica if names[at]}
+    for label, found in parts.items():
+        facts |= {f"{label}/{name}": found[name] for name in BY_LABEL}
     return {f"mismatch/{name}": value for name, value in facts.items()}

@@ -2,7 +2,8 @@
 
     queue ──take──▶ learn (compute thread) ──settle──▶ queue
                       │                                  ▲ commit, after a durable checkpoint
-                      └──snapshot──▶ publisher ──▶ fleet │
+                      ├──snapshot──▶ publisher ──▶ fleet │
+                      └──copy──▶ Saves ──────────────────┘
     evaluations: one task beside the loop, owned by it
 
 consumes: batches of complete groups. waits for: a batch, the previous version's transfer. unblocked by: the queue,
@@ -19,7 +20,6 @@ from typing import cast
 from meshrl.contract.nouns import Batch, TrainerPhase, Version
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.rows import trajectory
-from meshrl.trainer import checkpoint
 from meshrl.trainer.batch import Schedule
 from meshrl.trainer.board import Board
 from meshrl.trainer.checkpoint import TrainerState
@@ -31,6 +31,7 @@ from meshrl.trainer.export import export_policy
 from meshrl.trainer.intake import Intake, Word
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.one_reward import OneReward
+from meshrl.trainer.saving import Saves
 from meshrl.trainer.setting import Setting
 from meshrl.trainer.snapshot import take_snapshot
 from meshrl.trainer.step import Learner
@@ -75,8 +76,7 @@ class Trainer:
         self._queue = queue
         self._publisher = publisher
         self._metrics = metrics
-        self._saved = state.step or -1
-        """Step of the newest durable checkpoint."""
+        self._saves = Saves(setting, learner, compute, queue, step=state.step)
         self._board = Board(setting.total_steps)
         self._intake = Intake(setting, queue, self._world, compute, self._board, rewards)
         self._evaluations = (
@@ -103,19 +103,24 @@ class Trainer:
         """
         failed = True
         try:
-            await self._begin()
-            while (given := await self._next()) not in (Word.END, Word.DRAIN):
-                if isinstance(given, Batch):
-                    await self._train(given)
-                if given is Word.SAVE or self._due(self._setting.trainer.save_freq):
-                    await self._save()
-            await self._save()
-            if given is Word.END:
-                await self._finish()
+            await self._saves.beside(self._learn_to_the_end())
             failed = False
             return self._state
         finally:
             await self._stop(failed)
+
+    async def _learn_to_the_end(self) -> None:
+        await self._begin()
+        while (given := await self._next()) not in (Word.END, Word.DRAIN):
+            if isinstance(given, Batch):
+                await self._train(given)
+            if given is Word.SAVE:
+                await self._save_now()
+            elif self._due(self._setting.trainer.save_freq):
+                await self._save()
+        await self._save_now()
+        if given is Word.END:
+            await self._finish()
 
     async def _next(self) -> Batch | Word:
         """The same on every rank."""
@@ -195,24 +200,15 @@ class Trainer:
         return frequency > 0 and self.step % frequency == 0
 
     async def _save(self) -> None:
-        """A durable checkpoint, then the commit that releases its rows."""
-        learner, state = self._learner, self._state
+        """Start a checkpoint; once it is durable its rows are released."""
         with self._board.phase(TrainerPhase.CHECKPOINTING):
-            if self._saved != self.step:
-                await self._compute.run(
-                    lambda: checkpoint.save(
-                        self._setting.checkpoints,
-                        learner.policy,
-                        learner.optimizers,
-                        state,
-                        self._world,
-                        keep=self._setting.trainer.max_ckpt_to_keep,
-                        beside=learner.beside,
-                    )
-                )
-                self._saved = self.step
-            if self._world.is_main:
-                await self._queue.commit(self._setting.run, epoch=state.epoch, step=state.step)
+            await self._saves.begin(self._state)
+
+    async def _save_now(self) -> None:
+        """Return when the checkpoint of this step is durable and its rows are released."""
+        await self._save()
+        with self._board.phase(TrainerPhase.CHECKPOINTING):
+            await self._saves.done()
         self._intake.saved(self.step)
 
     async def _finish(self) -> None:
@@ -236,6 +232,7 @@ class Trainer:
         """End what this loop owns."""
         if self._evaluations:
             await self._evaluations.close()
+        await self._saves.close()
         self._intake.close()
         if self._rewards:
             await self._rewards.close()

@@ -25,12 +25,20 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from meshrl.contract.errors import InfraError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import REWARD_INPUTS, Batch, Columns, Json, Sample, Score, Uid
+from meshrl.contract.nouns import (
+    REWARD_INPUTS,
+    TOKEN_REWARDS,
+    Batch,
+    Columns,
+    Json,
+    Sample,
+    Score,
+    Uid,
+)
 from meshrl.contract.ports import Queue
-from meshrl.contract.rows import column_text, reward_write, sample_again
+from meshrl.contract.rows import column_text, reward_write, sample_again, text_column
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +62,19 @@ class RewardVersions(Protocol):
 class OneReward:
     """A Queue whose batches are of one reward version; everything else is the queue's own."""
 
-    def __init__(self, queue: Queue, versions: RewardVersions | None) -> None:
+    def __init__(
+        self, queue: Queue, versions: RewardVersions | None, *, token_rewards: bool = False
+    ) -> None:
         """Wrap `queue`.
 
         Args:
             queue: Where batches come from.
             versions: Who scores again; None where nobody is known, then a mixed batch is refused.
+            token_rewards: Whether rows have a reward for each token.
         """
         self._queue = queue
         self._versions = versions
+        self._token_rewards = token_rewards
         self._step = -1
         self._hash = ""
         """What the last batch was unified to."""
@@ -121,18 +133,21 @@ class OneReward:
     def to_json(self) -> Json:
         """The scores of this step's rows, for the other ranks."""
         return {
-            str(uid): [float(c["reward"][0]), *(column_text(c[name]) for name in _TEXTS)]
+            str(uid): {
+                **{name: column_text(c[name]) for name in _TEXTS},
+                **{name: c[name].tolist() for name in _NUMBERS if name in c},
+            }
             for uid, c in self._overlay.items()
         }
 
     def hear(self, told: Mapping[str, Json]) -> None:
         """On another rank: what `to_json` said on rank 0."""
         self._overlay = {}
-        for uid, (reward, *texts) in told.items():
-            columns: dict[str, npt.NDArray[Any]] = {"reward": np.array([reward], dtype=np.float32)}
-            for name, text in zip(_TEXTS, texts, strict=True):
-                columns[name] = np.frombuffer(text.encode(), dtype=np.uint8)
-            self._overlay[Uid.parse(uid)] = columns
+        for uid, columns in told.items():
+            self._overlay[Uid.parse(uid)] = {
+                name: text_column(value) if name in _TEXTS else np.array(value, dtype=np.float32)
+                for name, value in columns.items()
+            }
 
     def _overlaid(self, uid: Uid, row: Columns) -> Columns:
         over = self._overlay.get(uid)
@@ -182,8 +197,9 @@ class OneReward:
     async def _score_again(self, run: str, uids: Sequence[Uid], wanted: str) -> Collection[Uid]:
         """Fill the overlay; the rows that could not be scored."""
         assert self._versions is not None
-        columns = await self._queue.fetch(run, uids, ("response_text", REWARD_INPUTS))
-        left = {uid: sample_again(uid, c) for uid, c in zip(uids, columns, strict=True)}
+        names = ("response_text", REWARD_INPUTS, *("loss_mask",) * self._token_rewards)
+        rows = dict(zip(uids, await self._queue.fetch(run, uids, names), strict=True))
+        left = {uid: sample_again(uid, columns) for uid, columns in rows.items()}
         for _ in range(TRIES):
             for score in await self._versions.score(list(left.values()), reward_hash=wanted):
                 if not score.outcome.trainable:
@@ -195,7 +211,8 @@ class OneReward:
                         f"asked for a score by {wanted}, got one by {score.reward_hash}"
                     )
                 else:
-                    self._overlay[score.uid] = reward_write(score).columns
+                    mask = rows[score.uid].get("loss_mask")
+                    self._overlay[score.uid] = reward_write(score, loss_mask=mask).columns
                     del left[score.uid]
             if not left:
                 break
@@ -203,3 +220,4 @@ class OneReward:
 
 
 _TEXTS = ("reward_components", "reward_hash")
+_NUMBERS = ("reward", TOKEN_REWARDS)

@@ -184,7 +184,12 @@ class PolicyGradient:
             corrected = correct(ragged, logprobs, experience.rollout_logprobs, self._correction)
             ragged, weights = ragged.with_mask(corrected.mask), corrected.weights
             metrics |= corrected.metrics
-        rewards = outcome_rewards(ragged, self._outcomes(experience, metrics))
+        outcomes = self._outcomes(experience, metrics)
+        if experience.token_rewards is None:
+            rewards = outcome_rewards(ragged, outcomes)
+        else:  # beside the judge's own only what was added to the score counts: the overlong penalty
+            extra = outcome_rewards(ragged, outcomes - experience.rewards)
+            rewards = experience.token_rewards + extra
         if self._algorithm.use_kl_in_reward:
             penalised = kl_in_reward(
                 ragged,

@@ -77,4 +77,9 @@ async def _acquire(setting: Setting, queue: Queue) -> dict[str, Json]:
             "restore the checkpoint, or start a run with another name"
         )
     state = await queue.acquire(run, setting.owner)
+    # A predecessor that is fenced now may still be writing: without its directory it can put nothing in place.
+    # What it finished between our look and this is newer than what we saw.
+    checkpoint.sweep(root)
+    if good and next(checkpoint.found(root))[1] != good[0]:
+        good = checkpoint.newest(root)
     return {"epoch": state.epoch, "checkpoint": str(good[0]) if good else None}

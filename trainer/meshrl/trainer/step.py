@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshrl.contract.nouns import Batch, Json, Trajectory
+from meshrl.contract.nouns import TOKEN_REWARDS, Batch, Json, Trajectory
 from meshrl.trainer.batch import (
     Experience,
     MiniBatch,
@@ -42,7 +42,10 @@ from meshrl.trainer.value_learner import ValueLearner
 log = logging.getLogger(__name__)
 
 
-COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "reward", "reward_components")
+COLUMNS = (
+    *("tokens", "loss_mask", "rollout_logprobs", "spans", "replica"),
+    *("reward", "reward_components"),
+)
 
 
 class Learner:
@@ -61,6 +64,7 @@ class Learner:
         total_steps: int | None,
         critic: ValueLearner | None = None,
         rewarder: RewardLearner | None = None,
+        token_rewards: bool = False,
     ) -> None:
         """Keep the parts.
 
@@ -75,12 +79,14 @@ class Learner:
             total_steps: Where a falling learning rate ends; None keeps it from falling.
             critic: Where the objective needs values.
             rewarder: Where it needs process rewards.
+            token_rewards: Whether rows have a reward for each token, which then count instead of the score.
         """
         self.policy = policy
         self.optimizers = optimizers
         self.world = world
         self.needs = objective.needs
-        self.columns = (*COLUMNS, *objective.needs.columns)
+        per_token = (TOKEN_REWARDS,) if token_rewards else ()
+        self.columns = (*COLUMNS, *per_token, *objective.needs.columns)
         self._objective = objective
         self._actor = actor
         self._temperature = temperature
@@ -231,7 +237,13 @@ class Learner:
             parts = [first.get(row, unknown[row]) for row in rows]
             logprobs = gather_tokens(work.rows.made, parts, self.world)
             ragged = ragged.with_mask(ragged.mask & ~logprobs.isnan())
-        return mismatch_facts(ragged, logprobs, experience.rollout_logprobs, experience.versions)
+        return mismatch_facts(
+            ragged,
+            logprobs,
+            experience.rollout_logprobs,
+            experience.versions,
+            experience.replicas,
+        )
 
     def _update(self, mini: MiniBatch, work: _Work, rate: float, updates: int) -> float:
         """One optimizer step; returns the gradient norm before clipping."""

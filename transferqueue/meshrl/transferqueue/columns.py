@@ -23,13 +23,15 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     "rollout_logprobs": (_F4, 1),
     "spans": (_I8, 2),
     "response_text": (_U1, 1),
+    "replica": (_U1, 1),
     "reward": (_F4, 1),
     "reward_components": (_U1, 1),
     "reward_hash": (_U1, 1),
+    "token_rewards": (_F4, 1),
     "ref_logprobs": (_F4, 1),
 }
 """Name to (dtype, rank); a column that is not named here may have any storable type."""
-PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs"})
+PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs", "token_rewards"})
 
 
 class _Refused(Exception):
@@ -98,6 +100,8 @@ def _check_column(name: str, column: Column, num_tokens: tuple[int, ...]) -> Non
         pairs = enumerate(zip(column.lengths, num_tokens, strict=True))
         position, (length, wanted) = next(found for found in pairs if found[1][0] != found[1][1])
         raise _Refused(f"column {name} has {length} entries, the row {wanted} tokens", position)
+    if name == "token_rewards":
+        _check_finite(name, column)
     if name == "spans" and entry.tail != (4,):
         raise _Refused(f"column spans is {_shape(column)}, want int64[n, 4]")
     if name == "reward":
@@ -114,6 +118,15 @@ def _check_reward(column: Column) -> None:
         if length != 1 or not np.isfinite(array[0]):
             raise _Refused(f"column reward is {array}, want one finite number", position)
         at += length
+
+
+def _check_finite(name: str, column: Column) -> None:
+    assert column.lengths is not None
+    values = column.values
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        position = int(np.searchsorted(np.cumsum(column.lengths), bad[0], side="right"))
+        raise _Refused(f"column {name} holds {values[bad[0]]}, want finite numbers", position)
 
 
 def _shape(column: Column) -> str:

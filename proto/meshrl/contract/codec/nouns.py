@@ -107,6 +107,16 @@ def decode_sampling(message: pb.SamplingParams) -> SamplingParams:
     )
 
 
+def encode_messages(messages: Iterable[Message]) -> list[pb.Message]:
+    """In order."""
+    return [pb.Message(role=m.role, content=m.content) for m in messages]
+
+
+def decode_messages(messages: Iterable[pb.Message]) -> tuple[Message, ...]:
+    """In order."""
+    return tuple(Message(role=m.role, content=m.content) for m in messages)
+
+
 @encoder
 def encode_task(task: Task) -> pb.Task:
     """Raises UserError when `ground_truth` or `extra_info` is not JSON."""
@@ -114,7 +124,7 @@ def encode_task(task: Task) -> pb.Task:
         run=task.run,
         task_id=task.task_id,
         prompt_ids=encode_array(task.prompt_ids),
-        messages=[pb.Message(role=m.role, content=m.content) for m in task.messages],
+        messages=encode_messages(task.messages),
         data_source=task.data_source,
         ground_truth_json=lossless_json(task.ground_truth),
         extra_info_json=lossless_json(dict(task.extra_info) or None),
@@ -136,7 +146,7 @@ def decode_task(message: pb.Task) -> Task:
         run=message.run,
         task_id=message.task_id,
         prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
-        messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
+        messages=decode_messages(message.messages),
         data_source=message.data_source,
         ground_truth=from_json(message.ground_truth_json),
         extra_info=json_object(message.extra_info_json),

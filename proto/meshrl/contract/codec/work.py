@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshrl.contract.codec.arrays import decode_array, encode_array
 from meshrl.contract.codec.checks import (
     EnumCodec,
@@ -16,9 +18,11 @@ from meshrl.contract.codec.checks import (
 )
 from meshrl.contract.codec.nouns import (
     OUTCOMES,
+    decode_messages,
     decode_sampling,
     decode_uid,
     decode_version,
+    encode_messages,
     encode_sampling,
     encode_uid,
     encode_version,
@@ -44,6 +48,7 @@ def encode_generate_request(request: GenerateRequest) -> rollout_pb2.GenerateReq
         request_id=request.request_id,
         prompt_ids=encode_array(request.prompt_ids),
         sampling=encode_sampling(request.sampling),
+        continued=request.continued,
     )
 
 
@@ -55,6 +60,7 @@ def decode_generate_request(message: rollout_pb2.GenerateRequest) -> GenerateReq
         request_id=message.request_id,
         prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
         sampling=decode_sampling(message.sampling),
+        continued=message.continued,
     )
 
 
@@ -123,6 +129,7 @@ def encode_sample(sample: Sample) -> reward_pb2.Sample:
         solution=printable(sample.solution),
         ground_truth_json=lossless_json(sample.ground_truth),
         extra_info_json=lossless_json(dict(sample.extra_info) or None),
+        messages=encode_messages(sample.messages),
     )
 
 
@@ -135,12 +142,14 @@ def decode_sample(message: reward_pb2.Sample) -> Sample:
         solution=message.solution,
         ground_truth=from_json(message.ground_truth_json),
         extra_info=json_object(message.extra_info_json),
+        messages=decode_messages(message.messages),
     )
 
 
 @encoder
 def encode_score(score: Score) -> reward_pb2.Score:
     """Any score."""
+    tokens = score.token_rewards
     return reward_pb2.Score(
         uid=encode_uid(score.uid),
         outcome=OUTCOMES.encode(score.outcome),
@@ -148,12 +157,17 @@ def encode_score(score: Score) -> reward_pb2.Score:
         components=score.components,
         reason=printable(score.reason),
         reward_hash=score.reward_hash,
+        token_rewards=None if tokens is None else encode_array(np.array(tokens, np.float64)),
     )
 
 
 @decoder
 def decode_score(message: reward_pb2.Score) -> Score:
     """Raises UserError."""
+    tokens: tuple[float, ...] | None = None
+    if message.HasField("token_rewards"):
+        array = decode_array(message.token_rewards, "float64", axes=1, name="token_rewards")
+        tokens = tuple(array.tolist())
     return Score(
         uid=decode_uid(message.uid),
         outcome=OUTCOMES.decode(message.outcome),
@@ -161,6 +175,7 @@ def decode_score(message: reward_pb2.Score) -> Score:
         components=dict(message.components),
         reason=message.reason,
         reward_hash=message.reward_hash,
+        token_rewards=tokens,
     )
 
 

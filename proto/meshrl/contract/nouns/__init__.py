@@ -56,6 +56,7 @@ from meshrl.contract.nouns.runs import (
     REWARD_STAGE,
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
+    TOKEN_REWARDS,
     UNBOUNDED,
     DeadLetter,
     GroupPolicy,
@@ -65,6 +66,7 @@ from meshrl.contract.nouns.runs import (
     StageSpec,
     StalePolicy,
     Waiting,
+    reward_stage,
 )
 from meshrl.contract.nouns.tasks import (
     Message,
@@ -89,6 +91,7 @@ __all__ = [
     "REWARD_STAGE",
     "ROLLOUT_COLUMNS",
     "ROLLOUT_STAGE",
+    "TOKEN_REWARDS",
     "UNBOUNDED",
     "Batch",
     "BatchGroup",
@@ -137,5 +140,6 @@ __all__ = [
     "gathered",
     "oldest_version",
     "packed_groups",
+    "reward_stage",
     "siblings",
 ]

@@ -17,6 +17,10 @@ class GenerateRequest:
     prompt_ids: Int32
     """int32[P]"""
     sampling: SamplingParams
+    continued: int = 0
+    """So many of the last `prompt_ids` are of the response itself, sampled before: draws and stop strings go on from
+    there. `sampling.max_tokens` counts what may still come, and may be 0 here: a response that has ended already is
+    answered with its finish reason alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

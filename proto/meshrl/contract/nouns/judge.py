@@ -33,4 +33,4 @@ class Score:
     reason: str = ""
     reward_hash: str = ""
     token_rewards: tuple[float, ...] | None = None
-    """One per response token, in order, where the judge gives them; then `score` is what reports show."""
+    """One per response token, in order, where the judge gives them: the reward then; `score` is what reports show."""

@@ -50,8 +50,12 @@ class Trajectory:
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     reward_hash: str = ""
+    token_rewards: Float32 | None = None
+    """float32[T]: each token's reward, where the run has the column; 0 outside the response."""
     ref_logprobs: Float32 | None = None
     """float32[T]: log-probabilities under the frozen reference; 0 on the first token."""
+    replica: str = ""
+    """Who sampled it: the rollout worker's name. Where several did, one going on from another, the last of them."""
 
     @property
     def prompt_length(self) -> int:

@@ -19,16 +19,34 @@ class StageSpec:
     writes: tuple[str, ...]
 
 
-ROLLOUT_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text")
+ROLLOUT_COLUMNS = (
+    *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text"),
+    "replica",
+)
 REWARD_COLUMNS = ("reward", "reward_components", "reward_hash")
 REWARD_INPUTS = "reward_inputs"
 """What a judge saw beside the response, as JSON: with it a row can be scored again."""
+TOKEN_REWARDS = "token_rewards"
+"""float32[T]: what each token is rewarded with, where the run asks for that."""
 REFERENCE_COLUMNS = ("ref_logprobs",)
 ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
 REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
-RESCORABLE_REWARD_STAGE = StageSpec(
-    name="reward", reads=REWARD_STAGE.reads, writes=(*REWARD_COLUMNS, REWARD_INPUTS)
-)
+
+
+def reward_stage(*, keep_inputs: bool = False, token_rewards: bool = False) -> StageSpec:
+    """The reward stage of a run, whose columns are fixed when it is opened.
+
+    Args:
+        keep_inputs: Rows keep what was scored, so that they can be scored again.
+        token_rewards: The stage reads the tokens and rewards each of them.
+    """
+    writes = REWARD_STAGE.writes
+    writes += (REWARD_INPUTS,) * keep_inputs + (TOKEN_REWARDS,) * token_rewards
+    reads = (*REWARD_STAGE.reads, "tokens") if token_rewards else REWARD_STAGE.reads
+    return StageSpec(name=REWARD_STAGE.name, reads=reads, writes=writes)
+
+
+RESCORABLE_REWARD_STAGE = reward_stage(keep_inputs=True)
 REFERENCE_STAGE = StageSpec(name="reference", reads=("tokens",), writes=REFERENCE_COLUMNS)
 
 

@@ -2,6 +2,8 @@
 
     reward = Σ weight · score        unless a gated part scores below its gate: then that part alone, weight · score
 
+Where a part rewards tokens, so does the sum; what a part that does not has to say joins at the last token.
+
 Components are what GDPO weighs by itself (`algorithm.gdpo_reward_keys`). A part that gives no score gives the whole
 none: half a reward would be a wrong one.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 from meshrl.contract.nouns import Outcome, Sample, Score
@@ -69,25 +72,40 @@ class CompositeJudge:
         for part, score in zip(self._parts, scores, strict=True):
             if not score.outcome.trainable:
                 named = f"{part.label}: {score.reason}" if part.label else score.reason
-                return Score(
-                    uid=sample.uid, outcome=score.outcome, reason=named, reward_hash=self._hash
-                )
+                return self._fault(sample, score.outcome, named)
         total, outcome, components = 0.0, Outcome.OK, dict[str, float]()
         gated: float | None = None
+        tokens, plain = list[float](), 0.0
         for part, score in zip(self._parts, scores, strict=True):
             total += part.weight * score.score
             if part.gate is not None and score.score < part.gate and gated is None:
                 gated = part.weight * score.score
+            if score.token_rewards is None:
+                plain += part.weight * score.score
+            elif tokens and len(tokens) != len(score.token_rewards):
+                reason = (
+                    f"{part.label}: {len(score.token_rewards)} token_rewards, others {len(tokens)}"
+                )
+                return self._fault(sample, Outcome.INFRA_FAULT, reason)
+            else:
+                weighted = (part.weight * reward for reward in score.token_rewards)
+                tokens = [a + b for a, b in zip_longest(tokens, weighted, fillvalue=0.0)]
             if score.outcome is Outcome.POLICY_FAULT:
                 outcome = score.outcome
             prefix = f"{part.label}." if part.label else ""
             components |= {prefix + key: value for key, value in score.components.items()}
             if part.label:
                 components[part.label] = score.score
+        if tokens:
+            tokens[-1] += plain
         return Score(
             uid=sample.uid,
             outcome=outcome,
             score=total if gated is None else gated,
             components=components,
             reward_hash=self._hash,
+            token_rewards=tuple(tokens) if tokens and gated is None else None,
         )
+
+    def _fault(self, sample: Sample, outcome: Outcome, reason: str) -> Score:
+        return Score(uid=sample.uid, outcome=outcome, reason=reason, reward_hash=self._hash)

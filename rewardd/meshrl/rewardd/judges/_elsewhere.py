@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.nouns import Json, Outcome, Sample, Score
-from meshrl.rewardd.functions import numbers_of
+from meshrl.rewardd.functions import numbers_of, token_rewards_of
 from meshrl.rewardd.judges._guard import Guard, GuardConfig
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
@@ -88,7 +88,10 @@ class Elsewhere(ABC):
         try:
             async with self._slots:
                 result = await self._guard.ask(lambda: self._ask(sample))
-            score, components = numbers_of(result, f"the {self._kind} judge")
+            name = f"the {self._kind} judge"
+            score, components = numbers_of(result, name)
+            length = sample.extra_info.get("response_length")
+            tokens = token_rewards_of(result, name, length)
         except TimeoutError:
             return self._fault(sample, Outcome.TIMEOUT, "no score within its deadline")
         except MeshError as error:
@@ -99,6 +102,7 @@ class Elsewhere(ABC):
             score=score,
             components=components,
             reward_hash=self._hash,
+            token_rewards=None if tokens is None else tuple(tokens),
         )
 
     def _fault(self, sample: Sample, outcome: Outcome, why: str) -> Score:

@@ -1,7 +1,7 @@
 """A judge of your own behind HTTP: one POST of JSON per sample, a score back.
 
 POST url  {"uid", "data_source", "solution_str", "ground_truth", "extra_info", "messages"}
-200       a number, {"score": …, further numbers} or {"fault": "why no score"}
+200       a number, {"score": …, further numbers, "token_rewards": […]} or {"fault": "why no score"}
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ import zipfile
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.rewardd.kinds import ARGUMENTS, Kind
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.nouns import Case, Submission, checked_name
+from meshrl.rewardd.sandbox.limits import Limits
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(==[A-Za-z0-9][A-Za-z0-9.!+_-]*)?")
 WHEEL_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -24,8 +25,8 @@ MAX_WHEEL_FILES = 2000
 MAX_NOTE = 1000
 
 
-def checked(submission: Submission, config: RegistryConfig) -> Submission:
-    """The submission with its entry point and dependencies in their normal form.
+def checked(submission: Submission, config: RegistryConfig, bounds: Limits) -> Submission:
+    """The submission with its entry point, dependencies and limits in their normal form; `bounds` are the operator's.
 
     Raises:
         UserError: what is wrong, where, and what would be right; with `line` for a syntax error.
@@ -39,12 +40,20 @@ def checked(submission: Submission, config: RegistryConfig) -> Submission:
         raise UserError(f"the note has {len(submission.note)} characters; at most {MAX_NOTE}")
     _check_cases(submission, config)
     deps = tuple(sorted({_dependency(text, config) for text in submission.deps}))
-    submission = replace(submission, deps=deps)
+    submission = replace(submission, deps=deps, limits=_limits(submission, bounds))
     return (
         _checked_wheel(submission, config)
         if submission.wheel
         else _checked_source(submission, config)
     )
+
+
+def _limits(submission: Submission, bounds: Limits) -> dict[str, float]:
+    try:
+        limits = bounds.bounded(submission.limits)
+    except ConfigError as error:
+        raise UserError(error.message) from error
+    return {name: getattr(limits, name) for name in sorted(submission.limits)}
 
 
 def _check_cases(submission: Submission, config: RegistryConfig) -> None:

@@ -47,6 +47,8 @@ class Submission:
     """Packages that it imports, by name or as `name==version`."""
     cases: tuple[Case, ...] = ()
     """Run before acceptance; one that fails refuses the submission."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """What it wants less of than `reward.limits` allows, by the names of `Limits`: part of the version."""
     note: str = ""
     """For people."""
     point: bool = True
@@ -67,7 +69,7 @@ class Manifest:
     """The file beside this one: `source.py` or `<name>.whl`."""
     deps: tuple[str, ...] = ()
     limits: Mapping[str, Json] = field(default_factory=dict)
-    """Of the run that accepted it (`deadline_s`, `memory_limit_bytes`, `cpu_limit_s`): for the record."""
+    """What it asked for; what it did not is the operator's."""
 
     @property
     def is_wheel(self) -> bool:
@@ -172,9 +174,11 @@ class Name:
 
 
 def content_hash(submission: Submission) -> str:
-    """The version: SHA-256 over content, entry point, kind and dependencies; not over the name."""
+    """The version: SHA-256 over content, entry point, kind, dependencies and limits; not over the name."""
     digest = hashlib.sha256(submission.wheel or submission.source.encode("utf-8", "surrogatepass"))
     how = [submission.entry_point, submission.kind, sorted(submission.deps), bool(submission.wheel)]
+    if submission.limits:
+        how.append(sorted((name, float(limit)) for name, limit in submission.limits.items()))
     digest.update(json.dumps(how).encode())
     return digest.hexdigest()[:HASH_DIGITS]
 

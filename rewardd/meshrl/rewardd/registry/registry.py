@@ -165,17 +165,15 @@ class Registry:
             ConflictError: this version of this name was retired.
             CapacityError: there are too many versions.
         """
-        submission = await asyncio.to_thread(checked, submission, self._config.registry)
+        config = self._config
+        submission = await asyncio.to_thread(checked, submission, config.registry, config.limits)
         version = content_hash(submission)
         before = self._names.get(submission.name, Name(name=submission.name))
         _refuse_retired(before, version)
         self._pending[version] += 1
         try:
             async with self._loading:
-                limits = self._config.model_dump(
-                    mode="json", include={"deadline_s", "memory_limit_bytes", "cpu_limit_s"}
-                )
-                manifest = await asyncio.to_thread(self._store.add, submission, limits)
+                manifest = await asyncio.to_thread(self._store.add, submission)
                 await self._shelf.hold(version)
                 try:
                     await self._test(version, submission.cases)

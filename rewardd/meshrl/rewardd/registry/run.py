@@ -48,6 +48,7 @@ def version_judge(directory: Path, config: RewardConfig) -> PoolJudge:
     cell = submitted_cell(
         directory,
         config,
+        limits=manifest.limits,
         environment=environment_of(manifest.deps, config.wheelhouse, environments),
     )
     return PoolJudge(version_rule(directory), config, reward_hash=directory.name, cell=cell)

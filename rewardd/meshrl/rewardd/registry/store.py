@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class VersionStore:
             raise NotFoundError(f"no reward version {version!r}")
         return path
 
-    def add(self, submission: Submission, limits: Mapping[str, Any]) -> Manifest:
+    def add(self, submission: Submission) -> Manifest:
         """Write a version; one that is there stays as it is.
 
         Raises:
@@ -81,7 +81,7 @@ class VersionStore:
             kind=submission.kind,
             content=WHEEL if submission.wheel else SOURCE,
             deps=submission.deps,
-            limits=limits,
+            limits=submission.limits,
         )
         draft = self._draft(version)
         draft.mkdir()

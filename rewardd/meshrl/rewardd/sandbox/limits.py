@@ -22,9 +22,9 @@ class Limits(Config):
     """Seconds that a process may take to import the function."""
     cpu_s: PositiveInt | None = None
     """CPU seconds of one sample (RLIMIT_CPU), whole seconds; null: only the wall clock counts."""
-    memory_bytes: PositiveInt | None = 2 << 30
-    """Address space of each process (RLIMIT_AS); null: no limit."""
-    processes: PositiveInt | None = 16
+    memory_bytes: PositiveInt | None = 1 << 30
+    """Address space of each process (RLIMIT_AS); null: no limit. A cell can have `processes` times as much."""
+    processes: PositiveInt | None = 8
     """Processes and threads of one cell together (RLIMIT_NPROC); null: no limit."""
     open_files: PositiveInt | None = 64
     """File descriptors of each process (RLIMIT_NOFILE); null: no limit."""

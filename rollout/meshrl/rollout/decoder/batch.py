@@ -32,14 +32,19 @@ class Row:
     deliver: Callable[[GenerateDelta | MeshError], None]
     """Called on the consumer's event loop, in order."""
     limit: int
-    """Response tokens at most."""
+    """Response tokens at most, those before included."""
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None
     tokens: list[int] = field(default_factory=list)
+    """The response so far; a continued one begins with what was sampled before."""
     fresh_tokens: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
     finish_reason: str = ""
     error: InfraError | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens:
+            self.finish_reason = self._ending()
 
     @property
     def done(self) -> bool:
@@ -47,9 +52,14 @@ class Row:
         return bool(self.finish_reason) or self.error is not None
 
     @property
+    def sampled(self) -> list[int]:
+        """Response tokens that were sampled here."""
+        return self.tokens[self.request.continued :]
+
+    @property
     def longest(self) -> int:
         """Positions the row may come to hold."""
-        return len(self.request.prompt_ids) + self.limit
+        return len(self.request.prompt_ids) - self.request.continued + self.limit
 
     def take_fresh(self, version: Version) -> GenerateDelta:
         """What was sampled since the last call, all by `version`."""
@@ -73,12 +83,14 @@ class Row:
         self.tokens.append(token)
         self.fresh_tokens.append(token)
         self.fresh_logprobs.append(logprob)
-        if token in self.stop_ids or (
+        self.finish_reason = self._ending()
+
+    def _ending(self) -> str:
+        if self.tokens[-1] in self.stop_ids or (
             self.stop_strings is not None and self.stop_strings.completed_by(self.tokens)
         ):
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.limit:
-            self.finish_reason = "length"
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else ""
 
 
 class Batch:
@@ -143,7 +155,7 @@ class Batch:
         """Fill the cache anew under other weights; the next step goes on from there."""
         if self.rows:
             prefixes = [
-                np.concatenate([row.request.prompt_ids, np.array(row.tokens[:-1], dtype=np.int32)])
+                np.concatenate([row.request.prompt_ids, np.array(row.sampled[:-1], dtype=np.int32)])
                 for row in self.rows
             ]
             self._fill(weights, prefixes, 0)
@@ -168,7 +180,7 @@ class Batch:
         self._sampling.top_p[index] = sampling.top_p if sampling.top_p < 1 else OFF
         self._sampling.key[index] = row_key(sampling.seed, row.request.request_id)
         self._stored[index] = len(row.request.prompt_ids)
-        self._sampled[index] = 0
+        self._sampled[index] = row.request.continued
 
     def _leave(self, index: int) -> None:
         """The last row moves into the gap."""

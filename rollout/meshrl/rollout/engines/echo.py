@@ -36,7 +36,7 @@ from meshrl.contract.nouns import (
     WeightManifest,
 )
 from meshrl.rollout.options import read_options
-from meshrl.rollout.streams import TokenStream, check_sampling
+from meshrl.rollout.streams import TokenStream, check_request
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
 
@@ -122,11 +122,9 @@ class EchoEngine:
         """Repeat the prompt."""
         stream = TokenStream()
         try:
-            check_sampling(request.sampling)
+            check_request(request)
             if self._ended is not None:
                 raise UnavailableError(f"the engine has stopped: {self._ended}")
-            if len(request.prompt_ids) == 0:
-                raise UserError(f"request {request.request_id}: the prompt is empty")
         except (UserError, UnavailableError) as error:
             stream.push(error)
             return stream
@@ -211,11 +209,13 @@ class EchoEngine:
         return self.version != UNSERVED and not self._updating and self._running < self._slots
 
     async def _emit(self, request: GenerateRequest, push: Push) -> None:
-        config, prompt = self._config, request.prompt_ids
+        config, sent = self._config, request.continued
+        prompt = request.prompt_ids[: len(request.prompt_ids) - sent]
         whole = config.response_tokens or len(prompt)
-        length = min(whole, request.sampling.max_tokens)
+        length = min(whole, sent + request.sampling.max_tokens)
         reason = "stop" if whole <= length else "length"
-        sent = 0
+        if sent >= length:
+            push(_delta([], self.version, reason))
         while sent < length:
             count = min(config.tokens_per_delta, length - sent)
             await asyncio.sleep(count / config.tokens_per_s)

@@ -44,7 +44,7 @@ from meshrl.rollout.decoder.weights import (
     from_checkpoint,
 )
 from meshrl.rollout.options import read_options
-from meshrl.rollout.streams import TokenStream, check_sampling
+from meshrl.rollout.streams import TokenStream, check_request, response_before
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
 
@@ -167,6 +167,9 @@ class TorchEngine:
                 except UserError as error:
                     stream.push(error)
                     continue
+                if row.done:
+                    stream.push(row.take_fresh(self.version))
+                    continue
                 stream.on_close(functools.partial(_abort, thread, row))
                 rows.append(row)
             thread.post(Submit(rows))
@@ -263,12 +266,10 @@ class TorchEngine:
     ) -> Row:
         """Check a request at the threshold."""
         sampling = request.sampling
-        check_sampling(sampling)
+        check_request(request)
         prompt = request.prompt_ids
         room = self._max_length - len(prompt)
-        if len(prompt) == 0:
-            raise UserError(f"request {request.request_id}: the prompt is empty")
-        if room < 1:
+        if room < (0 if request.continued else 1):
             raise UserError(
                 f"request {request.request_id}: {len(prompt)} prompt tokens leave no room for a response in "
                 f"{self._max_length} (rollout.engine.max_model_len)"
@@ -284,11 +285,12 @@ class TorchEngine:
         return Row(
             request=request,
             deliver=deliver,
-            limit=min(sampling.max_tokens, room),
+            limit=request.continued + min(sampling.max_tokens, room),
             stop_ids=frozenset((*self._eos, *sampling.stop_token_ids)),
             stop_strings=StopStrings(sampling.stop, self._tokenizer, self._pieces)
             if sampling.stop and self._tokenizer
             else None,
+            tokens=response_before(request),
         )
 
     def _serving_thread(self) -> DecodeThread:

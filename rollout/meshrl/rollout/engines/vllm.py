@@ -39,7 +39,7 @@ from meshrl.contract.nouns import (
     WeightManifest,
 )
 from meshrl.rollout.decoder.stopping import StopStrings
-from meshrl.rollout.engines._vllm.answer import Answer, aborted
+from meshrl.rollout.engines._vllm.answer import Answer, ended
 from meshrl.rollout.engines._vllm.checkpoint import (
     Checkpoint,
     check_version,
@@ -49,10 +49,10 @@ from meshrl.rollout.engines._vllm.checkpoint import (
 from meshrl.rollout.engines._vllm.config import Config
 from meshrl.rollout.engines._vllm.host import Host
 from meshrl.rollout.engines._vllm.rate import Rate
-from meshrl.rollout.engines._vllm.request import sampling_params
+from meshrl.rollout.engines._vllm.request import ended_before, sampling_params
 from meshrl.rollout.engines._vllm.staging import Files, Staging
 from meshrl.rollout.options import read_options
-from meshrl.rollout.streams import TokenStream
+from meshrl.rollout.streams import TokenStream, response_before
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
 
@@ -176,6 +176,9 @@ class VllmEngine:
                 max_length=self.max_model_len,
                 finds_strings=self._tokenizer is not None,
             )
+            if reason := ended_before(request, sampling, self._stop_strings(request)):
+                push(ended(self._version, reason))
+                return stream
             answer = asyncio.create_task(
                 self._answer(request, sampling, push), name=f"vllm {request.request_id}"
             )
@@ -281,7 +284,7 @@ class VllmEngine:
         self, request: GenerateRequest, sampling: Mapping[str, Any], push: Push
     ) -> None:
         client, borders = self._host.client, self._borders
-        answer = Answer(self._version, self._stop_strings(request))
+        answer = Answer(self._version, self._stop_strings(request), response_before(request))
         body = {
             "request_id": uuid.uuid4().hex,
             "token_ids": request.prompt_ids.tolist(),
@@ -313,7 +316,7 @@ class VllmEngine:
         """Tell a reader whose request was cancelled, perhaps before it began."""
         self._answers.discard(answer)
         if answer.cancelled():
-            push(aborted(self._version))
+            push(ended(self._version, "abort"))
         elif error := answer.exception():
             push(InfraError(f"{type(error).__name__}: {error}"))
 

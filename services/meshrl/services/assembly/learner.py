@@ -39,6 +39,7 @@ def build_learner(recipe: Recipe, setting: Setting, world: World) -> Learner:
         total_steps=setting.total_steps,
         critic=_critic(recipe, setting, world) if needs.critic else None,
         rewarder=_rewarder(recipe, setting, world) if needs.implicit_reward else None,
+        token_rewards=recipe.reward.token_rewards,
     )
 
 

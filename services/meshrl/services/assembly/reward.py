@@ -15,6 +15,7 @@ from meshrl.contract.errors import UserError
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.open import open_registry
 from meshrl.rewardd.stage import RewardStage
+from meshrl.rewardd.token_ends import token_ends
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reward import RewardDoor
@@ -47,7 +48,9 @@ async def run(recipe: Recipe, site: Site) -> None:
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
         audit = stack.enter_context(closing(AuditLog(directory / "audit.jsonl")))
         desk = RewardDesk(registry, guard, audit)
-        queue = await stack.enter_async_context(connect_queue(address))
+        queue = await stack.enter_async_context(
+            connect_queue(address, compression=recipe.queue.compression)
+        )
         doors: list[Door] = [RewardDoor(registry.judge, registry.judge)]
         if submissions:
             doors.append(RewardRegistryDoor(desk))
@@ -67,6 +70,8 @@ async def run(recipe: Recipe, site: Site) -> None:
             limit=recipe.reward.slots,
             rows_per_call=recipe.reward.rows_per_call,
             keep_inputs=(recipe.run.name,) if recipe.reward.mixed_versions == "rescore" else (),
+            token_rewards=(recipe.run.name,) if recipe.reward.token_rewards else (),
+            token_ends=token_ends(recipe.tokenizer_dir) if recipe.reward.token_rewards else None,
         )
         await server.ready()
         await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)

@@ -32,6 +32,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         Server(site.settings, [RolloutDoor(engine)]) as server,
     ):
         runs = await open_runs(queue, recipe)
+        max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,
             engine,
@@ -39,7 +40,9 @@ async def run(recipe: Recipe, site: Site) -> None:
             runs=runs,
             worker=site.name,
             slots=recipe.rollout.slots,
-            deterministic=is_deterministic(recipe.rollout, float(recipe.queue.max_staleness)),
+            deterministic=is_deterministic(recipe.rollout, max_staleness),
+            journal=recipe.rollout,
+            max_staleness=max_staleness,
         )
         agent = WeightAgent(
             recipe.weights,

@@ -126,7 +126,9 @@ async def _lead(
 
 def _rewards(recipe: Recipe, queue: Queue, judge: JudgeWire | None) -> OneReward | None:
     """What makes each batch one of a single reward version, unless the recipe lets them mix."""
-    return OneReward(queue, judge) if recipe.reward.mixed_versions == "rescore" else None
+    if recipe.reward.mixed_versions != "rescore":
+        return None
+    return OneReward(queue, judge, token_rewards=recipe.reward.token_rewards)
 
 
 async def _follow(trainer: Trainer) -> None:

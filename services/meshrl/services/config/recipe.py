@@ -11,11 +11,10 @@ from pydantic import Field
 from meshrl.contract.config import Config
 from meshrl.contract.nouns import (
     REFERENCE_STAGE,
-    RESCORABLE_REWARD_STAGE,
-    REWARD_STAGE,
     ROLLOUT_STAGE,
     RunSpec,
     SamplingParams,
+    reward_stage,
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
@@ -149,8 +148,11 @@ def has_evaluation(recipe: Recipe) -> bool:
 
 def train_spec(recipe: Recipe) -> RunSpec:
     """What the training run asks of the queue. Every service opens it, so start order does not matter."""
-    rescorable = recipe.reward.mixed_versions == "rescore"
-    stages = (ROLLOUT_STAGE, RESCORABLE_REWARD_STAGE if rescorable else REWARD_STAGE)
+    reward = reward_stage(
+        keep_inputs=recipe.reward.mixed_versions == "rescore",
+        token_rewards=recipe.reward.token_rewards,
+    )
+    stages = (ROLLOUT_STAGE, reward)
     return recipe.queue.run_spec(
         recipe.run.name,
         group_size=group_rows(recipe),

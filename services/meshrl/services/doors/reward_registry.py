@@ -75,6 +75,7 @@ class RewardRegistryDoor(rpc.RewardRegistryServicer):
             deps=manifest.deps,
             content=content,
             is_wheel=manifest.is_wheel,
+            limits=manifest.limits,
             cases=map(registry_codec.encode_case, cases),
         )
 

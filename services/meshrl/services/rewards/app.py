@@ -49,6 +49,7 @@ SUBMIT_CONTENT = {
                         "kind": {"type": "string", "enum": [k.value for k in Kind]},
                         "deps": {"type": "string", "description": "separated by commas"},
                         "tests": {"type": "string", "description": "a JSON list"},
+                        "limits": {"type": "string", "description": "a JSON object"},
                         "note": {"type": "string"},
                         "hold": {"type": "string", "enum": ["true", "false"]},
                     },
@@ -231,9 +232,9 @@ async def _fields(form: FormData) -> Mapping[str, Any]:
     fields |= m.wheel_or_source(upload.filename or "", data)
     if "deps" in fields:
         fields["deps"] = [dep for dep in fields["deps"].split(",") if dep.strip()]
-    if "tests" in fields:
+    for key in {"tests", "limits"} & fields.keys():
         try:
-            fields["tests"] = json.loads(fields["tests"])
+            fields[key] = json.loads(fields[key])
         except (ValueError, RecursionError) as error:
-            raise UserError(f"tests is not JSON: {error}") from error
+            raise UserError(f"{key} is not JSON: {error}") from error
     return fields

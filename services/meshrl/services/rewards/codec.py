@@ -69,6 +69,7 @@ def encode_submission(submission: Submission) -> pb.SubmitRewardRequest:
         kind=encode_kind(submission.kind),
         deps=submission.deps,
         cases=map(encode_case, submission.cases),
+        limits=submission.limits,
         note=submission.note,
         hold=not submission.point,
     )
@@ -85,6 +86,7 @@ def decode_submission(message: pb.SubmitRewardRequest) -> Submission:
         kind=decode_kind(message.kind),
         deps=tuple(message.deps),
         cases=tuple(map(decode_case, message.cases)),
+        limits=dict(message.limits),
         note=message.note,
         point=not message.hold,
     )

@@ -67,6 +67,8 @@ class SubmitBody(_Model):
     """Packages that it imports."""
     tests: list[CaseModel] = Field(default_factory=list)
     """Run before acceptance."""
+    limits: dict[Text, FiniteFloat] = Field(default_factory=dict)
+    """What it wants less of than the operator allows: deadline_s, memory_bytes, processes …"""
     note: Text = ""
     """For people."""
     hold: bool = False
@@ -86,6 +88,7 @@ class SubmitBody(_Model):
             kind=self.kind,
             deps=tuple(self.deps),
             cases=tuple(case.case() for case in self.tests),
+            limits=self.limits,
             note=self.note,
             point=not self.hold,
         )
@@ -186,6 +189,8 @@ class VersionModel(_Model):
     entry_point: str
     kind: Kind
     deps: list[str]
+    limits: dict[str, float]
+    """What it asked for; the rest is the operator's."""
     source: str
     """Empty for a wheel."""
     wheel: str
@@ -201,6 +206,7 @@ class VersionModel(_Model):
             entry_point=manifest.entry_point,
             kind=manifest.kind,
             deps=list(manifest.deps),
+            limits=dict(manifest.limits),
             source="" if packed else content.decode(),
             wheel=base64.b64encode(content).decode() if packed else "",
             tests=[CaseModel.of(case) for case in cases],

@@ -117,6 +117,8 @@ class Link:
 
     async def _hold(self, channel: str, subscribed: asyncio.Event, patience_s: float) -> None:
         """Until cancelled. consumes: nothing. waits for: the loss of the connection. produces: being seen."""
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + patience_s
         while True:
             await self.call(_ping, float("inf") if subscribed.is_set() else patience_s)
             holder = self._holder = self._client_of(self._url, answer_s=None)
@@ -127,7 +129,8 @@ class Link:
                         if message["type"] == "subscribe":
                             subscribed.set()
             except (RedisError, OSError) as error:
-                if not subscribed.is_set():
+                patient = isinstance(error, _TRY_AGAIN) and clock() < give_up_at
+                if not subscribed.is_set() and not patient:
                     raise self._named(error) from error
                 log.info("redis at %s: ownership lost sight of (%s)", self.name, error)
             finally:

@@ -20,9 +20,13 @@ class Answer:
     may lie on either side of the border, and waits for the last chunk.
     """
 
-    def __init__(self, version: Version, stop_strings: StopStrings | None) -> None:
+    def __init__(
+        self, version: Version, stop_strings: StopStrings | None, before: Sequence[int] = ()
+    ) -> None:
+        """`before`: response tokens that a continued request begins with."""
         self._version = version
         self._stop_strings = stop_strings
+        self._response = list(before)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._sent = 0
@@ -40,7 +44,8 @@ class Answer:
             self._tokens.append(token)
             self._logprobs.append(logprob)
             if self._stop_strings is not None:
-                self._stopped = self._stop_strings.completed_by(self._tokens)
+                self._response.append(token)
+                self._stopped = self._stop_strings.completed_by(self._response)
         return len(self._tokens) - before
 
     @property
@@ -97,13 +102,13 @@ class Answer:
         )
 
 
-def aborted(version: Version) -> GenerateDelta:
-    """The last delta of a request that nobody waits for."""
+def ended(version: Version, reason: str) -> GenerateDelta:
+    """A last delta without tokens."""
     return GenerateDelta(
         tokens=np.empty(0, dtype=np.int32),
         logprobs=np.empty(0, dtype=np.float32),
         version=version,
-        finish_reason="abort",
+        finish_reason=reason,
     )
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import GenerateRequest
+from meshrl.rollout.decoder.stopping import StopStrings
 from meshrl.rollout.engines._vllm.checkpoint import Checkpoint
 from meshrl.rollout.engines._vllm.config import Config
-from meshrl.rollout.streams import check_sampling
+from meshrl.rollout.streams import check_request, response_before
 
 
 def sampling_params(
@@ -30,11 +31,9 @@ def sampling_params(
         UserError: the request cannot be run.
     """
     sampling, prompt, name = request.sampling, request.prompt_ids, request.request_id
-    check_sampling(sampling)
+    check_request(request)
     room = max_length - len(prompt)
-    if len(prompt) == 0:
-        raise UserError(f"request {name}: the prompt is empty")
-    if room < 1:
+    if room < (0 if request.continued else 1):
         raise UserError(
             f"request {name}: {len(prompt)} prompt tokens leave no room for a response in {max_length} "
             "(rollout.engine.max_model_len)"
@@ -52,7 +51,7 @@ def sampling_params(
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": min(sampling.max_tokens, room),
-        "seed": _seed(sampling.seed, name) if sampling.temperature else None,
+        "seed": _seed(sampling.seed, name, request.continued) if sampling.temperature else None,
         "stop_token_ids": sorted({*eos, *sampling.stop_token_ids}),
         "ignore_eos": True,  # those that count are named above
         "logprobs": 0,
@@ -61,7 +60,25 @@ def sampling_params(
     }
 
 
-def _seed(seed: int, request_id: str) -> int:
-    """A seed of the request's own: its draws depend on nothing that runs beside it."""
-    digest = hashlib.blake2b(f"{seed}:{request_id}".encode(), digest_size=8).digest()
+def ended_before(
+    request: GenerateRequest, sampling: Mapping[str, Any], stop_strings: StopStrings | None
+) -> str:
+    """Why a continued response needs no more tokens; empty where it does. `sampling` as vLLM is told it."""
+    tokens = response_before(request)
+    if not tokens:
+        return ""
+    if tokens[-1] in sampling["stop_token_ids"] or (
+        stop_strings is not None and stop_strings.completed_by(tokens)
+    ):
+        return "stop"
+    return "" if sampling["max_tokens"] else "length"
+
+
+def _seed(seed: int, request_id: str, continued: int) -> int:
+    """A seed of the request's own: its draws depend on nothing that runs beside it.
+
+    vLLM's draws count from a request's first token: one that goes on needs others than those it was begun with.
+    """
+    name = f"{seed}:{request_id}" + (f":{continued}" if continued else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # vLLM takes 63 bits

@@ -70,6 +70,13 @@ def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -
 )
 @click.option("--deps", default="", help="Packages that it imports, separated by commas.")
 @click.option("--tests", type=PATH, help="JSON lines: solution, score, ground_truth ...")
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Want less than reward.limits allows: deadline_s=2, memory_bytes=5e8.",
+)
 @click.option("--note", default="", help="For people.")
 @click.option("--hold", is_flag=True, help="Keep it without pointing the name to it.")
 @click.pass_context
@@ -85,6 +92,7 @@ def submit(context: click.Context, /, file: Path, name: str | None, **options: A
         kind=Kind(options["kind"]),
         deps=tuple(dep.strip() for dep in options["deps"].split(",") if dep.strip()),
         cases=tuple(_cases(options["tests"])) if options["tests"] else (),
+        limits=dict(map(_limit, options["limits"])),
         note=options["note"],
         point=not options["hold"],
     )
@@ -304,6 +312,14 @@ def _decoded(path: Path, data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError as error:
+        raise UserError(f"--limit {text!r}: want NAME=NUMBER") from error
 
 
 def _json_or_text(text: str) -> Json:

@@ -1,0 +1,160 @@
+"""A response that another engine goes on with is the response that nothing had interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshrl.contract.nouns import GenerateDelta, GenerateRequest, OnUpdate, Version
+from meshrl.rollout.decoder.stopping import StopStrings
+from meshrl.rollout.engines._vllm.answer import Answer
+from meshrl.rollout.engines._vllm.checkpoint import Checkpoint as VllmCheckpoint
+from meshrl.rollout.engines._vllm.client import Chunk
+from meshrl.rollout.engines._vllm.config import Config as VllmConfig
+from meshrl.rollout.engines._vllm.request import ended_before, sampling_params
+from meshrl.rollout.recorder import continuation
+from meshrl.rollout.sampling import closing, sample, version_spans
+
+from .checkpoints import FIRST, Checkpoint, forced_logprobs, make_model, pack, request
+from .conftest import EngineMaker
+from .test_torch_engine import Letters
+
+PROMPT = [3, 4, 5]
+
+
+def after(asked: GenerateRequest, tokens: Sequence[int]) -> GenerateRequest:
+    """`asked` once it has `tokens`."""
+    delta = GenerateDelta(
+        tokens=np.array(tokens, dtype=np.int32),
+        logprobs=np.zeros(len(tokens), dtype=np.float32),
+        version=FIRST,
+    )
+    return continuation(asked, [delta])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"temperature": 0.0}, {"seed": 4}, {"seed": 5, "temperature": 0.7, "top_k": 20, "top_p": 0.9}],
+    ids=["greedy", "sampled", "cut"],
+)
+async def test_draws_do_not_depend_on_where_a_continuation_began(
+    qwen3: Checkpoint, make_engine: EngineMaker, how: dict[str, Any]
+) -> None:
+    first = await make_engine(qwen3.path, eos_token_ids=[])
+    second = await make_engine(qwen3.path, eos_token_ids=[])
+    asked = request("a", PROMPT, max_tokens=60, **how)
+    whole = await sample(first, asked)
+    for cut in (1, 17, 59):
+        rest = await sample(second, after(asked, whole.tokens[:cut]))
+        assert rest.tokens.tolist() == whole.tokens[cut:].tolist()
+        np.testing.assert_allclose(rest.logprobs, whole.logprobs[cut:], atol=1e-4)
+        assert rest.finish_reason == "length"
+
+
+async def test_a_stop_string_may_begin_before_the_border_and_end_behind_it(
+    qwen3: Checkpoint, make_engine: EngineMaker
+) -> None:
+    engine = await make_engine(qwen3.path, tokenizer=Letters(), eos_token_ids=[])
+    free = await sample(engine, request("a", PROMPT, max_tokens=30))
+    text = Letters().decode(free.tokens)
+    crossing = text[11:15]  # from the last letter of token 5 to the first of token 7
+    end = (text.index(crossing) + 3) // 2 + 1
+    asked = request("a", PROMPT, max_tokens=30, stop=("##", crossing))
+    for cut in (end - 2, end - 1):
+        rest = await sample(engine, after(asked, free.tokens[:cut]))
+        assert rest.tokens.tolist() == free.tokens[cut:end].tolist()
+        assert rest.finish_reason == "stop"
+    ended = await sample(engine, after(asked, free.tokens[:end]))
+    assert (ended.tokens.tolist(), ended.finish_reason) == ([], "stop")
+
+
+async def test_a_response_that_has_ended_already_is_only_told_why(
+    qwen3: Checkpoint, make_engine: EngineMaker
+) -> None:
+    engine = await make_engine(qwen3.path, max_model_len=30, eos_token_ids=[9])
+    asked = request("a", PROMPT, max_tokens=100, stop_token_ids=(11,))
+    ends = {"stop": [[7, 9], [7, 11]], "length": [[7] * 27]}
+    for reason, prefixes in ends.items():
+        for tokens in prefixes:
+            answer = await sample(engine, after(asked, tokens))
+            assert (answer.tokens.tolist(), answer.finish_reason) == ([], reason)
+    short = request("a", PROMPT, max_tokens=2)
+    assert (await sample(engine, after(short, [7, 8]))).finish_reason == "length"
+    assert (await sample(engine, after(short, [7, 9]))).finish_reason == "stop"
+    assert engine.stats().running == 0
+
+
+async def test_a_continued_response_keeps_its_context_when_an_update_interrupts_it(
+    qwen3: Checkpoint, make_engine: EngineMaker
+) -> None:
+    engine = await make_engine(qwen3.path, eos_token_ids=[])
+    other = make_model("Qwen3", seed=5, head_dim=8, tie_word_embeddings=True)
+    await engine.stage_weights(*pack(other, Version(1, 1)))
+    before = [7, 8, 9, 10]
+    deltas: list[GenerateDelta] = []
+    async with closing(
+        engine.generate(after(request("a", PROMPT, max_tokens=150), before))
+    ) as stream:
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == 1:
+                await engine.commit_weights(Version(1, 1), OnUpdate.INTERRUPT)
+    old, new = version_spans(deltas)
+    tokens = np.concatenate([delta.tokens for delta in deltas]).tolist()
+    assert new.end == len(tokens) == 146
+    want = [
+        *forced_logprobs(qwen3.model, PROMPT + before, tokens[: old.end]),
+        *forced_logprobs(other, PROMPT + before + tokens[: old.end], tokens[old.end :]),
+    ]
+    np.testing.assert_allclose(np.concatenate([d.logprobs for d in deltas]), want, atol=1e-4)
+
+
+async def test_continued_and_new_requests_share_a_batch(
+    qwen3: Checkpoint, make_engine: EngineMaker
+) -> None:
+    engine = await make_engine(qwen3.path, slots=4, eos_token_ids=[])
+    asked = [request(str(i), PROMPT, max_tokens=20 + i, seed=i) for i in range(8)]
+    whole = [await sample(engine, each) for each in asked]
+    some = [after(asked[i], whole[i].tokens[: 5 * (i % 3)]) for i in range(8)]
+    answers = await asyncio.gather(*(sample(engine, each) for each in some))
+    for i, (answer, undisturbed) in enumerate(zip(answers, whole, strict=True)):
+        assert answer.tokens.tolist() == undisturbed.tokens[5 * (i % 3) :].tolist()
+
+
+def vllm_params(asked: GenerateRequest) -> Any:
+    checkpoint = VllmCheckpoint(
+        **{field: None for field in VllmCheckpoint.__dataclass_fields__}
+        | {"vocab_size": 61, "eos_token_ids": (2,)}
+    )
+    return sampling_params(asked, VllmConfig(), checkpoint, max_length=30, finds_strings=True)
+
+
+def test_vllm_is_asked_for_the_rest_with_draws_of_its_own() -> None:
+    asked = request("a", PROMPT, max_tokens=20, seed=3)
+    whole, rest = vllm_params(asked), vllm_params(after(asked, [7, 8]))
+    assert (whole["max_tokens"], rest["max_tokens"]) == (20, 18)
+    assert whole["seed"] != rest["seed"] == vllm_params(after(asked, [9, 9]))["seed"]
+    assert vllm_params(after(asked, [9] * 27))["max_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [([7, 2], "stop"), ([7] * 20, "length"), ([7], ""), ([7, 10, 11], "stop")]
+)
+def test_vllm_is_not_asked_for_a_response_that_has_ended(tokens: list[int], reason: str) -> None:
+    text = Letters().decode([10, 11])[1:3]
+    asked = after(request("a", PROMPT, max_tokens=20, stop=(text,)), tokens)
+    strings = StopStrings((text,), Letters(), {})
+    assert ended_before(asked, vllm_params(asked), strings) == reason
+
+
+def test_vllms_answer_finds_a_stop_string_that_began_before_it() -> None:
+    text = Letters().decode([10, 11])[1:3]
+    answer = Answer(FIRST, StopStrings((text,), Letters(), {}), before=[7, 10])
+    assert (
+        answer.add(Chunk(tokens=[11, 12], logprobs=[-1.0, -1.0], finish_reason="", spans=None)) == 1
+    )
+    assert answer.stopped

@@ -1,0 +1,116 @@
+"""Trainers that save all the time and are killed with -9 at random moments: run as a program by test_saving.
+
+One process imports, then forks each round's ranks: a round costs tenths of a second. A rank fills its weights with
+the number of the step, saves beside "training", and rank 0 says which steps were committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from meshrl.contract.ports import Queue
+from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.compute import Compute
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, TrainerConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model import build_policy, load_hf
+from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.policy_gradient import PolicyGradient
+from meshrl.trainer.saving import Saves
+from meshrl.trainer.setting import Setting
+from meshrl.trainer.step import Learner
+
+LONGEST_S = 0.25
+
+
+class Committed:
+    """The queue's end of a commit: a line in a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        os.write(self._pipe, f"{step}\n".encode())
+
+
+async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
+    world = World.start("cpu")
+    policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+    actor = ActorConfig()
+    objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=8)
+    learner = Learner(
+        policy, Optimizers(policy, actor.optim), objective, world, actor,
+        temperature=1.0, seed=0, total_steps=None,
+    )  # fmt: skip
+    setting = Setting(
+        run="r", directory=root, owner="test", seed=0, trainer=TrainerConfig(),
+        tokenizer=model, batch_groups=1, group_size=1, total_steps=None,
+    )  # fmt: skip
+    compute = Compute(world.device)
+    saves = Saves(setting, learner, compute, cast(Queue, Committed(pipe)), step=0)
+    for step in range(1, 10_000):
+        fill(policy, step)
+        state = TrainerState(
+            run="r", step=step, epoch=1, seed=0, world_size=world.size, kl_coef=0.0
+        )
+        await saves.begin(state)
+        # The next step changes the weights while this one's are on their way to the disk.
+        fill(policy, -step)
+
+
+@torch.no_grad()
+def fill(policy: torch.nn.Module, value: float) -> None:
+    for parameter in policy.parameters():
+        parameter.fill_(value)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def round_of(model: Path, root: Path, ranks: int, draw: random.Random) -> int:
+    """Kill every rank at a random moment after a first commit; the last step that was committed."""
+    reading, writing = os.pipe()
+    port = str(free_port())
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            )  # fmt: skip
+            try:
+                asyncio.run(save_for_ever(model, root, writing))
+            finally:
+                os._exit(1)
+        children.append(child)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        committed = int(pipe.readline())
+        time.sleep(draw.uniform(0.0, LONGEST_S))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+        return max([committed, *(int(line) for line in pipe if line.endswith("\n"))])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    target, ranks, draw = Path(sys.argv[2]), int(sys.argv[3]), random.Random(int(sys.argv[3]))
+    for number in range(int(sys.argv[4])):
+        root = target / str(number)
+        print(number, round_of(Path(sys.argv[1]), root, ranks, draw), flush=True)
