@@ -1,13 +1,14 @@
-"""Damage to LMDB's file that LMDB would not survive, or not notice: a file cut short, and one that was emptied."""
+"""Damage to LMDB's file that LMDB would not notice, or not survive: an emptied file, pages that end their reader."""
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
-import lmdb
-
 from meshrl.contract.errors import CorruptError
+from meshrl.transferqueue.stores import _lmdb_walk
 
 MARK = "kept"
 """A file beside the data that says: a queue was kept here."""
@@ -28,13 +29,16 @@ def refuse_emptied(path: Path) -> None:
         )
 
 
-def fill_up(path: Path, environment: lmdb.Environment) -> None:
-    """Extend a file that ends before its last page, with zeros that take no space.
-
-    Reading a page behind the end of a mapped file ends the process (SIGBUS). A page of zeros is a CorruptError for
-    whoever needs it. The last pages may be missing in a sound file, too: LMDB does not write those it freed at once.
-    """
+def refuse_unwalkable(path: Path) -> None:
+    """Have another process walk the file first. Raises CorruptError where that process did not survive it."""
     data = path / "data.mdb"
-    wanted = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    if data.stat().st_size < wanted:
-        os.truncate(data, wanted)
+    if not data.exists():
+        return
+    walk = subprocess.run(
+        [sys.executable, "-I", _lmdb_walk.__file__, str(path)], capture_output=True, check=False
+    )
+    if walk.returncode < 0:
+        cause = signal.Signals(-walk.returncode).name
+        raise CorruptError(
+            f"{data}: pages are damaged, reading them ends a process with {cause}: restore a backup"
+        )

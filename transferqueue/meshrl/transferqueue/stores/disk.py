@@ -32,7 +32,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, Table
-from meshrl.transferqueue.stores import _lmdb_damage, _lmdb_sync
+from meshrl.transferqueue.stores import _lmdb_damage, _lmdb_sync, _lmdb_walk
 
 log = logging.getLogger(__name__)
 
@@ -181,12 +181,13 @@ class DiskStore:
         self._own()
         _lmdb_damage.refuse_emptied(self._path)
         _lmdb_sync.recover(self._path)
+        _lmdb_damage.refuse_unwalkable(self._path)
         size = max(self._grow_bytes, self._file_bytes())
         fsync = self._durability == "always"
         self._environment = lmdb.open(
             str(self._path), map_size=size, max_dbs=len(Table), sync=fsync, readahead=False
         )
-        _lmdb_damage.fill_up(self._path, self._environment)
+        _lmdb_walk.fill_up(self._path / "data.mdb", self._environment)
         for table in Table:
             self._tables[table] = self._environment.open_db(table.encode())
         self._check_stamp()
