@@ -17,19 +17,24 @@ from meshrl.contract.nouns import (
     Version,
     VersionSpan,
 )
+from meshrl.contract.ports import Queue
 from meshrl.contract.rows import rollout_write, trajectory
-from meshrl.transferqueue.queue import TransferQueue
 
 FIRST = Version(1, 0)
 GROUP = 4
 Answer = Callable[[Uid], str]
 
 
-async def open_run(queue: TransferQueue, run: str, groups: int, **changes: Any) -> None:
+async def open_run(queue: Queue, run: str, groups: int, **changes: Any) -> None:
     """A run with `groups` tasks, their ground truth being their number, admitted and leasable."""
     options = {"max_staleness": 0.0, "lease_ttl_s": 5.0, "batch_groups": groups} | changes
     await queue.open_run(RunSpec(run=run, group_size=GROUP, **options))
-    if options.get("gated", True):
+    await admit_all(queue, run, groups, gated=options.get("gated", True))
+
+
+async def admit_all(queue: Queue, run: str, groups: int, *, gated: bool = True) -> None:
+    """`groups` tasks for an open run, leasable."""
+    if gated:
         await queue.acquire(run, "trainer")
         await queue.publish(run, FIRST)
     tasks = [
@@ -48,7 +53,7 @@ async def open_run(queue: TransferQueue, run: str, groups: int, **changes: Any) 
     await queue.close_feed(run)
 
 
-async def answer_all(queue: TransferQueue, run: str, groups: int, answer: Answer) -> None:
+async def answer_all(queue: Queue, run: str, groups: int, answer: Answer) -> None:
     """Play the rollout stage: every row of the run gets the response `answer(uid)`."""
     left = groups * GROUP
     while left:
@@ -75,7 +80,7 @@ def _row(uid: Uid, response: str) -> Trajectory:
     )
 
 
-async def scored(queue: TransferQueue, run: str, groups: int) -> Mapping[Uid, Trajectory]:
+async def scored(queue: Queue, run: str, groups: int) -> Mapping[Uid, Trajectory]:
     """Wait for a batch of all groups; its rows."""
     batch = await queue.take(run, epoch=1, step=0, groups=groups, batch_id="b", wait_s=60)
     uids = [row.uid for row in batch.rows]

@@ -45,7 +45,9 @@ KNOWN: Mapping[str, Lazy] = {
     "queue": Lazy(f"{COMMANDS}.queue:queue", "Back up, restore and verify what a queue stores."),
     "reward": Lazy(f"{COMMANDS}.reward:reward", "Reward functions, submitted while training runs."),
     "health": Lazy(f"{COMMANDS}.health:health", "Is the service at HOST:PORT ready?"),
-    "config": Lazy(f"{COMMANDS}.config:config", "Check, show and explain recipes."),
+    "config": Lazy(
+        f"{COMMANDS}.config:config", "Check, show, explain recipes; make one from verl."
+    ),
 }
 
 

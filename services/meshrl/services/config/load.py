@@ -89,7 +89,7 @@ class Written:
     @classmethod
     def read(cls, path: Path, overrides: Sequence[str]) -> Written:
         """A YAML file with overrides applied. Raises ConfigError, one line per problem."""
-        tree, origins = _read(path)
+        tree, origins = read_yaml(path)
         found: list[str] = []
         for text in overrides:
             try:
@@ -137,7 +137,8 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
     path.write_text(text)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:
+    """The sections of a YAML file, and the `file:line` of each key. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -9,6 +9,7 @@ import click
 import yaml
 
 from meshrl.contract.errors import ConfigError
+from meshrl.services.cli.commands.from_verl import from_verl
 from meshrl.services.cli.options import json_option, recipe_argument
 from meshrl.services.config import Recipe, load_recipe
 from meshrl.services.config.fields import Key, config_of, defined_at, nearest, walk
@@ -16,7 +17,10 @@ from meshrl.services.config.fields import Key, config_of, defined_at, nearest, w
 
 @click.group()
 def config() -> None:
-    """Check, show and explain recipes."""
+    """Check, show and explain recipes; make one from a verl run."""
+
+
+config.add_command(from_verl)
 
 
 @config.command()

@@ -18,6 +18,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import Json, Sample, Uid
 from meshrl.rewardd.kinds import Kind
 from meshrl.rewardd.registry.nouns import Case, Submission
+from meshrl.services.cli.commands._reward_rescore import rescore_run
 from meshrl.services.cli.options import PATH, json_option
 from meshrl.services.up.exits import Exit
 
@@ -44,6 +45,9 @@ RESCORE_ROWS = 2048
 def reward(context: click.Context, run_dir: Path | None, address: str | None) -> None:
     """Submit reward functions to a running mesh, and say which one scores."""
     context.obj = (run_dir, address)
+
+
+reward.add_command(rescore_run)
 
 
 def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -> Answer:

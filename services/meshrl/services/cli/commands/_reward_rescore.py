@@ -1,0 +1,71 @@
+"""`meshrl reward rescore-run`: the rows of a run that wait to be trained are scored again, with what scores now."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import click
+
+from meshrl.contract.ports import Queue
+from meshrl.services.cli.mesh import find_mesh
+from meshrl.services.up.exits import Exit
+
+TELL_EVERY_S: Final = 1.0
+PATIENCE_S: Final = 30.0
+"""Without a row scored for so long the command gives up waiting; the rows do not."""
+STAGE: Final = "reward"
+
+
+@click.command("rescore-run")
+@click.option("--queue", metavar="HOST:PORT", envvar="MESHRL_QUEUE", help="Needs --run.")
+@click.option("--run", metavar="NAME", envvar="MESHRL_RUN", help="The run's name.")
+@click.option(
+    "--patience",
+    type=float,
+    default=PATIENCE_S,
+    show_default=True,
+    help="Seconds without progress after which to stop watching.",
+)
+@click.pass_context
+def rescore_run(
+    context: click.Context, queue: str | None, run: str | None, patience: float
+) -> None:
+    """Have the run's resident rows that are in no batch scored again, telling progress and rate."""
+    run_dir: Path | None = context.obj[0]
+    mesh = find_mesh(run_dir, queue, run)
+    left = mesh.ask_queue(lambda asked: _rescore(asked, mesh.run, patience))
+    if left:
+        click.echo(
+            f"{left} rows are still to be scored, none was in {patience:g} s; they stay in the queue"
+            " (meshrl why-waiting says for what)",
+            err=True,
+        )
+    sys.exit(Exit.FAILED if left else Exit.DONE)
+
+
+async def _rescore(queue: Queue, run: str, patience: float) -> int:
+    """Rows that were not scored when patience ended."""
+    pending = await _pending(queue, run)  # rows of a run at work, which are not ours to wait for
+    total = await queue.redo(run, STAGE, ())
+    began = moved = time.monotonic()
+    left = total
+    while left:
+        await asyncio.sleep(TELL_EVERY_S)
+        now, found = time.monotonic(), max(0, await _pending(queue, run) - pending)
+        if found < left:
+            left, moved = found, now
+        done = total - left
+        click.echo(f"{done} of {total} rows, {done / (now - began):.0f} rows/s", err=True)
+        if now - moved > patience:
+            return left
+    click.echo(f"{total} rows scored again in {time.monotonic() - began:.1f} s")
+    return 0
+
+
+async def _pending(queue: Queue, run: str) -> int:
+    """Rows that were answered and lack a column."""
+    return (await queue.ledger(run)).resident["pending"]

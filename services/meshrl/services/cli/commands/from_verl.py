@@ -1,0 +1,85 @@
+"""`meshrl config from-verl`: a verl command line or YAML becomes a recipe. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.services.cli.options import PATH, json_option
+from meshrl.services.up.exits import Exit
+
+
+@click.command("from-verl", context_settings={"allow_interspersed_args": False})
+@click.argument("command", nargs=-1, metavar="[-- VERL_COMMAND...]")
+@click.option(
+    "--script",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="A launch script or a pasted command, continued lines and variables included; - is stdin. Nothing is run.",
+)
+@click.option(
+    "--yaml", "files", type=PATH, multiple=True, help="A YAML of verl; may be given several times."
+)
+@click.option("-o", "--output", type=PATH, help="Write the recipe here; stdout if not given.")
+@click.option("--force", is_flag=True, help="Replace the output if it is there.")
+@click.option(
+    "--strict", is_flag=True, help="Write nothing and exit with 2 when any key is refused."
+)
+@json_option
+def from_verl(
+    command: tuple[str, ...],
+    script: Path | None,
+    files: tuple[Path, ...],
+    output: Path | None,
+    force: bool,
+    strict: bool,
+    as_json: bool,
+) -> None:
+    """Translate a verl run into a recipe, and say what became of every key.
+
+    The command stands after `--`, as in `meshrl config from-verl -o my.yaml -- python3 -m verl.trainer.main_ppo
+    algorithm.adv_estimator=grpo ...`, in a --script, or its keys in a --yaml; overrides win over YAML.
+    """
+    if not command and script is None and not files:
+        raise UserError(
+            "nothing to translate: give a verl command after --, a --script or a --yaml"
+        )
+    if output is not None and output.exists() and not force:
+        raise UserError(f"{output} is there already; choose another, or give --force")
+    from meshrl.services.config.verl import written
+    from meshrl.services.config.verl.migrate import migrate
+    from meshrl.services.config.verl.rules import Status
+    from meshrl.services.config.verl.shell import after_entry, command_words
+
+    words = command_words(_text(script), os.environ) if script is not None else []
+    words += after_entry(list(command))
+    name = output.stem if output is not None else "migrated"
+    migration = migrate(words, files, name=name)
+    refused = len(migration.of(Status.REFUSED))
+    told = written.as_json(migration) if as_json else "\n".join(written.report(migration))
+    # The recipe owns stdout where it has no file.
+    click.echo(told, err=output is None)
+    if refused and strict:
+        click.echo(f"error: {refused} keys are refused; nothing was written", err=True)
+        sys.exit(Exit.USER_ERROR)
+    if output is None:
+        click.echo(written.recipe_text(migration), nl=False)
+        return
+    output.write_text(written.recipe_text(migration), encoding="utf-8")
+    if not as_json:
+        click.echo(
+            f"{output}: check it with `meshrl config check {output}`, run it with `meshrl up {output}`"
+        )
+
+
+def _text(script: Path) -> str:
+    if str(script) == "-":
+        return sys.stdin.read()
+    try:
+        return script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{script}: cannot be read: {reason}") from error

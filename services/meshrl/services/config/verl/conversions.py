@@ -1,0 +1,427 @@
+"""Conversions that are more than another name: other units, several keys to one, values of other kinds."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from meshrl.contract.extend import known
+from meshrl.services.config.fields import walk
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.config.verl.rules import (
+    Answer,
+    Convert,
+    Given,
+    Status,
+    as_list,
+    expanded,
+    no,
+)
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+PACKS = "rows are packed to a token budget"
+KEYS = frozenset(key.dotted for key in walk(Recipe))
+
+
+def path_to(ours: str) -> Convert:
+    """A path, `~` replaced."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        return Answer(settings={ours: expanded(value)}) if value else Answer(note="none")
+
+    return convert
+
+
+def model_path(value: Any, given: Given) -> Answer:
+    """A checkpoint directory; a name of a hub has to be downloaded first."""
+    path = expanded(value)
+    hub = not path.startswith(("/", ".")) and path.count("/") == 1
+    note = (
+        f"a name of the Hugging Face hub: download it (hf download {path}) and give its directory"
+        if hub
+        else ""
+    )
+    return Answer(settings={"model.path": path}, note=note)
+
+
+def compute_type(value: Any, given: Given) -> Answer:
+    """What matrix products run in."""
+    full = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value), value)
+    return Answer(
+        settings={"model.param_dtype": full}, note="compute type; master weights are float32"
+    )
+
+
+def files_to(ours: str) -> Convert:
+    """One file or a list of them."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        return Answer(settings={ours: [expanded(path) for path in as_list(value)]})
+
+    return convert
+
+
+def name_in(package: str, ours: str) -> Convert:
+    """A name that a file of ours must have too."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value in known(package):
+            return Answer(settings={ours: value})
+        return no(
+            f"there is no {value!r} here ({ours}: {', '.join(known(package))}); write one: docs/how-to/extend.md"
+        )
+
+    return convert
+
+
+def only(*values: Any, note: str, instead: str) -> Convert:
+    """Refused but for these values, which are what the mesh does."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        return Answer(note=note) if value in values else no(instead)
+
+    return convert
+
+
+def row_budget(ours: str, dynamic: str) -> Convert:
+    """Rows of a forward pass as tokens: rows x longest row."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value is None:
+            return Answer(note=PACKS)
+        if given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
+            return Answer(status=Status.IGNORED, note="use_dynamic_bsz: the token budget decides")
+        rows = int(value)
+        return Answer(
+            settings={ours: rows * given.row_tokens},
+            note=f"{rows} rows x {given.row_tokens} tokens (the same gradient for any split)",
+        )
+
+    return convert
+
+
+def token_budget(ours: str, dynamic: str) -> Convert:
+    """Tokens of a forward pass, where verl reads them; times the ranks that share a row."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if not given.get(dynamic, given.get(f"{ACTOR}.use_dynamic_bsz")):
+            return Answer(
+                status=Status.IGNORED, note="use_dynamic_bsz is off: verl does not read it"
+            )
+        shared = int(given.get(f"{ACTOR}.ulysses_sequence_parallel_size") or 1)
+        tokens = max(int(value) * shared, given.row_tokens)
+        note = f"{value} x {shared} ranks of a sequence" if shared > 1 else ""
+        return Answer(settings={ours: tokens}, note=note)
+
+    return convert
+
+
+def clip_ratio(value: Any, given: Given) -> Answer:
+    """Read by verl only where the bounds are null, and their default is 0.2."""
+    if any(f"{ACTOR}.clip_ratio_{side}" not in given.values for side in ("low", "high")):
+        note = "verl does not read it: clip_ratio_low and clip_ratio_high are 0.2 unless given"
+        return Answer(settings={"actor.clip_ratio": value}, note=note)
+    return Answer(settings={"actor.clip_ratio": value})
+
+
+def clip_ratio_c(value: Any, given: Given) -> Answer:
+    """3 in every loss, where ours is 20 in the dppo losses."""
+    return Answer(settings={"actor.clip_ratio_c": value})
+
+
+def loss_scale_factor(value: Any, given: Given) -> Answer:
+    """Verl's null is the width of a padded micro-batch."""
+    if value is None:
+        return Answer(
+            note="null: data.max_response_length here, the width of each micro-batch in verl"
+        )
+    return Answer(settings={"actor.loss_scale_factor": value})
+
+
+def warmup_steps(ours: str, section: str) -> Convert:
+    """-1 leaves it to the ratio."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value is not None and int(value) >= 0:
+            return Answer(settings={f"{ours}.lr_warmup_steps": int(value)})
+        return Answer(note="lr_warmup_steps_ratio decides")
+
+    return convert
+
+
+def warmup_ratio(ours: str, section: str) -> Convert:
+    """A share of the run's steps; its number of steps must be known."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        ratio = float(value or 0.0)
+        fixed = given.get(f"{section}.lr_warmup_steps")
+        if ratio == 0 or (fixed is not None and int(fixed) >= 0):
+            return Answer(note="no warm-up by ratio")
+        total = given.get("trainer.total_training_steps")
+        if total is None:
+            return no(
+                f"the number of steps is not known here: set {ours}.lr_warmup_steps, or trainer.total_training_steps"
+            )
+        steps = int(ratio * int(total))
+        return Answer(
+            settings={f"{ours}.lr_warmup_steps": steps}, note=f"{ratio:g} of {total} steps"
+        )
+
+    return convert
+
+
+def scheduler(ours: str) -> Convert:
+    """The schedule's name."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value in (None, "constant", "cosine", "linear"):
+            return Answer(settings={f"{ours}.lr_scheduler_type": value} if value else {})
+        return no(
+            f"there is no schedule {value!r}: {ours}.lr_scheduler_type is constant, cosine or linear"
+        )
+
+    return convert
+
+
+def metric(value: Any, given: Given) -> Answer:
+    """What a group is judged by."""
+    if value in ("reward", "score", "seq_reward", "seq_final_reward"):
+        note = "" if value == "reward" else "the reward as it was scored, before any KL term"
+        return Answer(settings={"algorithm.filter_groups.metric": "reward"}, note=note)
+    return Answer(
+        settings={"algorithm.filter_groups.metric": value},
+        note=f"the reward function returns a dict with {value!r}; for one that returns a number write reward",
+    )
+
+
+def oversample(value: Any, given: Given) -> Answer:
+    """Prompts of one generation, as a multiple of the batch."""
+    batch = int(given.get("data.train_batch_size"))
+    if value is None or int(value) == batch:
+        return Answer(note="as large as the batch")
+    if not given.get("algorithm.filter_groups.enable"):
+        return Answer(status=Status.IGNORED, note="algorithm.filter_groups.enable is off")
+    share = int(value) / batch
+    if share < 1:
+        return Answer(status=Status.IGNORED, note="smaller takes: the mesh generates all the time")
+    return Answer(
+        settings={"algorithm.filter_groups.oversample": share}, note=f"{value} / {batch} prompts"
+    )
+
+
+def engine(value: Any, given: Given) -> Answer:
+    """The engine that samples."""
+    if value in ("vllm", "sglang", "trtllm"):
+        note = (
+            ""
+            if value == "vllm"
+            else f"there is no engine {value}; vLLM samples from the same distribution"
+        )
+        return Answer(settings={"rollout.name": "vllm"}, note=note)
+    if value == "hf":
+        return Answer(settings={"rollout.name": "torch"}, note="the embedded engine")
+    return no("rollout.name is torch or vllm: docs/reference/engines.md")
+
+
+def engine_argument(flag: str, *, switch: bool = False) -> Convert:
+    """An argument of the vLLM server."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if given.get(f"{ROLLOUT}.name") == "hf":
+            return Answer(status=Status.IGNORED, note="the embedded engine has no such setting")
+        if not switch:
+            return (
+                Answer(engine_arguments=(flag, str(value)), note="of the vLLM server")
+                if value is not None
+                else Answer()
+            )
+        words = (flag,) if value else (f"--no-{flag[2:]}",)
+        return Answer(engine_arguments=words, note="of the vLLM server")
+
+    return convert
+
+
+def engine_option(ours: str) -> Convert:
+    """An option of the vLLM engine."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value is None or given.get(f"{ROLLOUT}.name") == "hf":
+            return Answer(status=Status.IGNORED, note="the engine's own choice")
+        return Answer(settings={f"rollout.engine.{ours}": value})
+
+    return convert
+
+
+def do_sample(ours: str) -> Convert:
+    """False is greedy, whatever the temperature says."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value:
+            return Answer(note=f"{ours} decides")
+        return Answer(settings={ours: 0}, note="greedy")
+
+    return convert
+
+
+def sampled_temperature(value: Any, given: Given) -> Answer:
+    """Of validation, which is greedy unless do_sample."""
+    if not given.get(f"{ROLLOUT}.val_kwargs.do_sample", False):
+        return Answer(
+            settings={"rollout.val_kwargs.temperature": 0},
+            note="val_kwargs.do_sample is off: greedy",
+        )
+    return Answer(settings={"rollout.val_kwargs.temperature": value})
+
+
+def logger(value: Any, given: Given) -> Answer:
+    """The ones that there are."""
+    names = as_list(value)
+    ours = [name for name in names if name in ("console", "tensorboard", "wandb")]
+    left = [str(name) for name in names if name not in ours]
+    note = f"there is no {', '.join(left)}; metrics.jsonl holds every number" if left else ""
+    return Answer(settings={"trainer.logger": ours or ["console"]}, note=note)
+
+
+def machines(value: Any, given: Given) -> Answer:
+    """A recipe says nothing of machines."""
+    if value in (1, None):
+        return Answer(note="one machine")
+    return Answer(
+        status=Status.IGNORED,
+        note="start services where they belong: docs/how-to/several-machines.md",
+    )
+
+
+def experiment(value: Any, given: Given) -> Answer:
+    """Names the run too."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-") or "run"
+    return Answer(settings={"run.name": name, "trainer.experiment_name": str(value)})
+
+
+def resume_mode(value: Any, given: Given) -> Answer:
+    """A checkpoint that is named cannot be: the queue's position belongs to it."""
+    if value in ("auto", "disable"):
+        return Answer(settings={"trainer.resume_mode": value})
+    return no(
+        "a verl checkpoint holds no queue: export it to a Hugging Face directory and set model.path"
+    )
+
+
+def reward_manager(value: Any, given: Given) -> Answer:
+    """How rewards are computed."""
+    match value:
+        case None | "naive" | "prime" | "rate_limited":
+            return Answer(note="functions are called one sample at a time, several at once")
+        case "dapo":
+            return Answer(
+                note="its overlong penalty is algorithm.overlong_buffer, see reward_kwargs"
+            )
+        case "gdpo":
+            return Answer(
+                note="every key of the returned dict is a component: algorithm.gdpo_reward_keys"
+            )
+        case _:
+            return no(
+                "write `compute_score` for one sample (docs/how-to/reward.md), or a judge for a service"
+            )
+
+
+def overlong_limit(value: Any, given: Given) -> Answer:
+    """Must be the one limit there is."""
+    if value is None or int(value) == int(given.get("data.max_response_length")):
+        return Answer(note="data.max_response_length")
+    return no(
+        f"algorithm.overlong_buffer counts from data.max_response_length: set that to {value}"
+    )
+
+
+def reward_model(path_keys: tuple[str, ...]) -> Convert:
+    """A learned reward model as a judge."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if not value:
+            return Answer(note="no reward model")
+        path = next((given.get(key) for key in path_keys if key in given), None)
+        if path is None:
+            return no(
+                f"it needs a path ({path_keys[0]}): reward.judges: [{{kind: model, options: {{path: ...}}}}]"
+            )
+        judge = {"kind": "model", "options": {"path": expanded(path)}}
+        return Answer(
+            settings={"reward.judges": [judge]},
+            note="scores in the reward service; kind: pooling asks a vLLM server instead",
+        )
+
+    return convert
+
+
+def trainer_mode(value: Any, given: Given) -> Answer:
+    """How far sampling may run ahead."""
+    if value == "sync" or given.get("trainer.use_v1", True) is False:
+        return Answer(
+            settings={"queue.max_staleness": 0},
+            note="on-policy, as verl's synchronous trainer; 1 lets sampling and training overlap",
+        )
+    bound = given.get("trainer.v1.sampler.max_off_policy_threshold", 8)
+    strategy = given.get("trainer.v1.sampler.max_off_policy_strategy", "drop")
+    return Answer(
+        settings={
+            "queue.max_staleness": int(bound),
+            "queue.stale_policy": "drop" if strategy == "drop" else "reissue",
+            "actor.recompute_old_log_probs": not given.get(
+                "algorithm.rollout_correction.bypass_mode", False
+            ),
+        },
+        note=f"asynchronous, at most {bound} steps off",
+    )
+
+
+def staleness_threshold(value: Any, given: Given) -> Answer:
+    """A share of samples in verl, whole steps here."""
+    return Answer(
+        settings={"queue.max_staleness": max(1, math.ceil(float(value)))}, note="whole steps"
+    )
+
+
+def where_there(ours: str, *, off: tuple[Any, ...], instead: str, harmless: bool) -> Convert:
+    """A setting that a recipe has or has not; `harmless` ones change speed and memory only."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value in off:
+            return Answer(note="off")
+        if ours in KEYS:
+            return Answer(settings={ours: value})
+        return Answer(status=Status.IGNORED if harmless else Status.REFUSED, note=instead)
+
+    return convert
+
+
+def correction_cap(value: Any, given: Given) -> Answer:
+    """The older name of truncated importance sampling."""
+    if value is None or float(value) <= 0:
+        return Answer(note="off")
+    at = "algorithm.rollout_correction"
+    return Answer(
+        settings={f"{at}.rollout_is": "token", f"{at}.rollout_is_threshold": float(value)}
+    )
+
+
+def critic_only(convert: Convert) -> Convert:
+    """Read only where the estimator needs values."""
+
+    def guarded(value: Any, given: Given) -> Answer:
+        if given.get("algorithm.adv_estimator") not in ("gae", "vapo"):
+            return Answer(status=Status.IGNORED, note="the estimator needs no critic")
+        return convert(value, given)
+
+    return guarded
+
+
+def critic_mini_batch(value: Any, given: Given) -> Answer:
+    """The critic steps with the actor."""
+    if int(value) == int(given.get(f"{ACTOR}.ppo_mini_batch_size")):
+        return Answer(note="as the actor's")
+    return no("the critic's mini-batches are the actor's: actor.ppo_mini_batch_size")

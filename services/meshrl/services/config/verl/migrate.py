@@ -1,0 +1,356 @@
+"""A verl configuration becomes a recipe: each key meets its rule, then verl's defaults where ours differ."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshrl.contract.errors import ConfigError
+from meshrl.services.config.checks import cross_checks
+from meshrl.services.config.fields import Key, Loc, value_text, walk
+from meshrl.services.config.load import Written, read_yaml
+from meshrl.services.config.problems import origin_of
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.config.verl.overrides import Override, parse
+from meshrl.services.config.verl.rules import ENGINE_ARGUMENTS, Answer, Given, Rule, Status
+from meshrl.services.config.verl.table import rules
+
+_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+_COMPOSING = ("defaults", "hydra")
+"""Sections of a YAML that say how Hydra puts it together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What became of one key that was given."""
+
+    key: str
+    value: Any
+    status: Status
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """A recipe, and what became of every key."""
+
+    tree: dict[str, Any]
+    """The recipe's sections."""
+    comments: dict[Loc, str]
+    """What to say beside a key of the recipe."""
+    findings: tuple[Finding, ...]
+    to_do: tuple[str, ...]
+    """What `meshrl config check` would still complain about on this machine."""
+
+    def of(self, status: Status) -> list[Finding]:
+        """The findings of one kind."""
+        return [found for found in self.findings if found.status is status]
+
+
+def migrate(
+    overrides: Sequence[str], files: Sequence[Path] = (), *, name: str = "migrated"
+) -> Migration:
+    """Translate YAML files, then overrides, the last one winning.
+
+    Args:
+        overrides: Arguments of a verl command; options such as `--config-name` are passed over with a finding.
+        files: YAML files of verl (or Hydra's saved `config.yaml`).
+        name: The run's name where no experiment has one.
+
+    Raises:
+        ConfigError: a line that cannot be read, or a value that the recipe cannot hold; one line per problem.
+    """
+    values, origins, findings = _given(overrides, files)
+    table = rules()
+    given = Given(values, {found.key: found.default for found in table})
+    made = _Making()
+    for key, value in sorted(values.items(), key=lambda item: _place(table, item[0])):
+        findings.append(made.take(key, value, given, table, origins.get(key, key)))
+    made.fill(given, table)
+    made.say(("run", "name"), name, "")
+    written = Written(made.tree, {(): "the migrated recipe", **made.origins})
+    recipe = written.as_config(Recipe)
+    to_do = [f"{origin_of(written.origins, at)}: {said}" for at, said in cross_checks(recipe)]
+    return Migration(
+        tree=made.tree, comments=made.comments, findings=tuple(findings), to_do=tuple(to_do)
+    )
+
+
+class _Making:
+    """The recipe while it is made."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = {}
+        self.comments: dict[Loc, str] = {}
+        self.origins: dict[Loc, str] = {}
+        self._keys: dict[str, Key] = {key.dotted: key for key in walk(Recipe)}
+
+    def take(
+        self, key: str, value: Any, given: Given, table: Sequence[Rule], origin: str
+    ) -> Finding:
+        """Apply the rule of a key that was given."""
+        found = _rule_of(table, key)
+        if found is None or _misspelt(table, found, key):
+            return Finding(key=key, value=value, status=Status.REFUSED, note=_unknown(table, key))
+        try:
+            answer = found.convert(value, given)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{origin}: {value_text(value)} is no value for it ({error})"
+            ) from error
+        settings = _below(found.key, key, answer.settings)
+        added = {}
+        for ours, setting in settings.items():
+            # verl's null is its default, ours has to be asked for.
+            if setting is not None and self.say(
+                tuple(ours.split(".")), setting, answer.note, origin
+            ):
+                added[ours] = setting
+        self._engine(answer, origin)
+        if answer.engine_arguments:
+            added[ENGINE_ARGUMENTS] = list(answer.engine_arguments)
+        return Finding(key=key, value=value, status=answer.status, settings=added, note=answer.note)
+
+    def fill(self, given: Given, table: Sequence[Rule]) -> None:
+        """Verl's defaults where a recipe's are others, and the conventions behind the numbers."""
+        for found in table:
+            if not found.take_default or found.key in given.values:
+                continue
+            answer = found.convert(found.default, given)
+            for ours, setting in answer.settings.items():
+                if setting is not None and self._differs(ours, setting):
+                    note = f"verl's default; {answer.note}" if answer.note else "verl's default"
+                    self.say(
+                        tuple(ours.split(".")), setting, note, f"verl's default of {found.key}"
+                    )
+        conventions = "verl's numbers: docs/reference/algorithms.md#differences-from-verl"
+        for section in ("algorithm", "actor"):
+            self.say((section, "conventions"), "verl", conventions)
+        if given.row_tokens > self._set_or("actor.ppo_max_token_len_per_gpu"):
+            longest = "one row may have so many tokens"
+            self.say(("actor", "ppo_max_token_len_per_gpu"), given.row_tokens, longest, force=True)
+        if self._set_or("queue.max_staleness") == 0 and self._set_or("rollout.name") == "vllm":
+            self.say(("rollout", "deterministic"), False, "vLLM has no deterministic waves")
+
+    def say(
+        self, at: tuple[str, ...], value: Any, note: str, origin: str = "", *, force: bool = False
+    ) -> bool:
+        """Set one key unless it is set; True when it was."""
+        here = self.tree
+        for word in at[:-1]:
+            here = here.setdefault(word, {})
+        if at[-1] in here and not force:
+            return False
+        here[at[-1]] = value
+        self.origins[at] = origin or "the migrated recipe"
+        if note:
+            self.comments[at] = note
+        return True
+
+    def _engine(self, answer: Answer, origin: str) -> None:
+        if answer.engine_arguments:
+            at = tuple(ENGINE_ARGUMENTS.split("."))
+            self.say(at, [], "", origin)
+            self.tree["rollout"]["engine"]["extra_args"].extend(answer.engine_arguments)
+
+    def _differs(self, ours: str, value: Any) -> bool:
+        key = self._keys.get(ours)
+        return key is None or key.field.get_default(call_default_factory=True) != value
+
+    def _set_or(self, ours: str) -> Any:
+        """What is set, else the recipe's own default."""
+        here: Any = self.tree
+        for word in ours.split("."):
+            here = here.get(word) if isinstance(here, Mapping) else None
+        return (
+            self._keys[ours].field.get_default(call_default_factory=True) if here is None else here
+        )
+
+
+def _place(table: Sequence[Rule], key: str) -> int:
+    found = _rule_of(table, key)
+    return table.index(found) if found is not None else len(table)
+
+
+def _rule_of(table: Sequence[Rule], key: str) -> Rule | None:
+    for found in table:
+        if found.key == key or (found.key.endswith(".*") and key.startswith(found.key[:-1])):
+            return found
+    return None
+
+
+def _misspelt(table: Sequence[Rule], found: Rule, key: str) -> bool:
+    """Is a key that only a whole section's rule knows nearly one that has a rule of its own?"""
+    if not found.key.endswith(".*"):
+        return False
+    section, _, word = key.rpartition(".")
+    beside = [rule.key.rpartition(".") for rule in table]
+    words = [last for at, _, last in beside if at == section and last != "*"]
+    return bool(difflib.get_close_matches(word, words, n=1, cutoff=0.85))
+
+
+def _below(pattern: str, key: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`a.*` to `b.*`: the rest of the key goes along."""
+    if not pattern.endswith(".*"):
+        return settings
+    rest = key[len(pattern) - 1 :]
+    return {
+        ours.removesuffix("*") + rest if ours.endswith(".*") else ours: v
+        for ours, v in settings.items()
+    }
+
+
+def _unknown(table: Sequence[Rule], key: str) -> str:
+    near = difflib.get_close_matches(key, [found.key for found in table], n=1, cutoff=0.6)
+    said = "no key of verl that is known here"
+    return f"{said}; did you mean {near[0]!r}?" if near else said
+
+
+def _given(
+    overrides: Sequence[str], files: Sequence[Path]
+) -> tuple[dict[str, Any], dict[str, str], list[Finding]]:
+    """Leaf to value, leaf to where it was written, and what is no key at all."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    findings: list[Finding] = []
+    for path in files:
+        tree, lines = read_yaml(path)
+        for section in _COMPOSING:
+            if tree.pop(section, None) is not None:
+                findings.append(_composition(section))
+        for key, value in _leaves(tree):
+            if key.endswith("._target_") or value == "???":
+                continue
+            values[key] = value
+            origins[key] = lines.get(tuple(key.split(".")), str(path))
+    wrong: list[str] = []
+    for text in _without_options(overrides, findings):
+        try:
+            _apply(parse(text), values, origins, findings)
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return _resolved(values), origins, findings
+
+
+def _composition(section: str) -> Finding:
+    note = "the groups that it names are verl's own defaults; give your own files with --yaml, in their order"
+    return Finding(key=section, value="...", status=Status.IGNORED, note=note)
+
+
+def _without_options(words: Sequence[str], findings: list[Finding]) -> Iterator[str]:
+    """Hydra's and a launcher's options are no overrides."""
+    waiting = False
+    for word in words:
+        if waiting and "=" not in word:
+            waiting = False
+        elif word.startswith("-") and not re.match(r"-[^-=]*[.][^=]*=", word):
+            option, equals, value = word.partition("=")
+            waiting = not equals and option in (
+                "-cn",
+                "-cp",
+                "-cd",
+                "--config-name",
+                "--config-path",
+                "--config-dir",
+            )
+            note = "give the file with --yaml, unless it is one of verl's own"
+            findings.append(Finding(key=option, value=value, status=Status.IGNORED, note=note))
+        elif word.strip():
+            waiting = False
+            yield word
+
+
+def _apply(
+    override: Override, values: dict[str, Any], origins: dict[str, str], findings: list[Finding]
+) -> None:
+    key = override.key.split("@")[0].replace("/", ".")
+    if override.delete or "@" in override.key or "/" in override.key:
+        below = [k for k in values if k == key or k.startswith(f"{key}.")]
+        for gone in below if override.delete else ():
+            del values[gone]
+        note = (
+            "taken out: a recipe's own default holds"
+            if override.delete
+            else "a config group of verl's own"
+        )
+        status = Status.MAPPED if override.delete else Status.IGNORED
+        findings.append(Finding(key=override.text, value=override.value, status=status, note=note))
+        return
+    for stale in [k for k in values if k.startswith(f"{key}.")]:
+        del values[stale]
+    leaves = dict(_leaves({key: override.value}))
+    values |= leaves
+    origins |= dict.fromkeys(leaves, f"command line: {override.text}")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Interpolations by what was given; what refers to a default is left to that default."""
+    done: dict[str, Any] = {}
+    for key, value in values.items():
+        found = _resolve(value, key, values, 0)
+        if found is not _LOST:
+            done[key] = found
+    return done
+
+
+_LOST: Any = object()
+"""Refers to something that was not given."""
+
+
+def _resolve(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any:
+    if isinstance(value, list):
+        items = [_resolve(item, key, values, depth) for item in value]
+        return _LOST if _LOST in items else items
+    while isinstance(value, str) and (found := _INTERPOLATION.search(value)):
+        if depth > 20:
+            raise ConfigError(f"{key}: {value!r} refers to itself")
+        inner = _resolve(_referred(found[1], key, values), key, values, depth + 1)
+        if inner is _LOST:
+            return _LOST
+        if found[0] == value:
+            return inner
+        value = (
+            value[: found.start()] + ("" if inner is None else str(inner)) + value[found.end() :]
+        )
+        depth += 1
+    return value
+
+
+def _referred(inside: str, key: str, values: Mapping[str, Any]) -> Any:
+    """What `${inside}` stands for."""
+    function, colon, arguments = inside.partition(":")
+    if not colon:
+        return values.get(_absolute(inside, key), _LOST)
+    name, comma, default = (part.strip() for part in arguments.partition(","))
+    fallback = yaml.safe_load(default) if comma else _LOST
+    if function == "oc.select":
+        found = values.get(_absolute(name, key), _LOST)
+        return fallback if found is _LOST else found
+    if function == "oc.env":
+        return os.environ.get(name, fallback)
+    return _LOST
+
+
+def _absolute(name: str, key: str) -> str:
+    dots = len(name) - len(name.lstrip("."))
+    if not dots:
+        return name
+    return ".".join([*key.split(".")[:-dots], name[dots:]])

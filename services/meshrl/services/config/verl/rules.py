@@ -1,0 +1,132 @@
+"""What may become of a verl key: settings of a recipe, nothing to say because the mesh does it anyway, or a refusal.
+
+A rule is a key and a function from its value (and all that was given) to an `Answer`. The table is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+UNSET: Any = object()
+"""No value."""
+ENGINE_ARGUMENTS = "rollout.engine.extra_args"
+"""Several verl keys add to this one."""
+
+
+class Status(StrEnum):
+    """What became of a key."""
+
+    MAPPED = "mapped"
+    """The recipe says the same, or the mesh does so without being told."""
+    IGNORED = "ignored"
+    """It has no meaning here, or changes only speed and memory."""
+    REFUSED = "refused"
+    """It would change the run, and there is nothing here that does it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one key becomes."""
+
+    status: Status = Status.MAPPED
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a recipe."""
+    note: str = ""
+    """How the value was converted, why the key is ignored, or what to do instead."""
+    engine_arguments: Sequence[str] = ()
+    """Of the vLLM server."""
+
+
+class Given:
+    """What a command line or a YAML says, by dotted key."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+        self._defaults = defaults
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def get(self, key: str, default: Any = UNSET) -> Any:
+        """What was given; else `default`; else verl's default."""
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        return self._defaults.get(key) if default is UNSET else default
+
+    @property
+    def row_tokens(self) -> int:
+        """The longest row that may be."""
+        return int(self.get("data.max_prompt_length")) + int(self.get("data.max_response_length"))
+
+
+Convert = Callable[[Any, Given], Answer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What becomes of a key; one that ends in `.*` stands for everything below it."""
+
+    key: str
+    convert: Convert
+    default: Any = None
+    """verl's: taken where the key is not given."""
+    take_default: bool = False
+    """Write the default down where a recipe's own is another."""
+
+
+def same(key: str, ours: str, default: Any = UNSET, *, note: str = "") -> Rule:
+    """The same number under another name; `default` is verl's where a recipe's may differ."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        return Answer(settings={ours: value}, note=note)
+
+    return rule(key, convert, default)
+
+
+def rule(key: str, convert: Convert, default: Any = UNSET) -> Rule:
+    """Any conversion; with a `default` also where the key is not given."""
+    known = None if default is UNSET else default
+    return Rule(key=key, convert=convert, default=known, take_default=default is not UNSET)
+
+
+def within(key: str, why: str, default: Any = None) -> Rule:
+    """The mesh does so without being told."""
+    return Rule(key=key, convert=lambda value, given: Answer(note=why), default=default)
+
+
+def ignored(key: str, why: str) -> Rule:
+    """Of no consequence here."""
+    return Rule(key=key, convert=lambda value, given: Answer(status=Status.IGNORED, note=why))
+
+
+def refused(
+    key: str, instead: str, off: Sequence[Any] = (None, False, "", [], {}), default: Any = None
+) -> Rule:
+    """Refused unless it is switched off."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if value in off or value == default:
+            return Answer(status=Status.IGNORED, note="switched off")
+        return Answer(status=Status.REFUSED, note=instead)
+
+    return Rule(key=key, convert=convert, default=default)
+
+
+def no(instead: str) -> Answer:
+    """A refusal."""
+    return Answer(status=Status.REFUSED, note=instead)
+
+
+def expanded(path: Any) -> str:
+    """A path as verl opens it, `~` replaced."""
+    return str(Path(str(path)).expanduser())
+
+
+def as_list(value: Any) -> list[Any]:
+    """One value where a list may stand is a list of one."""
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,463 @@
+"""What becomes of each key of verl 0.9, and of older names that scripts still use. The first rule that fits wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from meshrl.services.config.verl import conversions as to
+from meshrl.services.config.verl.conversions import ACTOR, MODEL, PACKS, ROLLOUT
+from meshrl.services.config.verl.rules import Rule, ignored, refused, rule, same, within
+
+REF = "actor_rollout_ref.ref"
+BUDGET = "actor.ppo_max_token_len_per_gpu"
+NO_MEANING = "a service of its own, nothing to share"
+FSDP_ONLY = "the trainer is FSDP2 always; only speed and memory differ"
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Every rule, in the order in which keys are reported and a recipe is written."""
+    return (
+        *_model(),
+        *_data(),
+        *_algorithm(),
+        *_actor(),
+        *_optimizer(f"{ACTOR}.optim", "actor.optim", 1e-6),
+        *_critic(),
+        *_reference(),
+        *_rollout(),
+        *_reward(),
+        *_trainer(),
+        *_elsewhere(),
+    )
+
+
+def _model() -> Iterator[Rule]:
+    yield rule(f"{MODEL}.path", to.model_path, "~/models/deepseek-llm-7b-chat")
+    yield rule(f"{MODEL}.tokenizer_path", to.path_to("model.tokenizer_path"))
+    yield within(f"{MODEL}.use_remove_padding", "rows are packed always", True)
+    yield same(
+        f"{MODEL}.enable_gradient_checkpointing", "model.enable_gradient_checkpointing", True
+    )
+    yield rule(f"{ACTOR}.fsdp_config.dtype", to.compute_type, "bfloat16")
+    lora = "there is no LoRA here yet: leave it out to train all weights"
+    yield rule(
+        f"{MODEL}.lora_rank",
+        to.where_there("model.lora_rank", off=(0, None), instead=lora, harmless=False),
+    )
+    yield rule(
+        f"{MODEL}.lora_alpha",
+        to.where_there(
+            "model.lora_alpha", off=(16, None), instead="model.lora_rank decides", harmless=True
+        ),
+    )
+    yield rule(
+        f"{MODEL}.target_modules",
+        to.where_there(
+            "model.target_modules",
+            off=("all-linear", None),
+            instead="model.lora_rank decides",
+            harmless=True,
+        ),
+    )
+    for name in ("custom_chat_template", "external_lib", "lora_adapter_path", "hf_config_path"):
+        yield refused(f"{MODEL}.{name}", "put it into the checkpoint's own files")
+    yield refused(f"{MODEL}.override_config.*", "change the checkpoint's config.json")
+    yield refused(
+        f"{MODEL}.trust_remote_code",
+        "only architectures of transformers itself are trained",
+        (None, False),
+    )
+    yield ignored(f"{MODEL}.*", "kernels and memory: the results are the same")
+
+
+def _data() -> Iterator[Rule]:
+    yield rule(
+        "data.train_files", to.files_to("data.train_files"), "~/data/rlhf/gsm8k/train.parquet"
+    )
+    yield rule("data.val_files", to.files_to("data.val_files"), "~/data/rlhf/gsm8k/test.parquet")
+    yield same("data.prompt_key", "data.prompt_key", "prompt")
+    yield same("data.train_batch_size", "data.train_batch_size", 1024, note="prompts, in both")
+    yield same("data.max_prompt_length", "data.max_prompt_length", 512)
+    yield same("data.max_response_length", "data.max_response_length", 512)
+    yield same("data.filter_overlong_prompts", "data.filter_overlong_prompts", False)
+    yield same("data.truncation", "data.truncation", "error")
+    yield same("data.shuffle", "data.shuffle", True)
+    yield same("data.seed", "data.seed")
+    yield same("data.val_max_samples", "data.val_max_samples", -1)
+    yield refused("data.train_max_samples", "cut the file to that many rows", (None, -1), -1)
+    yield rule("data.gen_batch_size", to.oversample)
+    yield rule(
+        "data.reward_fn_key",
+        to.only(
+            "data_source",
+            None,
+            note="the column data_source",
+            instead="name the column data_source",
+        ),
+    )
+    yield refused(
+        "data.custom_cls.path",
+        "write the rows that it makes to parquet: docs/how-to/your-own-data.md",
+    )
+    yield refused("data.sampler.class_path", "an order of prompts is a function: data.curriculum")
+    yield refused(
+        "data.tool_config_path", "tools are a program: rollout.program, docs/how-to/extend.md"
+    )
+    yield refused("data.datagen.path", "write the rows to parquet first")
+    yield refused(
+        "data.apply_chat_template_kwargs.*", "put them into the tokenizer's chat template"
+    )
+    yield ignored(
+        "data.filter_overlong_prompts_workers", "prompts are measured while they are read"
+    )
+    yield ignored("data.*", "how verl loads its data; the rows are the same")
+
+
+def _algorithm() -> Iterator[Rule]:
+    at = "algorithm"
+    yield rule(
+        f"{at}.adv_estimator", to.name_in("meshrl.trainer.advantages", f"{at}.adv_estimator"), "gae"
+    )
+    for name in (
+        "norm_adv_by_std_in_grpo",
+        "gamma",
+        "lam",
+        "use_kl_in_reward",
+        "kl_penalty",
+        "use_pf_ppo",
+    ):
+        yield same(f"{at}.{name}", f"{at}.{name}")
+    for name in ("type", "kl_coef", "horizon", "target_kl"):
+        yield same(f"{at}.kl_ctrl.{name}", f"{at}.kl_ctrl.{name}")
+    for name in ("reweight_method", "weight_pow"):
+        yield same(f"{at}.pf_ppo.{name}", f"{at}.pf_ppo.{name}")
+    for name in ("gdpo_reward_keys", "gdpo_reward_weights", "gigpo.step_advantage_w", "gigpo.mode"):
+        yield same(f"{at}.{name}", f"{at}.{name}")
+    correction = "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs"
+    for name in (*correction, "rollout_rs_threshold", "bypass_mode", "loss_type"):
+        yield same(f"{at}.rollout_correction.{name}", f"{at}.rollout_correction.{name}")
+    yield rule(f"{ACTOR}.tis_imp_ratio_cap", to.correction_cap)
+    yield same(f"{at}.filter_groups.enable", f"{at}.filter_groups.enable")
+    yield rule(f"{at}.filter_groups.metric", to.metric)
+    yield same(
+        f"{at}.filter_groups.max_num_gen_batches", f"{at}.filter_groups.max_num_gen_batches", 0
+    )
+    yield within(
+        f"{at}.filter_groups.max_inflight_gen_batches",
+        "admission is bounded by queue.max_staleness",
+    )
+    yield same(f"{at}.sppo_eta", "actor.policy_loss.sppo_eta")
+    yield same(f"{at}.dpo_beta", "actor.policy_loss.dpo_beta")
+
+
+def _actor() -> Iterator[Rule]:
+    yield rule(
+        f"{ACTOR}.strategy",
+        to.only(
+            "fsdp",
+            "fsdp2",
+            "megatron",
+            None,
+            note="FSDP2 always",
+            instead="the trainer is FSDP2: leave it out",
+        ),
+    )
+    yield same(
+        f"{ACTOR}.ppo_mini_batch_size", "actor.ppo_mini_batch_size", 256, note="prompts, in both"
+    )
+    yield same(f"{ACTOR}.ppo_epochs", "actor.ppo_epochs")
+    yield within(f"{ACTOR}.use_dynamic_bsz", PACKS)
+    yield rule(
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu", to.row_budget(BUDGET, f"{ACTOR}.use_dynamic_bsz")
+    )
+    yield rule(
+        f"{ACTOR}.ppo_max_token_len_per_gpu", to.token_budget(BUDGET, f"{ACTOR}.use_dynamic_bsz")
+    )
+    yield ignored(f"{ACTOR}.ppo_micro_batch_size", "use ppo_micro_batch_size_per_gpu; " + PACKS)
+    yield rule(f"{ACTOR}.clip_ratio", to.clip_ratio)
+    yield same(f"{ACTOR}.clip_ratio_low", "actor.clip_ratio_low", 0.2)
+    yield same(f"{ACTOR}.clip_ratio_high", "actor.clip_ratio_high", 0.2)
+    yield rule(f"{ACTOR}.clip_ratio_c", to.clip_ratio_c, 3.0)
+    for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "entropy_coeff", "loss_agg_mode"):
+        yield same(f"{ACTOR}.{name}", f"actor.{name}")
+    yield rule(f"{ACTOR}.loss_scale_factor", to.loss_scale_factor)
+    loss = "actor.policy_loss"
+    yield rule(
+        f"{ACTOR}.policy_loss.loss_mode",
+        to.name_in("meshrl.trainer.losses", f"{loss}.loss_mode"),
+        "vanilla",
+    )
+    knobs = (
+        "clip_cov_ratio",
+        "clip_cov_lb",
+        "clip_cov_ub",
+        "kl_cov_ratio",
+        "ppo_kl_coef",
+        "dro_beta",
+    )
+    for name in (*knobs, "tau_pos", "tau_neg"):
+        yield same(f"{ACTOR}.policy_loss.{name}", f"{loss}.{name}")
+    for name in ("tau_pos", "tau_neg", "sppo_eta", "dpo_beta", "dpo_label_smoothing"):
+        yield same(f"{ACTOR}.{name}", f"{loss}.{name}")
+    yield within(f"{ACTOR}.calculate_sum_pi_squared", "computed when the estimator reads it")
+    yield within(f"{ACTOR}.calculate_entropy", "always in the metrics")
+    memory = "a memory setting that the trainer lacks: the results are the same"
+    for name in ("param_offload", "optimizer_offload"):
+        yield rule(
+            f"{ACTOR}.fsdp_config.{name}",
+            to.where_there(f"model.{name}", off=(False, None), instead=memory, harmless=True),
+        )
+    for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
+        ours = "model.ulysses_sequence_parallel_size"
+        yield rule(
+            f"{ACTOR}.{name}", to.where_there(ours, off=(1, None), instead=memory, harmless=True)
+        )
+    yield refused(
+        f"{ACTOR}.shuffle",
+        "mini-batches are cut by uid order, the same on every machine",
+        (None, False),
+        False,
+    )
+    yield refused(
+        f"{ACTOR}.freeze_vision_tower", "only text models are trained", (None, False), False
+    )
+
+
+def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:
+    for name, default in (
+        ("lr", lr),
+        ("weight_decay", 0.01),
+        ("betas", None),
+        ("eps", None),
+        ("clip_grad", 1.0),
+    ):
+        yield (
+            same(f"{verl}.{name}", f"{ours}.{name}")
+            if default is None
+            else same(f"{verl}.{name}", f"{ours}.{name}", default)
+        )
+    yield same(f"{verl.removesuffix('.optim')}.grad_clip", f"{ours}.clip_grad")
+    yield rule(f"{verl}.lr_warmup_steps", to.warmup_steps(ours, verl))
+    yield rule(f"{verl}.lr_warmup_steps_ratio", to.warmup_ratio(ours, verl))
+    yield rule(f"{verl}.lr_scheduler_type", to.scheduler(ours))
+    yield rule(f"{verl}.warmup_style", to.scheduler(ours))
+    yield same(f"{verl}.min_lr_ratio", f"{ours}.min_lr_ratio")
+    yield refused(f"{verl}.num_cycles", "a cosine falls once", (None, 0.5), 0.5)
+    yield refused(f"{verl}.optimizer", f"{ours}.name is adamw or muon", (None, "AdamW"), "AdamW")
+    yield ignored(f"{verl}.total_training_steps", "trainer.total_training_steps")
+    yield ignored(f"{verl}.*", "of another optimizer implementation")
+    if verl.startswith(ACTOR):
+        yield ignored(f"{ACTOR}.fsdp_config.*", FSDP_ONLY)
+        yield ignored(
+            f"{ACTOR}.*",
+            "the trainer has no such setting; it changes speed, memory or debugging only",
+        )
+
+
+def _critic() -> Iterator[Rule]:
+    yield rule("critic.model.path", to.critic_only(to.path_to("critic.path")))
+    for found in _optimizer("critic.optim", "critic.optim", 1e-5):
+        yield Rule(
+            key=found.key,
+            convert=to.critic_only(found.convert),
+            default=found.default,
+            take_default=found.take_default,
+        )
+    for verl, ours in (
+        ("cliprange_value", "cliprange_value"),
+        ("ppo_epochs", "ppo_epochs"),
+        ("loss_agg_mode", "loss_agg_mode"),
+    ):
+        yield rule(f"critic.{verl}", to.critic_only(same("", f"critic.{ours}").convert))
+    yield rule("critic.ppo_mini_batch_size", to.critic_only(to.critic_mini_batch))
+    yield within("critic.ppo_micro_batch_size_per_gpu", "the actor's packs")
+    yield within("critic.ppo_max_token_len_per_gpu", "the actor's packs")
+    yield within("critic.enable", "made when the estimator needs values")
+    for name in (
+        "ppo_micro_batch_size",
+        "forward_max_token_len_per_gpu",
+        "forward_micro_batch_size",
+        "forward_micro_batch_size_per_gpu",
+    ):
+        yield within(f"critic.{name}", "the actor's packs")
+    yield ignored("critic.*", "the critic is made as the actor is")
+
+
+def _reference() -> Iterator[Rule]:
+    dynamic = f"{REF}.log_prob_use_dynamic_bsz"
+    yield rule(
+        f"{REF}.log_prob_micro_batch_size_per_gpu",
+        to.row_budget("reference.max_tokens_per_batch", dynamic),
+    )
+    yield rule(
+        f"{REF}.log_prob_max_token_len_per_gpu",
+        to.token_budget("reference.max_tokens_per_batch", dynamic),
+    )
+    for key in (dynamic, f"{REF}.log_prob_micro_batch_size"):
+        yield within(key, PACKS)
+    yield rule(f"{REF}.model.path", to.path_to("reference.path"))
+    yield within(
+        f"{REF}.fsdp_config.param_offload",
+        "the reference is a process of its own: nothing to make room for",
+    )
+    yield ignored(f"{REF}.*", "the reference is a process of its own")
+
+
+def _rollout() -> Iterator[Rule]:
+    yield rule(f"{ROLLOUT}.name", to.engine)
+    yield same(f"{ROLLOUT}.n", "rollout.n", 1)
+    yield same(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0)
+    yield same(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0)
+    yield same(f"{ROLLOUT}.top_k", "rollout.top_k", -1)
+    yield rule(f"{ROLLOUT}.do_sample", to.do_sample("rollout.temperature"))
+    yield same(f"{ROLLOUT}.val_kwargs.n", "rollout.val_kwargs.n", 1)
+    yield rule(f"{ROLLOUT}.val_kwargs.do_sample", to.do_sample("rollout.val_kwargs.temperature"))
+    yield rule(f"{ROLLOUT}.val_kwargs.temperature", to.sampled_temperature)
+    yield same(f"{ROLLOUT}.val_kwargs.top_p", "rollout.val_kwargs.top_p", 1.0)
+    yield same(f"{ROLLOUT}.val_kwargs.top_k", "rollout.val_kwargs.top_k", -1)
+    yield within(f"{ROLLOUT}.calculate_log_probs", "every sampled token comes with its log-prob")
+    for name in (
+        "micro_batch_size_per_gpu",
+        "use_dynamic_bsz",
+        "max_token_len_per_gpu",
+        "micro_batch_size",
+    ):
+        yield within(
+            f"{ROLLOUT}.log_prob_{name}", f"old log-probs are computed in the packs of {BUDGET}"
+        )
+    yield rule(
+        f"{ROLLOUT}.tensor_model_parallel_size", to.engine_argument("--tensor-parallel-size")
+    )
+    yield rule(
+        f"{ROLLOUT}.pipeline_model_parallel_size", to.engine_argument("--pipeline-parallel-size")
+    )
+    yield rule(f"{ROLLOUT}.gpu_memory_utilization", to.engine_argument("--gpu-memory-utilization"))
+    yield rule(f"{ROLLOUT}.max_num_batched_tokens", to.engine_argument("--max-num-batched-tokens"))
+    yield rule(f"{ROLLOUT}.enforce_eager", to.engine_argument("--enforce-eager", switch=True))
+    yield rule(
+        f"{ROLLOUT}.enable_chunked_prefill",
+        to.engine_argument("--enable-chunked-prefill", switch=True),
+    )
+    yield rule(
+        f"{ROLLOUT}.enable_prefix_caching",
+        to.engine_argument("--enable-prefix-caching", switch=True),
+    )
+    yield rule(f"{ROLLOUT}.max_model_len", to.engine_option("max_model_len"))
+    yield rule(f"{ROLLOUT}.dtype", to.engine_option("dtype"))
+    yield same(
+        f"{ROLLOUT}.max_num_seqs", "rollout.slots", note="requests that one engine runs at once"
+    )
+    agents = "an agent loop is a program here: rollout.program, docs/how-to/extend.md"
+    yield refused(f"{ROLLOUT}.multi_turn.enable", agents, (None, False), False)
+    yield refused(f"{ROLLOUT}.agent.agent_loop_config_path", agents)
+    yield refused(
+        f"{ROLLOUT}.agent.default_agent_loop",
+        agents,
+        (None, "single_turn_agent"),
+        "single_turn_agent",
+    )
+    yield refused(f"{ROLLOUT}.ignore_eos", "responses end at the end token", (None, False), False)
+    yield ignored(f"{ROLLOUT}.multi_turn.*", "multi_turn.enable is off")
+    yield ignored(
+        f"{ROLLOUT}.*", "of verl's engine in the trainer's process; here it is " + NO_MEANING
+    )
+
+
+def _reward() -> Iterator[Rule]:
+    for at in ("reward.custom_reward_function", "custom_reward_function"):
+        yield rule(f"{at}.path", to.path_to("reward.custom_reward_function.path"))
+        yield same(
+            f"{at}.name", "reward.custom_reward_function.name", note="the file runs unchanged"
+        )
+        yield same(f"{at}.reward_kwargs.*", "reward.custom_reward_function.reward_kwargs.*")
+    for key in ("reward.reward_manager.name", "reward_model.reward_manager"):
+        yield rule(key, to.reward_manager)
+    yield refused(
+        "reward.reward_manager.source",
+        "write `compute_score`: docs/how-to/reward.md",
+        (None, "register"),
+        "register",
+    )
+    for at in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
+        yield rule(f"{at}.max_resp_len", to.overlong_limit)
+        yield from _overlong(f"{at}.overlong_buffer_cfg")
+    yield from _overlong("reward_model.overlong_buffer")
+    yield rule("reward.reward_model.enable", to.reward_model(("reward.reward_model.model_path",)))
+    yield rule("reward_model.enable", to.reward_model(("reward_model.model.path",)))
+    for key in ("reward.num_workers", "reward_model.num_workers"):
+        yield same(key, "reward.workers")
+    for at in ("reward.sandbox_fusion", "sandbox_fusion"):
+        yield refused(
+            f"{at}.url",
+            "programs are graded in a cell: reward.recipe_sandbox=strict and the reward `code`",
+        )
+        yield ignored(f"{at}.*", "no sandbox_fusion.url")
+    yield refused(
+        "reward.reward_kwargs.*",
+        "pass it to the function: reward.custom_reward_function.reward_kwargs",
+    )
+    yield ignored("reward.*", "the reward is " + NO_MEANING)
+    yield ignored("reward_model.*", "the reward is " + NO_MEANING)
+
+
+def _overlong(at: str) -> Iterator[Rule]:
+    for name in ("enable", "len", "penalty_factor"):
+        yield same(f"{at}.{name}", f"algorithm.overlong_buffer.{name}")
+    yield ignored(f"{at}.log", "metrics always hold it")
+
+
+def _trainer() -> Iterator[Rule]:
+    yield rule("trainer.v1.trainer_mode", to.trainer_mode, "sync")
+    yield rule("async_training.staleness_threshold", to.staleness_threshold)
+    yield within("trainer.use_v1", "trainer.v1.trainer_mode decides")
+    yield within(
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "queue.max_staleness, where the mode is asynchronous",
+    )
+    yield within(
+        "trainer.v1.sampler.max_off_policy_strategy",
+        "queue.stale_policy, where the mode is asynchronous",
+    )
+    yield same("trainer.total_epochs", "trainer.total_epochs", 30)
+    yield same("trainer.total_training_steps", "trainer.total_training_steps")
+    yield same("trainer.project_name", "trainer.project_name")
+    yield rule("trainer.experiment_name", to.experiment)
+    yield rule("trainer.logger", to.logger)
+    yield same(
+        "trainer.n_gpus_per_node",
+        "trainer.nproc",
+        note="training ranks; give the engines GPUs of their own: rollout.engine.env",
+    )
+    yield rule("trainer.nnodes", to.machines)
+    for name in ("save_freq", "test_freq", "val_before_train"):
+        yield same(f"trainer.{name}", f"trainer.{name}")
+    yield same("trainer.critic_warmup", "critic.warmup_steps")
+    yield within("trainer.balance_batch", "ranks get near equal numbers of tokens always")
+    yield rule("trainer.default_local_dir", to.path_to("trainer.default_local_dir"))
+    yield rule("trainer.resume_mode", to.resume_mode)
+    yield same("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep")
+    yield within("trainer.max_critic_ckpt_to_keep", "one checkpoint holds both")
+    yield same("trainer.device", "trainer.device")
+    yield refused("trainer.val_only", "meshrl eval RECIPE", (None, False), False)
+    yield ignored("trainer.*", "bookkeeping of verl's own")
+
+
+def _elsewhere() -> Iterator[Rule]:
+    yield refused("distillation.enabled", "there is no distillation here", (None, False), False)
+    for section in ("distillation", "async_training", "skip"):
+        yield ignored(f"{section}.*", "not used here")
+    for section in (
+        "ray_kwargs",
+        "ray_init",
+        "hydra",
+        "global_profiler",
+        "transfer_queue",
+        "model_engine",
+        "actor_rollout_ref.hybrid_engine",
+        "actor_rollout_ref.nccl_timeout",
+    ):
+        yield ignored(section, "how verl starts its processes")
+        yield ignored(f"{section}.*", "how verl starts its processes")
+    yield ignored("prometheus.*", "every service has /metrics")

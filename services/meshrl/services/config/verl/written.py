@@ -1,0 +1,96 @@
+"""A migrated recipe as YAML with a comment where a number was converted, and the report of every key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from meshrl.services.config.fields import value_text
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.config.verl.migrate import Finding, Migration
+from meshrl.services.config.verl.rules import Status
+
+HEADINGS = {
+    Status.MAPPED: "mapped",
+    Status.IGNORED: "ignored: no meaning here, or only speed and memory",
+    Status.REFUSED: "refused: the recipe was made without these",
+}
+
+
+def recipe_text(migration: Migration) -> str:
+    """The recipe's YAML, sections in the order of a recipe."""
+    lines = [
+        "# From a verl configuration: `meshrl config from-verl`. Where verl's default is another than ours, it is",
+        "# written down; `conventions: verl` keeps verl's numbers where ours differ.",
+    ]
+    for found in migration.of(Status.REFUSED):
+        lines.append(f"# REFUSED {found.key}={value_text(found.value)}: {found.note}")
+    sections = {
+        name: migration.tree[name] for name in Recipe.model_fields if name in migration.tree
+    }
+    lines += _lines(sections, (), migration)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(tree: Mapping[str, Any], at: tuple[str, ...], migration: Migration) -> Iterator[str]:
+    indent = "  " * len(at)
+    for key, value in tree.items():
+        where = (*at, key)
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, where, migration)
+            continue
+        note = migration.comments.get(where)
+        yield f"{indent}{key}: {_flow(value)}" + (f"  # {note}" if note else "")
+
+
+def _flow(value: Any) -> str:
+    """A value on one line, read back as it is by YAML 1.1 and 1.2."""
+    if isinstance(value, float):
+        text = repr(value)
+        mantissa, e, exponent = text.partition("e")
+        return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text
+    if isinstance(value, list):
+        return f"[{', '.join(map(_flow, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_flow(k)}: {_flow(v)}' for k, v in value.items())}}}"
+    text = yaml.safe_dump(value, width=1 << 30, allow_unicode=True, default_flow_style=True)
+    return text.removesuffix("\n").removesuffix("...").removesuffix("\n")
+
+
+def report(migration: Migration) -> Iterator[str]:
+    """One line per key that was given, by what became of it."""
+    for status, heading in HEADINGS.items():
+        found = migration.of(status)
+        if found:
+            yield f"{heading} ({len(found)})"
+            yield from (f"  {_line(one)}" for one in found)
+    if migration.to_do:
+        yield f"before it starts here ({len(migration.to_do)})"
+        yield from (f"  {said}" for said in migration.to_do)
+
+
+def _line(found: Finding) -> str:
+    ours = ", ".join(f"{key}={value_text(value)}" for key, value in found.settings.items())
+    value = value_text(found.value)
+    said = f"{found.key}={value if len(value) <= 60 else value[:57] + '...'}"
+    parts = [f" -> {ours}" if ours else "", f": {found.note}" if found.note else ""]
+    return said + "".join(parts)
+
+
+def as_json(migration: Migration) -> str:
+    """The report for programs."""
+    fields = [
+        {
+            "key": found.key,
+            "value": found.value,
+            "status": found.status.value,
+            "settings": dict(found.settings),
+            "note": found.note,
+        }
+        for found in migration.findings
+    ]
+    return json.dumps({"keys": fields, "to_do": list(migration.to_do)}, indent=2, default=str)

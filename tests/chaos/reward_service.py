@@ -1,0 +1,88 @@
+"""A queue and a reward service as processes of their own, that can be killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshrl.services.up.book import Entry
+from meshrl.services.up.health import is_serving
+from meshrl.services.up.ports import free_port
+
+
+@dataclass
+class Service:
+    """One service of `recipe`, on the same port after each start."""
+
+    kind: str
+    recipe: Path
+    options: tuple[str, ...] = ()
+    port: int = field(default_factory=lambda: free_port("127.0.0.1"))
+    process: asyncio.subprocess.Process | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Serving when this returns."""
+        command = ["-m", "meshrl.services.cli", "serve", self.kind, str(self.recipe)]
+        with (self.recipe.parent / f"{self.kind}.log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, *command, "--port", str(self.port), *self.options),
+                stdout=log,
+                stderr=log,
+            )
+        entry = Entry(kind=self.kind, host="127.0.0.1", port=self.port, metrics_port=0)
+        async with asyncio.timeout(60):
+            while not await is_serving(entry):
+                assert self.process.returncode is None, self.said
+                await asyncio.sleep(0.02)
+
+    async def kill(self) -> None:
+        """kill -9."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+    @property
+    def said(self) -> str:
+        return (self.recipe.parent / f"{self.kind}.log").read_text()[-4000:]
+
+
+@asynccontextmanager
+async def serving(*services: Service) -> AsyncIterator[None]:
+    """All of them, in order; ended in the other order."""
+    try:
+        for service in services:
+            await service.start()
+        yield
+    finally:
+        for service in reversed(services):
+            if service.process is not None and service.process.returncode is None:
+                service.process.terminate()
+                await asyncio.wait_for(service.process.wait(), 60)
+
+
+def write_recipe(directory: Path, *, groups: int, group_size: int, **reward: Any) -> Path:
+    """A run without a model: rows are answered by the test."""
+    path = directory / "recipe.yaml"
+    sections = {
+        "run": {"name": "train", "dir": str(directory / "run")},
+        "model": {"path": "not-on-this-machine"},
+        "data": {"train_batch_size": groups},
+        "rollout": {"n": group_size},
+        "actor": {"use_kl_loss": False},
+        "queue": {"max_attempts": 10, "lease_ttl_s": 2, "durability": "none"},
+        "reward": reward,
+    }
+    path.write_text(yaml.safe_dump(sections))
+    return path

@@ -1,0 +1,122 @@
+"""kill -9 of the reward service while it scores a run and switches to a version that is being submitted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import column_text
+from meshrl.rewardd.registry.nouns import Case, Submission
+from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.services.config.load import load_recipe
+from meshrl.services.config.recipe import train_spec
+from meshrl.services.wires.queue import QueueWire
+from meshrl.services.wires.reward_registry import RewardRegistryWire
+
+from .answered_rows import GROUP, admit_all, answer_all
+from .reward_service import Service, serving, write_recipe
+
+GROUPS = 60
+KILLS = 3
+SOURCE = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.02)
+    return {factor} * float(solution_str)
+"""
+
+
+def submission(factor: int) -> Submission:
+    case = Case(solution="2", score=2.0 * factor)
+    return Submission(name="reward", source=SOURCE.replace("{factor}", str(factor)), cases=(case,))
+
+
+def processes_of(marker: str) -> list[int]:
+    """Processes whose command line names `marker`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+async def submit(address: str, factor: int) -> str | None:
+    """The version; None when the service died before it answered."""
+    async with RewardRegistryWire(address, patience_s=0) as wire:
+        with contextlib.suppress(MeshError):
+            return (await wire.submit(submission(factor))).hash
+    return None
+
+
+async def rewards(queue: Queue) -> list[tuple[str, float, float]]:
+    """(version, reward, answer) of every row, once all are scored."""
+    batch = await queue.take("train", epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=120)
+    uids = [row.uid for row in batch.rows]
+    rows = await queue.fetch("train", uids, ("reward_hash", "reward", "response_text"))
+    return [
+        (
+            column_text(row["reward_hash"]),
+            float(row["reward"][0]),
+            float(column_text(row["response_text"])),
+        )
+        for row in rows
+    ]
+
+
+async def test_a_service_killed_while_it_switches_loses_neither_versions_nor_rows(
+    tmp_path: Path,
+) -> None:
+    draw = random.Random(random.randrange(1 << 30))
+    (tmp_path / "base.py").write_text(SOURCE.replace("{factor}", "1"))
+    custom = {"path": str(tmp_path / "base.py")}
+    sandbox = "weak" if no_bubblewrap() else "strict"
+    recipe = write_recipe(
+        tmp_path,
+        groups=GROUPS,
+        group_size=GROUP,
+        custom_reward_function=custom,
+        sandbox=sandbox,
+    )
+    queues = Service("queue", recipe)
+    judge = Service("reward", recipe, ("--queue", queues.address))
+    factors: dict[str, int] = {}
+    async with serving(queues), QueueWire(queues.address) as queue:
+        await queue.open_run(train_spec(load_recipe(recipe, check=False)))
+        await admit_all(queue, "train", GROUPS)
+        await answer_all(queue, "train", GROUPS, lambda uid: f"{uid.index + 1}.5")
+        async with serving(judge):
+            async with RewardRegistryWire(judge.address) as wire:
+                factors[(await wire.names()).base] = 1
+            answered: list[str] = []
+            for factor in range(2, 2 + KILLS):
+                submitting = asyncio.create_task(submit(judge.address, factor))
+                await asyncio.sleep(draw.uniform(0.0, 1.5))
+                await judge.kill()
+                version = await submitting
+                await judge.start()
+                async with RewardRegistryWire(judge.address) as wire:
+                    found = await wire.names()
+                    known = list(found.names[0].versions) if found.names else []
+                    # Answered versions are there, and the newest there is scores: a switch is made or it is not.
+                    answered += [version] if version else []
+                    assert set(answered) <= set(known)
+                    assert found.scoring == (known[-1] if known else found.base)
+                    assert version is None or found.scoring == version
+                    for hash_ in set(known) - factors.keys():
+                        factors[hash_] = factor
+            assert await submit(judge.address, 9) is not None
+            found_rows = await rewards(queue)
+            ledger = await queue.ledger("train")
+        assert ledger.balanced and not ledger.dead_lettered, ledger
+    assert len(found_rows) == GROUPS * GROUP
+    for hash_, reward, answer in found_rows:
+        assert reward == factors.get(hash_, 9) * answer
+    async with asyncio.timeout(20):  # the cells of the killed ones end with them
+        while processes_of(str(tmp_path)):  # noqa: ASYNC110 - a process that ends rings nobody
+            await asyncio.sleep(0.05)

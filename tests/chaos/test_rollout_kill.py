@@ -1,0 +1,195 @@
+"""kill -9 and SIGTERM at rollout processes in the middle of responses: others go on with them, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from meshrl.contract import rows
+from meshrl.contract.nouns import (
+    ROLLOUT_COLUMNS,
+    ROLLOUT_STAGE,
+    RunSpec,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Uid,
+)
+from meshrl.services.doors import QueueDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ..unit.rollout.checkpoints import forced_logprobs, greedy, make_model
+from .rollout_process import FIRST, RUN, Numbers
+
+GROUP = 4
+GROUPS = 6
+SLOTS = 6
+INTERVAL = 64
+LENGTHS = [200 + 17 * number for number in range(GROUPS)]
+"""Response tokens by task; so few slots that groups are torn: some siblings are done, some run, some wait."""
+TOKENS = GROUP * sum(LENGTHS)
+
+
+class Worker:
+    """One rollout process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    async def go(self) -> None:
+        assert self.process.stdout is not None and self.process.stdin is not None
+        assert await self.process.stdout.readline() == b"ready\n"
+        self.process.stdin.write(b"go\n")
+
+    def responses(self) -> dict[str, tuple[int, int]]:
+        """By uid: tokens that it went on from, tokens in the end."""
+        found: dict[str, tuple[int, int]] = {}
+        for line in self._log.read_text().splitlines() if self._log.exists() else ():
+            event = json.loads(line)
+            if "continued" in event:
+                found[event["uid"]] = (event["continued"], event["continued"])
+            else:
+                found[event["uid"]] = (found[event["uid"]][0], event["tokens"])
+        return found
+
+    async def sampled(self, tokens: int) -> None:
+        """Wait until it has sampled so many."""
+        async with asyncio.timeout(120):
+            while sum(end - start for start, end in self.responses().values()) < tokens:
+                assert self.process.returncode is None
+                await asyncio.sleep(0.01)
+
+    async def end(self, number: signal.Signals) -> int:
+        os.kill(self.process.pid, number)
+        return await self.process.wait()
+
+
+@asynccontextmanager
+async def rollout_process(address: str, model: Path, name: str) -> AsyncIterator[Worker]:
+    log = model / f"{name}.jsonl"
+    command = [sys.executable, "-m", "tests.chaos.rollout_process"]
+    options = {"queue": address, "model": model, "log": log, "slots": SLOTS, "interval": INTERVAL}
+    for key, value in options.items():
+        command += [f"--{key}", str(value)]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield Worker(process, log)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def task(number: int) -> Task:
+    """Every second one is greedy."""
+    return Task(
+        run=RUN,
+        task_id=f"t{number}",
+        prompt_ids=np.arange(3, 9 + number, dtype=np.int32),
+        group_size=GROUP,
+        sampling=SamplingParams(
+            max_tokens=LENGTHS[number], temperature=float(number % 2), seed=number
+        ),
+    )
+
+
+def number_of(uid: Uid) -> int:
+    return int(uid.task[1:])
+
+
+async def everything(queue: TransferQueue) -> list[Trajectory]:
+    batch = await queue.take(RUN, epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=120)
+    uids = [row.uid for row in batch.rows]
+    columns = await queue.fetch(RUN, uids, ROLLOUT_COLUMNS)
+    return [rows.trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)]
+
+
+async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) -> None:
+    model = make_model(
+        "Qwen3",
+        **{"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 6, "head_dim": 32},
+        **{"tie_word_embeddings": True, "max_position_embeddings": 512, "initializer_range": 0.1},
+    )
+    model.save_pretrained(tmp_path)
+    queue = await TransferQueue.open(MemoryStore())
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server(settings, [QueueDoor(queue)]))
+        killed, drained, last = [
+            await stack.enter_async_context(rollout_process(server.address, tmp_path, name))
+            for name in ("killed", "drained", "last")
+        ]
+        await queue.open_run(
+            RunSpec(
+                run=RUN,
+                group_size=GROUP,
+                stages=(ROLLOUT_STAGE,),
+                batch_groups=GROUPS,
+                max_staleness=0.0,
+                lease_ttl_s=2.0,
+            )
+        )
+        await queue.acquire(RUN, "trainer")
+        await queue.publish(RUN, FIRST)
+        await queue.admit(RUN, [task(number) for number in range(GROUPS)], cursor="", wait_s=5)
+        await queue.close_feed(RUN)
+
+        await killed.go()
+        await killed.sampled(TOKENS // 3)
+        assert await killed.end(signal.SIGKILL) == -signal.SIGKILL
+        await drained.go()
+        await drained.sampled(TOKENS // 3)
+        assert await drained.end(signal.SIGTERM) == 0
+        await last.go()
+        done = await everything(queue)
+        ledger = await queue.ledger(RUN)
+        assert await last.end(signal.SIGTERM) == 0
+    await queue.close()
+
+    before, between, after = killed.responses(), drained.responses(), last.responses()
+    # The drained process has given all that it had to its successors, and the killed one all but an interval a row.
+    moved = between.keys() & after.keys()
+    assert moved
+    assert [after[uid][0] for uid in moved] == [between[uid][1] for uid in moved]
+    torn = before.keys() & (between.keys() | after.keys())
+    went_on = {uid: (between.get(uid) or after[uid])[0] for uid in torn}
+    assert 0 < len(torn) <= SLOTS and any(went_on.values())
+    assert 0 <= sum(before[uid][1] - went_on[uid] for uid in torn) <= INTERVAL * len(torn)
+    # Siblings that were done stay as they were.
+    assert len(before.keys() - torn) >= GROUP
+    assert all(before[uid][1] == LENGTHS[number_of(Uid.parse(uid))] for uid in before.keys() - torn)
+
+    assert ledger.balanced and not ledger.dead_lettered
+    assert len(done) == GROUPS * GROUP
+    for row in done:
+        asked = task(number_of(row.uid))
+        prompt = asked.prompt_ids.tolist()
+        response = row.tokens[len(prompt) :].tolist()
+        assert row.tokens[: len(prompt)].tolist() == prompt
+        assert len(response) == asked.sampling.max_tokens
+        assert row.loss_mask.tolist() == [0] * len(prompt) + [1] * len(response)
+        assert [(s.version, s.start, s.end) for s in row.spans] == [
+            (FIRST, len(prompt), len(row.tokens))
+        ]
+        assert row.response_text == Numbers().decode(response)
+        want = forced_logprobs(model, prompt, response)
+        np.testing.assert_allclose(row.rollout_logprobs[len(prompt) :], want, atol=1e-3)
+        if asked.sampling.temperature == 0:
+            model.generation_config.eos_token_id = None
+            assert response == greedy(model, prompt, len(response))

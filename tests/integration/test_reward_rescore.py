@@ -1,0 +1,73 @@
+"""`meshrl reward rescore-run`: rows that wait in the queue are scored anew, or one line says that they are not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import column_text
+from meshrl.rewardd.registry.nouns import Submission
+from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.services.cli.commands.reward import reward
+from meshrl.services.config.load import load_recipe
+from meshrl.services.config.recipe import train_spec
+from meshrl.services.wires.queue import QueueWire
+from meshrl.services.wires.reward_registry import RewardRegistryWire
+
+from ..chaos.answered_rows import GROUP, admit_all, answer_all
+from ..chaos.reward_service import Service, serving, write_recipe
+
+GROUPS = 25
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+
+
+async def rescore(queue: Service, *arguments: str) -> Result:
+    command = ["rescore-run", "--queue", queue.address, "--run", "train", *arguments]
+    return await asyncio.to_thread(CliRunner().invoke, reward, command)
+
+
+async def ready(queue: Queue) -> None:
+    async with asyncio.timeout(60):
+        while (await queue.ledger("train")).resident["ready"] < GROUPS * GROUP:  # noqa: ASYNC110 - a ledger rings nobody
+            await asyncio.sleep(0.05)
+
+
+async def test_resident_rows_are_scored_again_with_what_scores_now(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text(HEAD + "    return 1\n")
+    recipe = write_recipe(
+        tmp_path,
+        groups=GROUPS,
+        group_size=GROUP,
+        custom_reward_function={"path": str(tmp_path / "base.py")},
+        sandbox="weak" if no_bubblewrap() else "strict",
+    )
+    queues = Service("queue", recipe)
+    judge = Service("reward", recipe, ("--queue", queues.address))
+    async with serving(queues), QueueWire(queues.address) as queue:
+        await queue.open_run(train_spec(load_recipe(recipe, check=False)))
+        await admit_all(queue, "train", GROUPS)
+        await answer_all(queue, "train", GROUPS, lambda uid: f"{uid.index}")
+        async with serving(judge):
+            await ready(queue)
+            async with RewardRegistryWire(judge.address) as wire:
+                version = (
+                    await wire.submit(Submission(name="reward", source=HEAD + "    return 2\n"))
+                ).hash
+            done = await rescore(queues)
+            assert done.exit_code == 0, done.output
+            assert f"{GROUPS * GROUP} of {GROUPS * GROUP} rows, " in done.stderr
+            assert done.stdout.startswith(f"{GROUPS * GROUP} rows scored again in ")
+        stuck = await rescore(queues, "--patience", "1.5")
+        assert stuck.exit_code == 1
+        assert f"{GROUPS * GROUP} rows are still to be scored" in stuck.stderr
+        async with serving(judge):
+            batch = await queue.take(
+                "train", epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=60
+            )
+            uids = [row.uid for row in batch.rows]
+            rows = await queue.fetch("train", uids, ("reward_hash", "reward"))
+            seen = {(column_text(row["reward_hash"]), float(row["reward"][0])) for row in rows}
+            assert seen == {(version, 2.0)}

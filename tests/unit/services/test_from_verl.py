@@ -1,0 +1,405 @@
+"""A verl run, as it is pasted, becomes a recipe that says the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from meshrl.contract.errors import ConfigError
+from meshrl.services.cli.commands.config import config
+from meshrl.services.config import Recipe, load_recipe
+from meshrl.services.config.verl import command_words, migrate
+from meshrl.services.config.verl.migrate import Migration
+from meshrl.services.config.verl.rules import Status
+from meshrl.services.config.verl.table import rules
+from meshrl.services.config.verl.written import recipe_text
+
+from . import verl_commands
+
+A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
+DYNAMIC = f"{A}.use_dynamic_bsz=True"
+TOKENS = "data.max_prompt_length=100 data.max_response_length=200"
+
+
+def recipe_of(made: Migration, tmp_path: Path) -> Recipe:
+    path = tmp_path / "made.yaml"
+    path.write_text(recipe_text(made))
+    return load_recipe(path, check=False)
+
+
+def at(recipe: Recipe, key: str) -> Any:
+    found: Any = recipe
+    for word in key.split("."):
+        found = found[word] if isinstance(found, dict) else getattr(found, word)
+    return found
+
+
+# The keys of the table of what users write most: the override (and what it depends on), and what a recipe then says.
+MOST_WRITTEN = [
+    (
+        "data.train_files=[/a.parquet,/b.parquet]",
+        {"data.train_files": [Path("/a.parquet"), Path("/b.parquet")]},
+    ),
+    ("data.val_files=/v.parquet", {"data.val_files": [Path("/v.parquet")]}),
+    ("data.train_batch_size=512", {"data.train_batch_size": 512}),
+    (TOKENS, {"data.max_prompt_length": 100, "data.max_response_length": 200}),
+    ("data.truncation=left", {"data.truncation": "left"}),
+    ("data.filter_overlong_prompts=True", {"data.filter_overlong_prompts": True}),
+    ("algorithm.adv_estimator=rloo", {"algorithm.adv_estimator": "rloo"}),
+    ("algorithm.use_kl_in_reward=True", {"algorithm.use_kl_in_reward": True}),
+    ("algorithm.kl_ctrl.kl_coef=0.01", {"algorithm.kl_ctrl.kl_coef": 0.01}),
+    ("algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.norm_adv_by_std_in_grpo": False}),
+    ("algorithm.gamma=0.9 algorithm.lam=0.95", {"algorithm.gamma": 0.9, "algorithm.lam": 0.95}),
+    (
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc",
+        {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"},
+    ),
+    (
+        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=3",
+        {
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 3,
+        },
+    ),
+    (
+        "algorithm.rollout_correction.bypass_mode=true",
+        {"algorithm.rollout_correction.bypass_mode": True},
+    ),
+    (f"{M}.path=/models/x", {"model.path": Path("/models/x")}),
+    (f"{M}.use_remove_padding=True", {}),
+    (f"{M}.enable_gradient_checkpointing=False", {"model.enable_gradient_checkpointing": False}),
+    (f"{M}.lora_rank=0 {M}.lora_alpha=16", {}),
+    (f"{A}.strategy=fsdp2", {}),
+    (f"{A}.optim.lr=2e-6", {"actor.optim.lr": 2e-6}),
+    (
+        f"{A}.optim.weight_decay=0.1 {A}.optim.clip_grad=0.5",
+        {"actor.optim.weight_decay": 0.1, "actor.optim.clip_grad": 0.5},
+    ),
+    (f"{A}.ppo_mini_batch_size=64", {"actor.ppo_mini_batch_size": 64}),
+    (f"{A}.ppo_micro_batch_size_per_gpu=80 {TOKENS}", {"actor.ppo_max_token_len_per_gpu": 24000}),
+    (f"{A}.ppo_max_token_len_per_gpu=24000 {DYNAMIC}", {"actor.ppo_max_token_len_per_gpu": 24000}),
+    (f"{A}.ppo_epochs=2", {"actor.ppo_epochs": 2}),
+    (
+        f"{A}.use_kl_loss=True {A}.kl_loss_coef=0.002 {A}.kl_loss_type=k1",
+        {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.002, "actor.kl_loss_type": "k1"},
+    ),
+    (f"{A}.entropy_coeff=0.01", {"actor.entropy_coeff": 0.01}),
+    (
+        f"{A}.clip_ratio_low=0.1 {A}.clip_ratio_high=0.28 {A}.clip_ratio_c=10",
+        {"actor.clip_ratio_low": 0.1, "actor.clip_ratio_high": 0.28, "actor.clip_ratio_c": 10},
+    ),
+    (
+        f"{A}.loss_agg_mode=seq-mean-token-sum-norm {A}.loss_scale_factor=7",
+        {"actor.loss_agg_mode": "seq-mean-token-sum-norm", "actor.loss_scale_factor": 7},
+    ),
+    (f"{A}.policy_loss.loss_mode=gspo", {"actor.policy_loss.loss_mode": "gspo"}),
+    (f"{A}.fsdp_config.param_offload=False {A}.fsdp_config.optimizer_offload=False", {}),
+    (f"{A}.fsdp_config.ulysses_sequence_parallel_size=1", {}),
+    (f"{R}.name=vllm", {"rollout.name": "vllm", "rollout.deterministic": False}),
+    (f"{R}.n=5", {"rollout.n": 5}),
+    (
+        f"{R}.tensor_model_parallel_size=4",
+        {"rollout.engine.extra_args": ["--tensor-parallel-size", "4"]},
+    ),
+    (
+        f"{R}.gpu_memory_utilization=0.6",
+        {"rollout.engine.extra_args": ["--gpu-memory-utilization", "0.6"]},
+    ),
+    (
+        f"{R}.temperature=0.7 {R}.top_p=0.9 {R}.top_k=20",
+        {"rollout.temperature": 0.7, "rollout.top_p": 0.9, "rollout.top_k": 20},
+    ),
+    (
+        f"{R}.log_prob_micro_batch_size_per_gpu=8 {R}.log_prob_use_dynamic_bsz=True"
+        f" {R}.log_prob_max_token_len_per_gpu=9",
+        {},
+    ),
+    (f"{R}.calculate_log_probs=True", {}),
+    (
+        f"{R}.val_kwargs.n=4 {R}.val_kwargs.temperature=0.6 {R}.val_kwargs.top_p=0.7 {R}.val_kwargs.do_sample=True",
+        {
+            "rollout.val_kwargs.n": 4,
+            "rollout.val_kwargs.temperature": 0.6,
+            "rollout.val_kwargs.top_p": 0.7,
+        },
+    ),
+    (f"{R}.val_kwargs.temperature=0.6", {"rollout.val_kwargs.temperature": 0}),
+    (
+        f"{F}.log_prob_micro_batch_size_per_gpu=16 {TOKENS}",
+        {"reference.max_tokens_per_batch": 4800},
+    ),
+    (f"{F}.fsdp_config.param_offload=True", {}),
+    (
+        "critic.optim.lr=3e-5 critic.model.path=/c critic.cliprange_value=0.4",
+        {"critic.optim.lr": 3e-5, "critic.path": Path("/c"), "critic.cliprange_value": 0.4},
+    ),
+    (
+        "reward.custom_reward_function.path=/r.py reward.custom_reward_function.name=mine",
+        {
+            "reward.custom_reward_function.path": Path("/r.py"),
+            "reward.custom_reward_function.name": "mine",
+        },
+    ),
+    ("reward.reward_manager.name=naive", {}),
+    ("reward.reward_model.enable=False", {"reward.judges": []}),
+    (
+        "trainer.total_epochs=3 trainer.total_training_steps=40",
+        {"trainer.total_epochs": 3, "trainer.total_training_steps": 40},
+    ),
+    (
+        "trainer.project_name=p trainer.experiment_name='e 1' trainer.logger=[console,wandb,swanlab]",
+        {"trainer.project_name": "p", "run.name": "e-1", "trainer.logger": ("console", "wandb")},
+    ),
+    ("trainer.nnodes=1 trainer.n_gpus_per_node=4", {"trainer.nproc": 4}),
+    (
+        "trainer.save_freq=10 trainer.test_freq=5 trainer.val_before_train=False",
+        {"trainer.save_freq": 10, "trainer.test_freq": 5, "trainer.val_before_train": False},
+    ),
+    ("trainer.critic_warmup=7 trainer.balance_batch=True", {"critic.warmup_steps": 7}),
+    (
+        "trainer.default_local_dir=/ckpt trainer.resume_mode=disable",
+        {"trainer.default_local_dir": Path("/ckpt"), "trainer.resume_mode": "disable"},
+    ),
+    (
+        "trainer.use_v1=True trainer.v1.trainer_mode=separate_async",
+        {
+            "queue.max_staleness": 8,
+            "queue.stale_policy": "drop",
+            "actor.recompute_old_log_probs": True,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "says"), MOST_WRITTEN, ids=lambda case: str(case)[:60])
+def test_the_keys_that_users_write_most_all_map(
+    written: str, says: dict[str, Any], tmp_path: Path
+) -> None:
+    made = migrate(command_words(written, {}))
+    assert {found.status for found in made.findings} == {Status.MAPPED}, made.findings
+    recipe = recipe_of(made, tmp_path)
+    assert {key: at(recipe, key) for key in says} == says
+
+
+def test_a_grpo_command_says_the_same_here(tmp_path: Path) -> None:
+    made = migrate(command_words(verl_commands.GRPO, {"HOME": "/h"}))
+    assert {found.status for found in made.findings} == {Status.MAPPED}
+    recipe = recipe_of(made, tmp_path)
+    assert (recipe.data.train_batch_size, recipe.rollout.n, recipe.actor.ppo_mini_batch_size) == (
+        1024,
+        5,
+        256,
+    )
+    assert (
+        recipe.actor.ppo_max_token_len_per_gpu == recipe.reference.max_tokens_per_batch == 40 * 1536
+    )
+    assert recipe.data.train_files == [Path("/h/data/gsm8k/train.parquet")]
+    assert (recipe.run.name, recipe.trainer.nproc) == ("qwen_grpo", 8)
+    assert recipe.rollout.engine["extra_args"] == [
+        "--tensor-parallel-size",
+        "2",
+        "--gpu-memory-utilization",
+        "0.6",
+    ]
+
+
+def test_a_ppo_command_says_the_same_here(tmp_path: Path) -> None:
+    made = migrate(command_words(verl_commands.PPO, {"HOME": "/h"}))
+    assert {found.status for found in made.findings} == {Status.MAPPED}
+    recipe = recipe_of(made, tmp_path)
+    assert (recipe.algorithm.adv_estimator, recipe.critic.optim.lr, recipe.rollout.n) == (
+        "gae",
+        1e-5,
+        1,
+    )
+    assert recipe.critic.path == Path("/h/models/qwen")
+    assert recipe.trainer.val_before_train is False and recipe.trainer.logger == ("console",)
+
+
+def test_a_dapo_script_says_the_same_here(tmp_path: Path) -> None:
+    made = migrate(command_words(verl_commands.DAPO, {"HOME": "/h"}))
+    assert not made.of(Status.REFUSED)
+    recipe = recipe_of(made, tmp_path)
+    judged, overlong = recipe.algorithm.filter_groups, recipe.algorithm.overlong_buffer
+    assert (judged.enable, judged.metric, judged.max_num_gen_batches, judged.oversample) == (
+        True,
+        "acc",
+        10,
+        3.0,
+    )
+    assert (overlong.enable, overlong.len, overlong.penalty_factor) == (True, 4096, 1.0)
+    actor = recipe.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 10)
+    assert actor.ppo_max_token_len_per_gpu == 8 * 22528
+    assert (actor.optim.lr_warmup_steps, actor.optim.weight_decay) == (10, 0.1)
+    assert (recipe.rollout.val_kwargs.temperature, recipe.rollout.top_k) == (1.0, -1)
+
+
+def test_what_is_not_given_is_verls_default_and_its_conventions(tmp_path: Path) -> None:
+    recipe = recipe_of(migrate([]), tmp_path)
+    assert (recipe.algorithm.adv_estimator, recipe.rollout.n) == ("gae", 1)
+    assert (recipe.data.train_batch_size, recipe.actor.ppo_mini_batch_size) == (1024, 256)
+    assert recipe.data.filter_overlong_prompts is False
+    assert recipe.trainer.total_epochs == 30
+    assert recipe.model.enable_gradient_checkpointing and recipe.model.param_dtype == "bfloat16"
+    assert recipe.algorithm.conventions == recipe.actor.conventions == "verl"
+    assert recipe.queue.max_staleness == 0
+
+
+def test_a_clip_ratio_alone_moves_nothing_as_in_verl(tmp_path: Path) -> None:
+    made = migrate([f"{A}.clip_ratio=0.4"])
+    recipe = recipe_of(made, tmp_path)
+    assert (recipe.actor.clip_ratio_low, recipe.actor.clip_ratio_high) == (0.2, 0.2)
+    assert "does not read it" in made.findings[0].note
+    freed = migrate(
+        [f"{A}.clip_ratio=0.4", f"{A}.clip_ratio_low=null", f"{A}.clip_ratio_high=null"]
+    )
+    assert recipe_of(freed, tmp_path).actor.clip_ratio_low is None
+
+
+def test_rows_of_a_pass_become_tokens_and_a_pass_holds_at_least_one_row(tmp_path: Path) -> None:
+    lengths = ["data.max_prompt_length=4096", "data.max_response_length=28672"]
+    recipe = recipe_of(migrate([*lengths, f"{A}.ppo_micro_batch_size_per_gpu=2"]), tmp_path)
+    assert recipe.actor.ppo_max_token_len_per_gpu == 2 * 32768
+    assert recipe_of(migrate(lengths), tmp_path).actor.ppo_max_token_len_per_gpu == 32768
+    dynamic = [
+        *lengths,
+        DYNAMIC,
+        f"{A}.ppo_max_token_len_per_gpu=16384",
+        f"{A}.ulysses_sequence_parallel_size=4",
+    ]
+    assert recipe_of(migrate(dynamic), tmp_path).actor.ppo_max_token_len_per_gpu == 65536
+
+
+def test_a_share_of_warm_up_becomes_steps_or_asks_for_them(tmp_path: Path) -> None:
+    share = f"{A}.optim.lr_warmup_steps_ratio=0.1"
+    made = migrate([share, "trainer.total_training_steps=55"])
+    assert recipe_of(made, tmp_path).actor.optim.lr_warmup_steps == 5
+    (refused,) = migrate([share]).of(Status.REFUSED)
+    assert "set actor.optim.lr_warmup_steps" in refused.note
+
+
+def test_a_learned_reward_model_becomes_a_judge(tmp_path: Path) -> None:
+    made = migrate(["reward.reward_model.enable=True", "reward.reward_model.model_path=/rm"])
+    (judge,) = recipe_of(made, tmp_path).reward.judges
+    assert (judge.kind, judge.options) == ("model", {"path": "/rm"})
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("data.max_respnse_length=8", "did you mean 'data.max_response_length'"),
+        ("algorithm.gama=1", "did you mean 'algorithm.gamma'"),
+        ("algorithm.adv_estimator=mine", "there is no 'mine' here"),
+        (f"{R}.multi_turn.enable=True", "rollout.program"),
+        ("trainer.resume_mode=/old/global_step_5", "set model.path"),
+        ("reward.reward_manager.name=batch", "compute_score"),
+        ("reward.reward_model.enable=True", "it needs a path"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_what_to_do(written: str, said: str) -> None:
+    (refused,) = migrate([written]).of(Status.REFUSED)
+    assert said in refused.note
+
+
+def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
+    words = [
+        f"{R}.free_cache_engine=True",
+        f"{M}.use_liger=True",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "trainer.nnodes=2",
+    ]
+    ignored = migrate(words).of(Status.IGNORED)
+    assert len(ignored) == 4 and all(found.note for found in ignored)
+
+
+def test_plus_and_tilde_add_and_take_out(tmp_path: Path) -> None:
+    at_buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    made = migrate(
+        [
+            "reward.reward_manager.name=dapo",
+            f"+{at_buffer}.enable=True",
+            f"++{at_buffer}.len=64",
+            f"+{at_buffer}.penalty_factor=0.5",
+            "+reward.custom_reward_function.reward_kwargs.depth.most=3",
+            "data.train_batch_size=64",
+            "~data.train_batch_size",
+        ]
+    )
+    recipe = recipe_of(made, tmp_path)
+    overlong = recipe.algorithm.overlong_buffer
+    assert (overlong.enable, overlong.len, overlong.penalty_factor) == (True, 64, 0.5)
+    assert recipe.reward.custom_reward_function.reward_kwargs == {"depth": {"most": 3}}
+    assert recipe.data.train_batch_size == 1024
+
+
+def test_yaml_is_read_with_its_defaults_list_and_interpolations_and_overrides_win(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "verl.yaml").write_text(
+        """
+defaults: [{actor@actor_rollout_ref.actor: dp_actor}, _self_]
+hydra: {searchpath: [file://x]}
+data: {max_prompt_length: 64, max_response_length: 128, train_files: '${data.root}/t.parquet', root: /d}
+actor_rollout_ref:
+  actor: {ppo_mini_batch_size: 32, kl_loss_coef: '${oc.select:actor_rollout_ref.x,0.5}', use_kl_loss: '${y.z}'}
+  rollout: {n: 4, name: vllm, prompt_length: '${data.max_prompt_length}'}
+trainer: {experiment_name: e, default_local_dir: 'ckpt/${trainer.experiment_name}'}
+"""
+    )
+    recipe = recipe_of(migrate([f"{R}.n=6"], [tmp_path / "verl.yaml"]), tmp_path)
+    assert recipe.data.train_files == [Path("/d/t.parquet")]
+    assert (recipe.actor.kl_loss_coef, recipe.actor.use_kl_loss) == (0.5, False)
+    assert (recipe.rollout.n, recipe.actor.ppo_mini_batch_size) == (6, 32)
+    assert recipe.trainer.default_local_dir == Path("ckpt/e")
+
+
+def test_a_value_that_no_recipe_holds_is_named_as_it_was_written() -> None:
+    with pytest.raises(
+        ConfigError, match=r"command line: data\.truncation=up: data\.truncation: got 'up'"
+    ):
+        migrate(["data.truncation=up"])
+    with pytest.raises(ConfigError, match=r"'1,2'|a sweep"):
+        migrate([f"{A}.optim.lr=1e-6,1e-5"])
+
+
+def test_every_rule_leads_to_a_key_that_there_is() -> None:
+    made = migrate([])  # the defaults of all rules at once; a wrong target would not load
+    assert made.tree
+    keys = [found.key for found in rules()]
+    assert len(keys) == len(set(keys)), "a key with two rules: the second is never reached"
+
+
+def invoke(*arguments: str, text: str | None = None) -> tuple[int, str, str]:
+    done = CliRunner().invoke(config, ["from-verl", *arguments], input=text)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_command_writes_a_recipe_and_says_what_became_of_every_key(tmp_path: Path) -> None:
+    out = tmp_path / "my-run.yaml"
+    command = ["python3", "-m", "verl.trainer.main_ppo", f"{R}.n=3", "nonsense.key=1"]
+    code, said, _ = invoke("-o", str(out), "--", *command)
+    assert code == 0 and "mapped (1)" in said and "refused" in said and f"meshrl up {out}" in said
+    recipe = load_recipe(out, check=False)
+    assert (recipe.run.name, recipe.rollout.n) == ("my-run", 3)
+    assert "# REFUSED nonsense.key=1" in out.read_text()
+
+
+def test_strict_writes_nothing_when_a_key_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "my.yaml"
+    code, _, said = invoke(
+        "--strict", "-o", str(out), "--", "verl.trainer.main_ppo", "nonsense.key=1"
+    )
+    assert code == 2 and "nothing was written" in said and not out.exists()
+
+
+def test_a_script_comes_from_stdin_and_the_report_is_json_for_programs() -> None:
+    script = f"N=2\npython3 -m verl.trainer.main_ppo \\\n  {R}.n=$N \\\n  trainer.total_epochs=4\n"
+    code, recipe, told = invoke("--script", "-", "--json", text=script)
+    assert code == 0 and "n: 2" in recipe
+    found = {one["key"]: one for one in json.loads(told)["keys"]}
+    assert found[f"{R}.n"]["settings"] == {"rollout.n": 2}

@@ -1,0 +1,200 @@
+"""Hydra's override grammar and the part of bash that launch scripts use."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError
+from meshrl.services.config.verl import command_words, parse
+
+# What Hydra 1.3.8's own parser makes of each.
+AS_HYDRA_READS: list[tuple[str, str, Any]] = [
+    ("a.b=1", "a.b", 1),
+    ("a.b=+1", "a.b", 1),
+    ("a=-1", "a", -1),
+    ("a=01", "a", "01"),
+    ("a=1_000", "a", 1000),
+    ("a=1.5", "a", 1.5),
+    ("a=1e-6", "a", 1e-06),
+    ("a=1.", "a", 1.0),
+    ("a=.5", "a", 0.5),
+    ("a=null", "a", None),
+    ("a=NULL", "a", None),
+    ("a=true", "a", True),
+    ("a=False", "a", False),
+    ("a=yes", "a", "yes"),
+    ("a=", "a", ""),
+    ("a=abc", "a", "abc"),
+    ("a=hello world", "a", "hello world"),
+    ("a=/x/y-z_1.parquet", "a", "/x/y-z_1.parquet"),
+    ("a=$HOME/x", "a", "$HOME/x"),
+    ("a=http://host:80/x", "a", "http://host:80/x"),
+    ("a='quoted, text'", "a", "quoted, text"),
+    ('a="it\'s"', "a", "it's"),
+    ("a='it\\'s'", "a", "it's"),
+    ("a='back\\\\'", "a", "back\\"),
+    ("a='C:\\dir'", "a", "C:\\dir"),
+    ("a=[1,2,3]", "a", [1, 2, 3]),
+    ("a=[]", "a", []),
+    ("a=['a','b c']", "a", ["a", "b c"]),
+    ('a=["console","wandb"]', "a", ["console", "wandb"]),
+    ("a=[a b,c]", "a", ["a b", "c"]),
+    ("a=[[1,2],[x]]", "a", [[1, 2], ["x"]]),
+    ("a={x:1,y:[1,2]}", "a", {"x": 1, "y": [1, 2]}),
+    ("a={}", "a", {}),
+    ('a={a: b, c : "d"}', "a", {"a": "b", "c": "d"}),
+    ("a={a:{b:null}}", "a", {"a": {"b": None}}),
+    ("a=[{name:x},1]", "a", [{"name": "x"}, 1]),
+    ("a=a\\,b", "a", "a,b"),
+    ("a=a\\=b", "a", "a=b"),
+    ("a=x:y", "a", "x:y"),
+    ("a=${x.y}", "a", "${x.y}"),
+    ("a=${oc.env:HOME,none}", "a", "${oc.env:HOME,none}"),
+    ("a=pre${x.y}post", "a", "pre${x.y}post"),
+    ('a=int("3")', "a", 3),
+    ("a=float(3)", "a", 3.0),
+    ("a=str(1e3)", "a", "1000.0"),
+    ("+a.b.c=3", "a.b.c", 3),
+    ("++a.b=3", "a.b", 3),
+    ("~a.b", "a.b", None),
+    ("~a.b=3", "a.b", 3),
+    ("a/b=c", "a/b", "c"),
+    ("a@b.c=d", "a@b.c", "d"),
+    ("a=0.5_5.0", "a", "0.5_5.0"),
+    ("a='token_k1,seq_sum_k1'", "a", "token_k1,seq_sum_k1"),
+    ("a=50%", "a", "50%"),
+    ("a=a+b", "a", "a+b"),
+    ("a=@x", "a", "@x"),
+    ("a=*.parquet", "a", "*.parquet"),
+    ("a=a?b", "a", "a?b"),
+    ("a=x|y", "a", "x|y"),
+    ("a=1:2", "a", "1:2"),
+    ("a=12abc", "a", "12abc"),
+    ("a=1e5x", "a", "1e5x"),
+    ("a.0.b=2", "a.0.b", 2),
+    ("a=[ ]", "a", []),
+    ("a= 3", "a", 3),
+    ("a=x y  z", "a", "x y  z"),
+    ("a=[x y,  z ]", "a", ["x y", "z"]),
+    ("a={1:2}", "a", {1: 2}),
+]
+NO_OVERRIDE = [
+    "a=1,2",
+    "a=choice(a,b)",
+    "a=[1,2",
+    "a={x:1",
+    "a='x",
+    "a=x]",
+    "a.b",
+    "+a",
+    "a=[1,2,]",
+    "a=token_k1,seq_sum_k1",
+    "a={a=b}",
+    "a=[a=b]",
+    'a=a"b',
+    "a={x:}",
+    "a=[,]",
+]
+
+
+@pytest.mark.parametrize(("text", "key", "value"), AS_HYDRA_READS)
+def test_overrides_are_read_as_hydra_reads_them(text: str, key: str, value: Any) -> None:
+    read = parse(text)
+    assert (read.key, read.value, type(read.value)) == (key, value, type(value))
+    assert read.delete is text.startswith("~")
+
+
+def test_numbers_without_end() -> None:
+    assert parse("a=-inf").value == -math.inf
+    assert math.isnan(parse("a=nan").value)
+
+
+@pytest.mark.parametrize("text", NO_OVERRIDE)
+def test_sweeps_and_broken_overrides_are_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^['\"]"):
+        parse(text)
+
+
+@pytest.mark.parametrize("path", ["~/data/x.parquet", "/data/é#1.parquet"])
+def test_paths_that_hydra_wants_quoted_are_taken_as_they_are(path: str) -> None:
+    assert parse(f"a={path}").value == path
+
+
+def words(script: str, **environment: str) -> list[str]:
+    return command_words(script, environment)
+
+
+def test_a_pasted_command_gives_its_arguments() -> None:
+    assert words("python3 -m verl.trainer.main_ppo a.b=1 \\\n  'c.d=[x, y]' \"e=$HOME/f\"", HOME="/h") == [
+        "a.b=1", "c.d=[x, y]", "e=/h/f"
+    ]  # fmt: skip
+
+
+def test_overrides_alone_are_a_command_too() -> None:
+    assert words("a.b=1 \\\n c.d=2") == ["a.b=1", "c.d=2"]
+
+
+SCRIPT = """
+#!/usr/bin/env bash
+set -xeuo pipefail
+export MODEL=${MODEL:-/models/base}   # where
+LEN=1024; n=4
+NAME="run-${n}"
+DATA=(
+    data.train_files="['$MODEL/a.parquet', '$MODEL/b.parquet']"  # two
+    data.max_response_length=$((LEN * 2 + (8 - 4)))
+)
+DATA+=( data.seed=7 )
+MORE="x.y=1 x.z=2"
+echo "starting $NAME"
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
+    "${DATA[@]}" \\
+    # commented.out=1 \\
+    trainer.experiment_name=$NAME \\
+    trainer.logger='["console","wandb"]' \\
+    actor_rollout_ref.model.path=${MODEL} $MORE \\
+    'k=${a.b}' $@ > log.txt 2>&1 | tee out
+"""
+
+
+def test_a_script_is_read_with_its_variables_and_arrays() -> None:
+    assert words(SCRIPT) == [
+        "data.train_files=['/models/base/a.parquet', '/models/base/b.parquet']",
+        "data.max_response_length=2052",
+        "data.seed=7",
+        "trainer.experiment_name=run-4",
+        'trainer.logger=["console","wandb"]',
+        "actor_rollout_ref.model.path=/models/base",
+        "x.y=1",
+        "x.z=2",
+        "k=${a.b}",
+    ]
+    assert "actor_rollout_ref.model.path=/m" in words(SCRIPT, MODEL="/m")
+
+
+def test_a_launcher_before_the_command_is_passed_over() -> None:
+    command = "ray job submit --address=http://h:8265 -- python3 -m recipe.dapo.main_dapo a.b=1"
+    assert words(command) == ["a.b=1"]
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("python3 -m verl.trainer.main_ppo \\\n a=$NOWHERE", r"line 2 .*\$NOWHERE is not set"),
+        ("X=$(nproc)\nverl.trainer.main_ppo a=$X", r"line 1 .*put the command's output here"),
+        (
+            "if [ -d x ]; then\n A=1\nfi\nverl.trainer.main_ppo a=1",
+            r"`if`: paste the command itself",
+        ),
+        ("verl.trainer.main_ppo a='x", r"ends before a closing '"),
+        ('verl.trainer.main_ppo a="x', r"ends before a closing quote"),
+        ("ls\npwd", r"no verl command found"),
+        ("A=$((2 ** 3))\nverl.trainer.main_ppo a=$A", r"put its value here"),
+    ],
+)
+def test_what_would_have_to_be_run_is_an_error_with_its_line(script: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        words(script)
