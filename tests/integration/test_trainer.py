@@ -13,6 +13,7 @@ from meshrl.contract.errors import FencedError, InfraError, UserError
 from meshrl.contract.nouns import TrainerPhase, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig
 from meshrl.trainer.distributed import World
+from meshrl.trainer.model import load_hf
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -64,6 +65,34 @@ async def test_a_policy_learns_and_every_row_is_accounted_for(
         ledger = await queue.ledger("run")
         assert ledger.balanced and ledger.trained == ledger.admitted == 12 * BATCH
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def louder(model: Path, target: Path) -> Path:
+    """The same with embeddings far from 0: a random model's are so small that no adapter could sharpen its logits."""
+    hf = load_hf(model)
+    with torch.no_grad():
+        hf.get_output_embeddings().weight.mul_(20.0)
+    hf.save_pretrained(target)
+    return target
+
+
+async def test_lora_learns_resumes_and_serves_what_it_exports(
+    queue: TransferQueue, model: Path, tmp_path: Path, world: World
+) -> None:
+    async with mesh(queue, louder(model, tmp_path / "model"), tmp_path, world) as made:
+        made.changes = {"lora_rank": 4, "lora_alpha": 16}
+        feeding = asyncio.create_task(made.feed(GROUPS * 12, close=True))
+        assert await made.train(6) == 6
+        assert await made.train(12) == 12
+        await feeding
+        lines = made.lines()
+        assert lines[-1]["reward/mean"] > lines[0]["reward/mean"] + 0.2
+        # The sampler has merged weights, the trainer adapters beside them: the same policy.
+        assert max(line["mismatch/logprob_abs_max"] for line in lines) < 1e-4
+        served = made.sampler._hf.state_dict()
+        exported = made.weights()
+        assert all(torch.equal(served[name], exported[name]) for name in exported)
+        assert (await queue.ledger("run")).trained == 12 * BATCH
 
 
 async def test_the_served_weights_are_the_exported_ones(

@@ -199,9 +199,12 @@ class Mesh:
     )
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     stages: list[asyncio.Task[None]] = field(default_factory=list)
+    changes: dict[str, object] = field(default_factory=dict)
+    """Of the model's config."""
 
     def learner(self) -> Learner:
-        policy = build_policy(load_hf(self.model), self.world, ModelConfig(path=self.model))
+        config = ModelConfig.model_validate({"path": self.model, **self.changes})
+        policy = build_policy(load_hf(self.model), self.world, config)
         return Learner(
             policy,
             Optimizers(policy, self.actor.optim),

@@ -26,10 +26,12 @@ from typing import Any, TypeAlias
 
 import torch
 import xxhash
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -37,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
-from meshrl.contract.nouns import Version
+from meshrl.contract.nouns import Json, Version
 from meshrl.trainer.dcp_reading import SafePlanner, SafeReader
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import Policy
@@ -83,7 +85,9 @@ class TrainerState:
     rows_trained: int = 0
     tokens_trained: int = 0
     beside: tuple[str, ...] = ()
-    """Names of the models that were trained beside the policy; `save` writes it."""
+    """Names of the models that were trained beside the policy; `describe` writes it."""
+    adapter: dict[str, Json] | None = None
+    """The policy's LoRA settings: then the checkpoint holds adapters only. `describe` writes it."""
 
 
 def save(
@@ -114,10 +118,16 @@ def save(
         CapacityError: the disk is full; the checkpoints before this one are as they were.
         InfraError: it cannot be written for another reason.
     """
-    beside = beside or {}
-    state = dataclasses.replace(state, beside=tuple(sorted(beside)))
-    tensors = _tensors(policy, optimizers, beside)
+    state = describe(state, policy, beside)
+    tensors = _tensors(policy, optimizers, beside or {})
     return write(root, tensors, state, world, keep=Keep(newest=keep))
+
+
+def describe(
+    state: TrainerState, policy: Policy, beside: Mapping[str, Trained] | None = None
+) -> TrainerState:
+    """`state`, and what models the tensors beside it belong to."""
+    return dataclasses.replace(state, beside=tuple(sorted(beside or {})), adapter=policy.adapter)
 
 
 def freeze(
@@ -220,7 +230,7 @@ def load(
 
     Raises:
         CorruptError: the directory is not what was written.
-        UserError: it has no such other model.
+        UserError: it has no such other model, or another adapter.
     """
     state, beside = read_state(path), beside or {}
     missing = sorted(set(beside) - set(state.beside))
@@ -229,17 +239,31 @@ def load(
             f"checkpoint {path} was written without a {missing[0]}, and the recipe's algorithm trains one:"
             " start a run with another name"
         )
+    if state.adapter != policy.adapter:
+        raise UserError(
+            f"checkpoint {path} holds {_named(state.adapter)}, and the recipe trains {_named(policy.adapter)}:"
+            " keep model.lora_rank, lora_alpha and target_modules, or start a run with another name"
+        )
     tensors = _tensors(policy, optimizers, beside)
     state_dict_loader.load(
         tensors, storage_reader=SafeReader(path / "tensors"), planner=SafePlanner()
     )
-    set_model_state_dict(policy, tensors["model"])
+    _fill(policy, tensors["model"])
     if optimizers is not None:
         set_optimizer_state_dict(policy, optimizers.parts, tensors["optimizer"])
     for name, other in beside.items():
-        set_model_state_dict(other.model, tensors[name]["model"])
+        _fill(other.model, tensors[name]["model"])
         set_optimizer_state_dict(other.model, other.optimizers.parts, tensors[name]["optimizer"])
     return state
+
+
+def peek(path: Path) -> TrainerState:
+    """The state of a checkpoint as it says itself: nothing is compared with it.
+
+    Raises:
+        CorruptError: it cannot be read.
+    """
+    return _facts(path)[0]
 
 
 def read_state(path: Path) -> TrainerState:
@@ -248,19 +272,24 @@ def read_state(path: Path) -> TrainerState:
     Raises:
         CorruptError: a file is missing or differs.
     """
-    try:
-        facts = json.loads((path / "state.json").read_text())
-        stored = facts["state"]
-        state = TrainerState(**{**stored, "beside": tuple(stored.get("beside", ()))})
-        expected: dict[str, str] = facts["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"checkpoint {path}: unreadable state.json ({error})") from error
+    state, expected = _facts(path)
     present = _fingerprints(path)
     for name, digest in expected.items():
         if present.get(name) != digest:
             what = "differs from" if name in present else "is missing beside"
             raise CorruptError(f"checkpoint {path}: {name} {what} what state.json says")
     return state
+
+
+def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
+    try:
+        facts = json.loads((path / "state.json").read_text())
+        stored = facts["state"]
+        state = TrainerState(**{**stored, "beside": tuple(stored.get("beside", ()))})
+        files: dict[str, str] = facts["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"checkpoint {path}: unreadable state.json ({error})") from error
+    return state, files
 
 
 def newest(root: Path) -> tuple[Path, TrainerState] | None:
@@ -289,16 +318,39 @@ def sweep(root: Path) -> None:
 
 def _tensors(
     policy: Policy, optimizers: Optimizers | None, beside: Mapping[str, Trained]
-) -> dict[str, Any]:
-    tensors: dict[str, Any] = {"model": get_model_state_dict(policy)}
+) -> Tensors:
+    tensors: Tensors = {"model": _trained_state(policy)}
     if optimizers is not None:
         tensors["optimizer"] = get_optimizer_state_dict(policy, optimizers.parts)
     for name, other in beside.items():
         tensors[name] = {
-            "model": get_model_state_dict(other.model),
+            "model": _trained_state(other.model),
             "optimizer": get_optimizer_state_dict(other.model, other.optimizers.parts),
         }
     return tensors
+
+
+def _trained_state(model: nn.Module) -> Tensors:
+    """What training changes: frozen parameters are where the run started from."""
+    state: Tensors = get_model_state_dict(model)
+    # Not DCP's `ignore_frozen_params`: it leaves a tied tensor in under its second name.
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return state if _is_whole(model) else {n: v for n, v in state.items() if n in trained}
+
+
+def _fill(model: nn.Module, state: Tensors) -> None:
+    set_model_state_dict(model, state, options=StateDictOptions(strict=_is_whole(model)))
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _named(adapter: dict[str, Json] | None) -> str:
+    if adapter is None:
+        return "all weights"
+    settings = ", ".join(f"{key} {value}" for key, value in sorted(adapter.items()))
+    return f"a LoRA adapter ({settings})"
 
 
 def _copied(value: Any) -> Any:

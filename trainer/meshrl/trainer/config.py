@@ -21,6 +21,13 @@ class ModelConfig(Config):
     """The compute type. Master weights and optimizer state are float32 always."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    lora_rank: NonNegativeInt = 0
+    """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
+    trained whole."""
+    lora_alpha: PositiveInt = 16
+    """Adapters are multiplied by `lora_alpha / lora_rank`."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names."""
 
 
 class DataConfig(Config):

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer import checkpoint
@@ -25,10 +24,19 @@ TOKENIZER_FILES = (
 )
 
 
+MAX_SHARD_SIZE = "5GB"
+
+
 def export_policy(
-    policy: Policy, world: World, target: Path, *, tokenizer: Path, dtype: str = "float32"
+    policy: Policy,
+    world: World,
+    target: Path,
+    *,
+    tokenizer: Path,
+    dtype: str = "float32",
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Path:
-    """Write config, safetensors and tokenizer files to `target`, replacing what is there.
+    """Write config, safetensors and tokenizer files to `target`, replacing what is there; LoRA is merged.
 
     Every rank calls this. The directory appears by a rename, never half-written.
 
@@ -38,21 +46,21 @@ def export_policy(
         target: The directory to make.
         tokenizer: Where to copy the tokenizer's files from.
         dtype: Type of the stored weights.
+        max_shard_size: Largest safetensors file, such as `5GB`; a model that is larger gets several and an index.
     """
     kind = getattr(torch, dtype)
     full: dict[str, torch.Tensor] = {}
-    for name, parameter in policy.hf.state_dict().items():
-        value = parameter.detach().to(kind) if parameter.is_floating_point() else parameter.detach()
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+    for name, weight in policy.named_weights():
+        whole = weight.whole(kind)
         if world.is_main:
             full[name] = whole.cpu().clone()
     if world.is_main:
-        for tied in policy.hf.all_tied_weights_keys:
-            full.pop(tied, None)
+        stored = policy.hf.state_dict().keys()
+        full |= {n: b.detach().cpu() for n, b in policy.hf.named_buffers() if n in stored}
         writing = target.with_name(f".writing-{target.name}")
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        policy.hf.save_pretrained(writing, state_dict=full)
+        policy.hf.save_pretrained(writing, state_dict=full, max_shard_size=max_shard_size)
         for pattern in TOKENIZER_FILES:
             for file in sorted(tokenizer.glob(pattern)):
                 if file.is_file() and not (writing / file.name).exists():
@@ -64,16 +72,23 @@ def export_policy(
 
 
 def export_checkpoint(
-    path: Path, target: Path, *, model: Path, tokenizer: Path | None = None, dtype: str = "float32"
+    path: Path,
+    target: Path,
+    *,
+    model: Path,
+    tokenizer: Path | None = None,
+    dtype: str = "float32",
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Path:
     """Turn a checkpoint directory (or a run's directory of them: the newest) into a Hugging Face one.
 
     Args:
         path: `…/checkpoints/step-…` or `…/checkpoints`.
         target: The directory to make.
-        model: The model that the run started from: its architecture is read.
+        model: The model that the run started from: its architecture, and with LoRA its weights, are read.
         tokenizer: Where the tokenizer is; None takes `model`.
         dtype: Type of the stored weights.
+        max_shard_size: Largest safetensors file.
 
     Raises:
         UserError: there is no checkpoint in `path`.
@@ -88,8 +103,17 @@ def export_checkpoint(
         path = good[0]
     world = World.start("cpu")
     try:
-        policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+        adapter = checkpoint.peek(path).adapter or {}
+        config = ModelConfig.model_validate({"path": model, **adapter})
+        policy = build_policy(load_hf(model), world, config)
         checkpoint.load(path, policy)
-        return export_policy(policy, world, target, tokenizer=tokenizer or model, dtype=dtype)
+        return export_policy(
+            policy,
+            world,
+            target,
+            tokenizer=tokenizer or model,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )
     finally:
         world.close()

@@ -103,7 +103,10 @@ class _LinearLogprob(torch.autograd.Function):
         grad_logprob, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: in bfloat16 a large vocabulary's small contributions would be lost.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # None where the embedding is frozen (LoRA): a third of the work, and [V, H] floats, are saved.
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p = _log_softmax(hidden[part], weight, ctx.temperature)
@@ -116,8 +119,11 @@ class _LinearLogprob(torch.autograd.Function):
                 grad.scatter_add_(1, targets[part, None], grad_logprob[part, None])
             grad = (grad / ctx.temperature).to(weight.dtype)
             grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer import attention
+from meshrl.contract.nouns import Json
+from meshrl.trainer import attention, lora
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
@@ -32,9 +33,11 @@ Model = TypeVar("Model", bound=nn.Module)
 class Policy(nn.Module):
     """Log-probs and entropies of the response tokens of a pack."""
 
-    def __init__(self, hf: HfModel) -> None:
+    def __init__(self, hf: HfModel, adapter: dict[str, Json] | None = None) -> None:
         super().__init__()
         self.hf = hf
+        self.adapter = adapter
+        """LoRA's settings (`lora.describe`); None when every weight is trained."""
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
@@ -60,8 +63,12 @@ class Policy(nn.Module):
         return response_hidden(self.hf.get_decoder(), pack)
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Hugging Face names and parameters in layer order; a tied tensor comes once, under its first name."""
+        """Names and parameters as they are trained, in layer order; a tied one comes once, under its first name."""
         yield from self.hf.named_parameters()
+
+    def named_weights(self) -> Iterator[tuple[str, lora.Weight]]:
+        """Hugging Face names and weights as others see them: adapters merged."""
+        yield from lora.weights(self.hf)
 
 
 def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
@@ -131,8 +138,14 @@ def _prepared(hf: HfModel, path: Path) -> HfModel:
 
 
 def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
-    """Shard the model over the ranks: one FSDP unit per decoder layer, the rest in the root's."""
-    policy = shard(Policy(hf).train(), hf, world, config)
+    """Shard the model over the ranks: one FSDP unit per decoder layer, the rest in the root's.
+
+    Raises:
+        UserError: LoRA is asked for on modules that the model has not.
+    """
+    if config.lora_rank:
+        lora.add_adapter(hf, config)
+    policy = shard(Policy(hf, lora.describe(config)).train(), hf, world, config)
     for method in ("is_greedy", "sum_pi_squared"):
         register_fsdp_forward_method(policy, method)
     return policy

@@ -36,7 +36,7 @@ class Optimizers:
     def __init__(self, model: nn.Module, config: OptimConfig) -> None:
         self._model = model
         self._config = config
-        hidden, rest = _split(model) if config.name == "muon" else ([], list(model.parameters()))
+        hidden, rest = _split(model) if config.name == "muon" else ([], _trained(model))
         self.parts: list[torch.optim.Optimizer] = []
         if hidden:
             # match_rms_adamw scales Muon's update to AdamW's size, so that one `lr` serves both.
@@ -47,15 +47,15 @@ class Optimizers:
                 adjust_lr_fn="match_rms_adamw",
             )
             self.parts.append(muon)
-        self.parts.append(
-            torch.optim.AdamW(
+        if rest:
+            adamw = torch.optim.AdamW(
                 rest,
                 lr=config.lr,
                 betas=config.betas,
                 eps=config.eps,
                 weight_decay=config.weight_decay,
             )
-        )
+            self.parts.append(adamw)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -86,6 +86,11 @@ class Trained:
     optimizers: Optimizers
 
 
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """What is not frozen: with LoRA, the adapters."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Hidden matrices for Muon; embeddings, output, norms and biases for AdamW."""
     embeddings = {
@@ -97,6 +102,8 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     hidden: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         outside = id(parameter) in embeddings or "head" in name
         (hidden if parameter.ndim == 2 and not outside else rest).append(parameter)
     return hidden, rest

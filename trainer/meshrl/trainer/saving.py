@@ -11,7 +11,6 @@ checkpoints, each followed by the commit that releases its rows.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -62,7 +61,7 @@ class Saves:
             return
         await self.done()
         learner = self._learner
-        state = dataclasses.replace(state, beside=tuple(sorted(learner.beside)))
+        state = checkpoint.describe(state, learner.policy, learner.beside)
         tensors = await self._compute.run(
             lambda: checkpoint.freeze(learner.policy, learner.optimizers, learner.beside)
         )

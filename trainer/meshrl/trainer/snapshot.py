@@ -1,7 +1,7 @@
 """One version of the weights, frozen and packed into byte buckets: what the weight plane sends.
 
-The copy is made once, so the next optimizer step may run while the buckets are on the wire. Shards are cast before
-they are gathered: half the bytes for bfloat16.
+The copy is made once, so the next optimizer step may run while the buckets are on the wire. LoRA's adapters are
+merged: engines hold one model, and need not know.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
@@ -45,9 +44,9 @@ def take_snapshot(
         bucket_bytes: Upper bound of a bucket; a larger tensor gets a bucket of its own.
     """
     kind = getattr(torch, dtype)
-    named = list(policy.named_tensors())
+    named = list(policy.named_weights())
     specs = layout(
-        [(name, tuple(p.shape)) for name, p in named],
+        [(name, weight.shape) for name, weight in named],
         dtype=dtype,
         itemsize=kind.itemsize,
         bucket_bytes=bucket_bytes,
@@ -56,8 +55,8 @@ def take_snapshot(
     for spec in specs:
         sizes[spec.bucket] = spec.offset + spec.nbytes
     buckets = [np.empty(size, dtype=np.uint8) for size in sizes] if world.is_main else []
-    for spec, (_, parameter) in zip(specs, named, strict=True):
-        full = _full(parameter, kind)
+    for spec, (_, weight) in zip(specs, named, strict=True):
+        full = weight.whole(kind)
         if world.is_main:
             place = buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
             place[:] = full.cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -73,11 +72,6 @@ def take_snapshot(
         bucket_hashes=tuple(xxhash.xxh3_128_hexdigest(bucket.data) for bucket in buckets),
     )
     return Snapshot(manifest, tuple(buckets))
-
-
-def _full(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    value = parameter.detach().to(kind)
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def layout(

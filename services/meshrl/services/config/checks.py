@@ -205,6 +205,7 @@ def _providers(recipe: Recipe) -> Iterator[Problem]:
         if wanted and path is not None:
             for where, text in _model(at, path):
                 yield where, f"{text} ({_asker(recipe)} needs {column})"
-    for module, extra in (("torch", "torch"), ("transformers", "torch")):
+    modules = ["torch", "transformers", *(["peft"] if recipe.model.lora_rank else [])]
+    for module in modules:
         if not _importable(module):
-            yield ("model",), f"model: this needs {module}: pip install 'meshrl[{extra}]'"
+            yield ("model",), f"model: this needs {module}: pip install 'meshrl[torch]'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -10,6 +11,12 @@ from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.services.cli.options import PATH
 from meshrl.services.config import load_recipe
 from meshrl.services.up.book import BOOK_NAME, AddressBook, newest_run_dir
+
+
+def _size(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB)", value):
+        raise click.BadParameter(f"got {value!r}, want a whole number with KB, MB or GB: 5GB")
+    return value
 
 
 @click.command()
@@ -25,11 +32,23 @@ from meshrl.services.up.book import BOOK_NAME, AddressBook, newest_run_dir
     show_default=True,
     help="Of the stored weights.",
 )
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    callback=_size,
+    help="Of one safetensors file: a number with MB or GB; larger models get several.",
+)
 @click.option("--force", is_flag=True, help="Replace TARGET if it is there.")
 def export(
-    target: Path, run_dir: Path | None, checkpoint: Path | None, dtype: str, force: bool
+    target: Path,
+    run_dir: Path | None,
+    checkpoint: Path | None,
+    dtype: str,
+    max_shard_size: str,
+    force: bool,
 ) -> None:
-    """Write the newest checkpoint of a run to TARGET: config, safetensors, tokenizer."""
+    """Write the newest checkpoint of a run to TARGET: config, safetensors, tokenizer; LoRA is merged."""
     directory = run_dir if run_dir is not None else newest_run_dir()
     recipe = load_recipe(AddressBook.load(directory / BOOK_NAME).recipe, check=False)
     source = checkpoint if checkpoint is not None else recipe.checkpoint_dir
@@ -41,6 +60,11 @@ def export(
     from meshrl.trainer.export import export_checkpoint
 
     made = export_checkpoint(
-        source, target, model=recipe.model.path, tokenizer=recipe.tokenizer_dir, dtype=dtype
+        source,
+        target,
+        model=recipe.model.path,
+        tokenizer=recipe.tokenizer_dir,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
     )
     click.echo(f"{made}: load it with transformers, vLLM or SGLang")

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Version
+from meshrl.trainer import checkpoint
+from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.export import export_checkpoint, export_policy
+from meshrl.trainer.model import Policy, build_policy, load_hf
+from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.packing import pack
+from meshrl.trainer.snapshot import take_snapshot
+
+from . import tiny
+
+PROMPT = 2
+
+
+def fresh(
+    path: Path, world: World, optimizer: str = "adamw", **changes: Any
+) -> tuple[Policy, Optimizers]:
+    config = ModelConfig.model_validate({"path": path, "lora_rank": 4, **changes})
+    policy = build_policy(load_hf(path), world, config)
+    return policy, Optimizers(policy, OptimConfig(name=optimizer, lr=1e-2))  # type: ignore[arg-type]
+
+
+def learn(policy: Policy, optimizers: Optimizers, seed: int) -> None:
+    rows = tiny.rows(4, seed=seed)
+    logprobs, _ = policy(pack(rows, [PROMPT] * 4), 1.0)
+    (-logprobs.mean()).backward()
+    assert optimizers.step(5e-2) > 0
+
+
+def state(step: int) -> TrainerState:
+    return TrainerState(run="r", step=step, epoch=1, seed=0, world_size=1, kl_coef=0.1)
+
+
+def test_an_adapter_starts_as_the_model_and_only_it_is_trained(
+    tiny_path: Path, world: World
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    plain = build_policy(load_hf(tiny_path), world, ModelConfig(path=tiny_path))
+    packed = pack(tiny.rows(3), [PROMPT] * 3)
+    with torch.no_grad():
+        assert torch.equal(policy(packed, 1.0)[0], plain(packed, 1.0)[0])
+    policy.reshard()  # type: ignore[operator]
+    before = {n: p.full_tensor().clone() for n, p in policy.named_tensors()}  # type: ignore[attr-defined]
+    learn(policy, optimizers, 1)
+    learn(policy, optimizers, 2)  # B was 0, so A moves from the second step on
+    for name, parameter in policy.named_tensors():
+        moved = not torch.equal(parameter.full_tensor(), before[name])  # type: ignore[attr-defined]
+        assert moved == (".lora_" in name), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(
+    tmp_path: Path, tiny_path: Path, world: World, optimizer: str
+) -> None:
+    policy, optimizers = fresh(tiny_path, world, optimizer)
+    learn(policy, optimizers, 1)
+    path = checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
+    names = checkpoint.freeze(policy, optimizers)["model"]
+    assert names and all(".lora_" in name for name in names)
+    learn(policy, optimizers, 2)
+    other, others = fresh(tiny_path, world, optimizer)
+    assert checkpoint.load(path, other, others).adapter == policy.adapter
+    learn(other, others, 2)
+    for (name, ours), (_, theirs) in zip(
+        policy.named_tensors(), other.named_tensors(), strict=True
+    ):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name  # type: ignore[attr-defined]
+
+
+def test_export_and_snapshot_are_merged_and_decode_greedily_as_the_policy_does(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    for seed in range(4):
+        learn(policy, optimizers, seed)
+    checkpoint.save(tmp_path / "ckpt", policy, optimizers, state(1), world, keep=2)
+    export_policy(policy, world, tmp_path / "live", tokenizer=tiny_path)
+    export_checkpoint(
+        tmp_path / "ckpt", tmp_path / "stored", model=tiny_path, max_shard_size="10KB"
+    )
+    assert len(list((tmp_path / "stored").glob("model-*-of-*.safetensors"))) > 1
+    sent = take_snapshot(
+        policy, world, run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20
+    )
+    assert sent is not None
+    prompt = tiny.rows(1, seed=9)[0][:4]
+    start = AutoModelForCausalLM.from_pretrained(tiny_path)
+    for name in ("live", "stored"):
+        hf = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert [s.name for s in sent.manifest.tensors] == [n for n, _ in hf.named_parameters()]
+        ids = torch.from_numpy(prompt)[None].long()
+        text = hf.generate(ids, max_new_tokens=12, do_sample=False)[0]
+        assert not torch.equal(text, start.generate(ids, max_new_tokens=12, do_sample=False)[0])
+        made = pack([text.numpy().astype("int32")], [len(prompt)])
+        assert bool(policy.is_greedy(made).all())  # teacher forced: the policy would say the same
+        exact = torch.log_softmax(hf(text[None]).logits[0].float(), -1)
+        exact = exact[len(prompt) - 1 : -1].gather(1, text[len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(policy(made, 1.0)[0], exact, rtol=0, atol=1e-5)
+
+
+def test_another_adapter_or_none_is_refused_in_one_line(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    path = checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
+    larger, _ = fresh(tiny_path, world, lora_rank=8)
+    with pytest.raises(UserError, match=r"LoRA adapter \(.*lora_rank 4.*trains .*lora_rank 8"):
+        checkpoint.load(path, larger)
+    whole, _ = fresh(tiny_path, world, lora_rank=0)
+    with pytest.raises(UserError, match="and the recipe trains all weights"):
+        checkpoint.load(path, whole)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["q_projj"], r"model.target_modules: Target modules .*q_projj.* not found"),
+        (["q_proj", "embed_tokens"], "model.target_modules: adapters on the input or output"),
+    ],
+)
+def test_a_target_that_cannot_be_adapted_is_one_line(
+    tiny_path: Path, world: World, targets: list[str], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        fresh(tiny_path, world, target_modules=targets)
