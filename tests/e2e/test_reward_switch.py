@@ -1,17 +1,18 @@
-"""A run whose reward is improved twice while it trains: each batch is of one version, and the version moves on."""
+"""A run whose reward is improved twice while it trains, a hostile function beside it: the version moves on,
+each batch is of one, and no step is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from click.testing import CliRunner
+
+from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.services.cli.commands.reward import reward
 
 from ..mesh import Mesh, make_mesh
 
@@ -19,19 +20,9 @@ HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=No
 
 
 def meshrl(mesh: Mesh, *arguments: str) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "meshrl.services.cli",
-        "reward",
-        "--run-dir",
-        str(mesh.run_dir),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    """What `meshrl reward ...` prints about this mesh."""
+    done = CliRunner().invoke(reward, ["--run-dir", str(mesh.run_dir), *arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout
 
 
@@ -46,8 +37,38 @@ def submit(mesh: Mesh, factor: int) -> str:
     return said.split()[0]
 
 
-@pytest.mark.slow
-def test_a_reward_improved_twice_switches_at_batch_boundaries(tmp_path: Path) -> None:
+HOSTILE = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    try:
+        while os.fork():
+            pass
+    except BlockingIOError:
+        pass
+    while True:
+        pass
+"""
+
+
+def shadow_a_hostile_one(mesh: Mesh) -> None:
+    """A fifth of the rows go to a function that forks and spins, too."""
+    path = mesh.directory / "hostile.py"
+    path.write_text(HOSTILE)
+    limits = ("--limit", "deadline_s=0.5", "--limit", "processes=4")
+    said = meshrl(mesh, "submit", str(path), "--name", "reward", "--hold", *limits)
+    watched = said.split()[0]
+    assert "on 20% of the rows" in meshrl(mesh, "watch", "reward", watched, "--share", "0.2")
+
+
+def hostile_calls_ended(mesh: Mesh) -> int:
+    watch = json.loads(meshrl(mesh, "list", "--json"))["watch"]
+    return int(watch.get("faults_b", 0))
+
+
+def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundaries(
+    tmp_path: Path,
+) -> None:
     mesh = make_mesh(tmp_path, {"actor": {"use_kl_loss": False}})
     long = (
         "trainer.total_training_steps=2000",
@@ -55,25 +76,25 @@ def test_a_reward_improved_twice_switches_at_batch_boundaries(tmp_path: Path) ->
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
         "trainer.save_freq=-1",
-        "reward.sandbox=weak",
+        f"reward.sandbox={'weak' if no_bubblewrap() else 'strict'}",
     )
     with mesh.up(*long) as process:
         mesh.wait_for_step(process, 2, 120)
         versions = [submit(mesh, 2)]
-        mesh.wait_for_step(process, len(mesh.steps()) + 4, 120)
+        shadow_a_hostile_one(mesh)
+        while not hostile_calls_ended(mesh):
+            mesh.wait_for_step(process, len(mesh.steps()) + 1, 120)
         versions.append(submit(mesh, 3))
-        mesh.wait_for_step(process, len(mesh.steps()) + 4, 120)
+        mesh.wait_for_step(process, len(mesh.steps()) + 3, 120)
         assert f"scoring: {versions[1]}" in meshrl(mesh, "list")
-        tried = meshrl(mesh, "test", "reward", "--solution", "123", "--truth", "x")
-        assert tried.startswith("9 ")
-        compared = meshrl(mesh, "compare", "reward", versions[0])
-        assert f"{versions[0]} -> {versions[1]}" in compared
         process.send_signal(signal.SIGINT)
         mesh.wait(process, 120, code=130)
+    assert [step["step"] for step in mesh.steps()] == list(range(len(mesh.steps())))
     hashes = [step["reward/hash"] for step in mesh.steps()]
     runs = [version for version, _ in itertools.groupby(hashes)]
     assert runs[1:] == versions  # never back to a version that was superseded
     audit = (mesh.run_dir / "rewards" / "audit.jsonl").read_text().splitlines()
-    assert [json.loads(line)["hash"] for line in audit] == versions
+    pointed = [json.loads(line)["hash"] for line in audit]
+    assert [hash_ for hash_ in pointed if hash_ in versions] == versions
     ledger = asyncio.run(mesh.ledger())
-    assert ledger.balanced and not ledger.filtered
+    assert ledger.balanced and not ledger.filtered and not ledger.dead_lettered
