@@ -24,7 +24,7 @@ from meshrl.contract.nouns import (
     Version,
     VersionSpan,
 )
-from meshrl.rollout.config import JournalConfig
+from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import echo
 from meshrl.rollout.engines.echo import Behaviour
 from meshrl.rollout.journal import Journal
@@ -41,7 +41,7 @@ from .test_rollout_worker import FIRST, RUN, Words, commit, open_run, tasks, tra
 NEXT = Version(1, 1)
 LENGTH = 96
 """Tokens of each response; a delta has 4."""
-OFTEN = JournalConfig(journal_tokens=16, journal_ms=0)
+OFTEN = JournalIntervals(tokens=16, ms=0)
 
 
 class Recorded:
@@ -308,7 +308,7 @@ async def test_a_row_that_somebody_else_holds_is_left_and_its_siblings_go_on(
 async def test_the_timer_keeps_what_a_slow_engine_has(queue: Recorded, tmp_path: Path) -> None:
     await open_run(queue, long(2))
     async with serving(tmp_path) as engine:
-        worker = worker_of(queue, engine, journal=JournalConfig(journal_tokens=0, journal_ms=10))
+        worker = worker_of(queue, engine, journal=JournalIntervals(tokens=0, ms=10))
         running = asyncio.create_task(worker.run(grace_s=5))
         await until_true(lambda: journal_of(worker).stats.tokens > 0)
         engine.behave(Behaviour.STALL)
@@ -325,7 +325,7 @@ async def test_a_response_that_ends_at_once_is_never_kept(queue: Recorded, tmp_p
 
 
 async def test_a_worker_without_a_journal_has_none(queue: Recorded, tmp_path: Path) -> None:
-    off = JournalConfig(journal_tokens=0, journal_ms=0)
+    off = JournalIntervals(tokens=0, ms=0)
     async with serving(tmp_path) as engine:
         assert worker_of(queue, engine, journal=off).journal is None
         assert worker_of(queue, engine, journal=None).journal is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import (
@@ -46,23 +47,17 @@ class ValKwargs(Config):
     top_k: TopK = -1
 
 
-class JournalConfig(Config):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalIntervals:
     """How often running responses are kept in the queue, for whoever takes over from a worker that dies or drains."""
 
-    journal_tokens: NonNegativeInt = 64
-    """Of each running response at most so many tokens are lost with a worker (appends start at half of it); 0: only
-    `journal_ms` counts."""
-    journal_ms: NonNegativeInt = 1000
-    """No token waits longer than this to be kept, however slow the engine; 0: only `journal_tokens` counts. Both 0:
-    nothing is kept, and a row begins anew."""
-
-    @property
-    def journaled(self) -> bool:
-        """Whether anything is kept."""
-        return bool(self.journal_tokens or self.journal_ms)
+    tokens: int = 64
+    """0: the number of tokens does not matter."""
+    ms: int = 1000
+    """0: time does not matter. Both 0: nothing is kept."""
 
 
-class RolloutConfig(JournalConfig):
+class RolloutConfig(Config):
     """From tasks to trajectories."""
 
     name: str = "torch"
@@ -87,11 +82,22 @@ class RolloutConfig(JournalConfig):
     """What running requests do when new weights arrive: drain, interrupt (recompute the cache) or in_flight."""
     deadline_s: PositiveFloat = 600.0
     """One rollout may take this long before it counts as `timeout`."""
+    journal_tokens: NonNegativeInt = JournalIntervals().tokens
+    """Running responses are kept in the queue, so that at most so many tokens of each are sampled again when a worker
+    has died (an append starts at half of it); 0: only `journal_ms` counts."""
+    journal_ms: NonNegativeInt = JournalIntervals().ms
+    """No token waits longer to be kept, however slow the engine; 0: only `journal_tokens` counts. Both 0: nothing is
+    kept, and the row of a dead worker begins anew."""
     deterministic: bool | None = None
     """Rows in waves whose bits do not depend on timing; None: exactly when `queue.max_staleness` is 0."""
     engine: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the engine: the `Config` in its module."""
     val_kwargs: ValKwargs = ValKwargs()
+
+    @property
+    def journal(self) -> JournalIntervals:
+        """The two intervals."""
+        return JournalIntervals(tokens=self.journal_tokens, ms=self.journal_ms)
 
     def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
         """How training tasks are sampled."""

@@ -36,7 +36,7 @@ from meshrl.contract.nouns import (
     Version,
 )
 from meshrl.contract.ports import Queue
-from meshrl.rollout.config import JournalConfig
+from meshrl.rollout.config import JournalIntervals
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Journal:
     def __init__(
         self,
         queue: Queue,
-        config: JournalConfig,
+        intervals: JournalIntervals,
         *,
         max_staleness: float,
         lost: Callable[[set[Uid]], None],
@@ -94,9 +94,9 @@ class Journal:
         """`lost` is told of rows that somebody else holds by now."""
         self.stats = JournalStats()
         self._queue = queue
-        self._config = config
+        self._intervals = intervals
         # An append begun at half of it is through, as a rule, before a row has the other half.
-        self._enough = (config.journal_tokens + 1) // 2
+        self._enough = (intervals.tokens + 1) // 2
         self._max_staleness = max_staleness
         self._lost = lost
         self._entries: dict[Uid, Entry] = {}
@@ -221,9 +221,9 @@ class Journal:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        if self._timer is None and self._config.journal_ms:
+        if self._timer is None and self._intervals.ms:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._config.journal_ms / 1000, self._due.set)
+            self._timer = loop.call_later(self._intervals.ms / 1000, self._due.set)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

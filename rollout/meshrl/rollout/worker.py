@@ -27,7 +27,7 @@ from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
-from meshrl.rollout.config import JournalConfig
+from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.journal import Journal
 from meshrl.rollout.ports import Generator, Program, TogetherEngine
 from meshrl.rollout.recorder import Recorder
@@ -56,7 +56,7 @@ class RolloutWorker:
         worker: str,
         slots: int,
         deterministic: bool = False,
-        journal: JournalConfig | None = None,
+        journal: JournalIntervals | None = None,
         max_staleness: float = float("inf"),
     ) -> None:
         """Make a worker named `worker`, unique among those of the queue.
@@ -80,7 +80,7 @@ class RolloutWorker:
         self._draining = asyncio.Event()
         self._engine_gone = asyncio.Event()
         self.journal: Journal | None = None
-        if journal is not None and journal.journaled and not deterministic:
+        if journal is not None and (journal.tokens or journal.ms) and not deterministic:
             self.journal = Journal(
                 queue,
                 journal,

@@ -41,7 +41,7 @@ async def run(recipe: Recipe, site: Site) -> None:
             worker=site.name,
             slots=recipe.rollout.slots,
             deterministic=is_deterministic(recipe.rollout, max_staleness),
-            journal=recipe.rollout,
+            journal=recipe.rollout.journal,
             max_staleness=max_staleness,
         )
         agent = WeightAgent(
