@@ -7,7 +7,7 @@ import pytest
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.nouns import Message, SamplingParams, Task
-from meshrl.transferqueue.sealed import pack_task, seal_json, unpack_task, unseal_json
+from meshrl.transferqueue.sealed import Encoded, pack_task, seal_json, unpack_task, unseal_json
 
 
 def test_a_task_comes_back_whole() -> None:
@@ -40,3 +40,9 @@ def test_a_record_comes_back_and_a_broken_one_is_named(value: object) -> None:
     assert unseal_json(stored, "record") == value
     with pytest.raises(CorruptError, match="record 5"):
         unseal_json(stored[:-1], "record 5")
+
+
+@pytest.mark.parametrize("beside", ["plain", "lone \ud83d surrogate", 2**70])
+def test_what_is_json_already_is_written_as_it_is(beside: object) -> None:
+    stored = seal_json([Encoded(b'[1,{"a":null}]'), beside])
+    assert unseal_json(stored, "record") == [[1, {"a": None}], beside]

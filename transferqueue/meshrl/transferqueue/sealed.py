@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import numpy as np
 import orjson
@@ -13,11 +12,13 @@ from meshrl.contract.frames import Frame, pack, seal, unseal
 from meshrl.contract.nouns import Json, Message, SamplingParams, Task
 
 
-@dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part of a JSON value that is JSON already."""
+    """A part of a JSON value that is JSON already. No dataclass: orjson would write its fields."""
 
-    text: bytes
+    __slots__ = ("text",)
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
 
 
 def to_json(value: Json) -> bytes:
