@@ -45,10 +45,10 @@ def parse(description: str) -> argparse.Namespace:
         default=systems.ROOT / "runs",
     )
     tuning = parser.add_argument_group("tuning of ours")
-    tuning.add_argument("--groups", type=int, default=16, help="groups of one call (%(default)s)")
+    tuning.add_argument("--groups", type=int, default=64, help="groups of one call (%(default)s)")
     tuning.add_argument("--in-flight", type=int, default=2, help="calls of each client")
-    tuning.add_argument("--admit", type=int, default=64, help="tasks of one call")
-    tuning.add_argument("--resident-batches", type=int, default=8, help="bound of admission")
+    tuning.add_argument("--admit", type=int, default=128, help="tasks of one call")
+    tuning.add_argument("--resident-batches", type=int, default=16, help="bound of admission")
     tuning.add_argument("--shards", type=int, default=1, help="queue processes (%(default)s)")
     tuning = parser.add_argument_group("tuning of the peer")
     tuning.add_argument("--peer-in-flight", type=int, default=2, help="calls of each client")

@@ -16,13 +16,14 @@ from pathlib import Path
 
 from meshrl.services.doors import QueueDoor
 from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.runtime import Server, ServerSettings, run_service
+from meshrl.services.runtime import Server, ServerSettings, collect_rarely, run_service
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
 
 async def main(path: Path, section: str) -> None:
+    collect_rarely()
     queue = await ShardQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
     doors = [QueueDoor(queue), ShardDoor(queue)]
     try:

@@ -25,6 +25,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     Raises:
         UserError: the store's directory cannot be made. OwnerLostError: another queue took the store over.
     """
+    collect_rarely()
     store = build_store(recipe, shard_number(recipe, site.name))
     queue = await ShardQueue.open(store)
     try:
