@@ -12,7 +12,7 @@ from meshrl.services.doors.queue_admin import QueueAdminDoor
 from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.queue_metrics import QueueCollector
 from meshrl.services.queues import build_store, shard_number
-from meshrl.services.runtime import Door, Server
+from meshrl.services.runtime import Door, Server, collect_rarely
 from meshrl.services.site import Site
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
