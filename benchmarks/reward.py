@@ -1,8 +1,8 @@
 """What a score costs: gsm8k plainly, in our processes, shut in cells, and verl's own function in a process pool.
 
-    python benchmarks/reward.py [--samples 8000] [--repeats 5] [--seconds 5] [--verl DIR]
+    python benchmarks/reward.py [--samples 8000] [--repeats 5] [--seconds 5] [--rows 16000] [--verl DIR]
 
-All but the last part runs on ONE core: the service and its scoring process are pinned to it together. Systems take
+The first part runs on ONE core: the service and its scoring process are pinned to it together. Systems take
 turns; the first round warms up and is not counted; figures are medians. Samples are GSM8K-like, about 300 characters
 each, half of them right.
 
@@ -15,6 +15,10 @@ each, half of them right.
 `overhead_us_at_64`: of one score in calls of 64 that follow one another, above the plain call. `hostile`: p99 of an
 honest function's calls (8 samples, one after the other) while another, in a cell on the same cores, spins in as many
 processes as it may have; beside the same quiet.
+
+`services` has a queue on disk and a reward service as processes of their own, gRPC and HTTP between them
+(`reward_bench/services.py`): seconds from a submission over HTTP to its first score, and rows a minute that are
+scored again, of a file and in the queue.
 
 verl's file comes from `pip install --no-deps verl` in .venv-peer-reward (`make bench-reward` sets it up); without it
 its part is left out. The last line is JSON.
@@ -34,6 +38,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from reward_bench.services import measure
 
 from meshrl.contract.nouns import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
@@ -246,6 +252,7 @@ async def main() -> None:
     parser.add_argument("--samples", type=int, default=8000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rows", type=int, default=16000)
     parser.add_argument("--verl", type=Path, default=PEER)
     options = parser.parse_args()
     batch, cores = samples(options.samples), os.sched_getaffinity(0)
@@ -281,6 +288,8 @@ async def main() -> None:
     os.sched_setaffinity(0, cores)
     hostile = await beside_a_hostile_one(batch, options.seconds, min(options.repeats, 3))
     print(f"hostile       {hostile}")
+    services = await measure(options.rows, min(options.repeats, 3))
+    print(f"services      {services}")
     report = {
         "benchmark": "reward",
         "samples": options.samples,
@@ -288,6 +297,7 @@ async def main() -> None:
         "scores_per_s_one_core": {name: round(rate) for name, rate in figures.items()},
         "overhead_us_at_64": above,
         "hostile": {name: round(value, 3) for name, value in hostile.items()},
+        "services": {name: round(value, 3) for name, value in services.items()},
     }
     print(json.dumps(report))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from meshrl.rewardd.client import AsyncRewardClient, RewardClient
 from meshrl.services.cli.commands.reward import reward
 
 from .test_reward_doors import Service, serving, source
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 async def cli(service: Service, *arguments: str) -> Result:
@@ -98,6 +103,27 @@ def test_a_token_is_shown_once_and_its_hash_kept() -> None:
     assert 'name: "ann", roles: [read, submit], sha256: ' in result.stdout
     refused = CliRunner().invoke(reward, ["token", "ann", "--roles", "root"])
     assert str(refused.exception) == "no role 'root'; there are read, submit, operate"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_the_curl_commands_of_the_docs_work_as_they_stand(tmp_path: Path) -> None:
+    page = (DOCS / "how-to" / "submit-rewards.md").read_text()
+    (block,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(source(1))
+    commands = [line for line in block.splitlines() if line.startswith("curl ")]
+    assert len(commands) == len(block.splitlines()) > 4
+    async with serving(tmp_path) as service:
+        for command in commands:
+            process = await asyncio.create_subprocess_shell(
+                command.replace("curl ", "curl -sS --fail-with-body ", 1),
+                cwd=tmp_path,
+                env={**os.environ, "URL": service.http, "no_proxy": "*"},
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+            said, _ = await process.communicate()
+            assert process.returncode == 0, (command, said)
+            assert json.loads(said)
 
 
 async def test_the_python_clients_say_what_the_service_says(tmp_path: Path) -> None:
