@@ -26,13 +26,20 @@ def meshrl(mesh: Mesh, *arguments: str) -> str:
     return done.stdout
 
 
-def submit(mesh: Mesh, factor: int) -> str:
-    """A version that pays `factor` per digit of the answer; its hash."""
+def submit(mesh: Mesh, factor: int, kind: str = "compute_score") -> str:
+    """A version that pays `factor` per digit of the answer, of kind `process` where it stands; its hash."""
     path = mesh.directory / f"reward{factor}.py"
-    path.write_text(HEAD + f"    return {factor} * sum(c.isdigit() for c in solution_str)\n")
+    paid = f"{factor} * c.isdigit()"
+    returned = {
+        "compute_score": f"sum({paid} for c in solution_str)",
+        "process": f"[(n, {paid}) for n, c in enumerate(solution_str, 1)]",
+    }
+    path.write_text(HEAD + f"    return {returned[kind]}\n")
     tests = mesh.directory / "tests.jsonl"
     tests.write_text(json.dumps({"solution": "a1b2", "score": 2 * factor}) + "\n")
-    said = meshrl(mesh, "submit", str(path), "--name", "reward", "--tests", str(tests))
+    said = meshrl(
+        mesh, "submit", str(path), "--name", "reward", "--kind", kind, "--tests", str(tests)
+    )
     assert "points to it (1 tests passed)" in said
     return said.split()[0]
 
@@ -76,6 +83,7 @@ def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundari
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
         "trainer.save_freq=-1",
+        "reward.token_rewards=true",
         f"reward.sandbox={'weak' if no_bubblewrap() else 'strict'}",
     )
     with mesh.up(*long) as process:
@@ -84,7 +92,7 @@ def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundari
         shadow_a_hostile_one(mesh)
         while not hostile_calls_ended(mesh):
             mesh.wait_for_step(process, len(mesh.steps()) + 1, 120)
-        versions.append(submit(mesh, 3))
+        versions.append(submit(mesh, 3, "process"))
         mesh.wait_for_step(process, len(mesh.steps()) + 3, 120)
         assert f"scoring: {versions[1]}" in meshrl(mesh, "list")
         process.send_signal(signal.SIGINT)
