@@ -43,6 +43,33 @@ async def test_a_run_survives_kill_9_of_its_services(
     await balanced(mesh, STEPS)
 
 
+def rank_of(mesh: Mesh, number: int) -> int:
+    """Process id of a trainer's rank."""
+    launcher = mesh.pid("trainer")
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            of_this_mesh = str(mesh.run_dir) in (path.parent / "cmdline").read_text()
+            if of_this_mesh and f"\0RANK={number}\0" in f"\0{path.read_text()}\0":
+                return int(path.parent.name)
+    raise AssertionError(f"no rank {number} beside {launcher}:\n{mesh.output[-3000:]}")
+
+
+async def test_a_run_survives_kill_9_of_one_trainer_rank(tmp_path: Path) -> None:
+    steps = 4
+    changes = {
+        "trainer": {"total_training_steps": steps, "save_freq": 2, "test_freq": -1, "nproc": 2},
+        "data": {"val_files": []},
+    }
+    mesh = make_mesh(tmp_path, changes)
+    with mesh.up() as process:
+        mesh.wait_for_step(process, 3, timeout_s=120)
+        os.kill(rank_of(mesh, 1), signal.SIGKILL)
+        mesh.wait(process, timeout_s=240)
+    await balanced(mesh, steps)
+    assert "Traceback" not in mesh.output, mesh.output
+    assert "trainer ended with exit code" in mesh.output, mesh.output
+
+
 async def test_ctrl_c_drains_and_the_same_command_goes_on(tmp_path: Path) -> None:
     changes = {"trainer": {"total_training_steps": STEPS, "save_freq": 100, "test_freq": -1}}
     mesh = make_mesh(tmp_path, changes)

@@ -97,7 +97,7 @@ def train(model: Path, target: Path, world: World, rows_given: int, steps: int) 
         state = checkpoint.load(good[0], learner.policy, learner.optimizers)
     for step in range(state.step, steps):
         made = learner.schedule(batch(rows))
-        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(world.rank)], step)
+        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(world.data_rank)], step)
         saved = dataclasses.replace(state, step=step + 1)
         checkpoint.save(
             target / "checkpoints", learner.policy, learner.optimizers, saved, world, keep=9
@@ -107,9 +107,9 @@ def train(model: Path, target: Path, world: World, rows_given: int, steps: int) 
     return [cast(float, metrics[name]) for name in names]
 
 
-def main(model: Path, target: Path, rows_given: int, steps: int) -> None:
+def main(model: Path, target: Path, rows_given: int, steps: int, sharers: int) -> None:
     torch.set_num_threads(1)
-    world = World.start("cpu")
+    world = World.start("cpu", sequence_parallel=sharers)
     numbers = train(model, target, world, rows_given, steps)
     if world.is_main:
         (target / "numbers").write_text(" ".join(map(repr, numbers)))
@@ -117,4 +117,4 @@ def main(model: Path, target: Path, rows_given: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -11,20 +11,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from meshrl.contract.errors import ConfigError
 from meshrl.trainer import checkpoint
 from meshrl.trainer.distributed import World
+from meshrl.trainer.sequence import repeats
 
 from . import rank_work
 
 
-def run_ranks(ranks: int, model: Path, target: Path, rows: int, steps: int = 1) -> list[float]:
+def run_ranks(
+    ranks: int, model: Path, target: Path, rows: int, steps: int = 1, sharers: int = 1
+) -> list[float]:
     """Train up to `steps` steps on `ranks` processes; loss, gradient norm and entropy of the last."""
     target.mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, rank_work.__file__, str(model), str(target), str(rows), str(steps)],
+            [sys.executable, rank_work.__file__, model, target, *map(str, (rows, steps, sharers))],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -132,3 +136,40 @@ def test_a_run_resumes_on_fewer_ranks_and_on_more(
     run_ranks(2, tiny_path, tmp_path / "two, then one", rows, steps=1)
     fewer = rank_work.train(tiny_path, tmp_path / "two, then one", world, rows, 2)
     assert fewer == pytest.approx(whole, abs=1e-5)
+
+
+def test_ranks_that_share_sequences_give_the_loss_and_the_gradient_of_one(
+    tiny_path: Path, tmp_path: Path, world: World
+) -> None:
+    rows = rank_work.GROUPS * rank_work.GROUP_SIZE
+    alone = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1)
+    shared = run_ranks(2, tiny_path, tmp_path / "two", rows, sharers=2)
+    assert shared == pytest.approx(alone, abs=1e-5)
+    weights = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
+        for name in ("one", "two")
+    ]
+    for name in weights[0]:  # the updates are the gradients: see rank_work.make
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
+
+
+def test_ranks_that_cannot_be_grouped_are_refused_in_one_line(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size: 3 does not divide"):
+        World.start("cpu", sequence_parallel=3)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "size", "expected"),
+    [(4, 2, 2, 1), (4, 2, 4, 2), (4, 1, 2, 2), (12, 3, 2, 2), (6, 3, 2, 2)],
+)
+def test_key_heads_are_repeated_until_every_rank_has_those_of_its_queries(
+    queries: int, keys: int, size: int, expected: int
+) -> None:
+    times = repeats(queries, keys, size)
+    assert times == expected
+    of_query = [query * keys // queries for query in range(queries)]
+    of_key = [key // times for key in range(keys * times)]
+    for rank in range(size):
+        mine = of_query[rank * queries // size : (rank + 1) * queries // size]
+        given = of_key[rank * len(of_key) // size : (rank + 1) * len(of_key) // size]
+        assert [given[i * len(given) // len(mine)] for i in range(len(mine))] == mine

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.packing import Bucket, Layout
+from meshrl.trainer.sequence import repeats
 
 try:  # torch >= 2.10; older ones run the rectangular path on CUDA too
     from torch.nn.attention.varlen import varlen_attn
@@ -64,6 +65,24 @@ def packed_attention(
             f"{type(module).__name__} asks for softcap={softcap}, dropout={dropout}: "
             "packed training supports neither; use a model without them"
         )
+    share = packed_layout.share
+    if share is None:
+        return _whole(query, key, value, packed_layout, scaling, sliding_window), None
+    times = repeats(query.shape[1], key.shape[1], share.among.size)
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    q, k, v = (share.heads(x) for x in (query, key, value))
+    return share.shares(_whole(q, k, v, packed_layout, scaling, sliding_window)), None
+
+
+def _whole(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_layout: Layout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """[1, P, Hq, D] from all tokens of the pack."""
     if query.is_cuda and varlen_attn is not None and query.dtype in (torch.float16, torch.bfloat16):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         heads_last = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -75,11 +94,11 @@ def packed_attention(
             scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
-        return out[None], None
+        return out[None]
     # [P, H, D]: tokens first, so that one index takes whole tokens.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     parts = [_rectangle(q, k, v, b, scaling, sliding_window) for b in packed_layout.buckets]
-    return torch.cat(parts).index_select(0, packed_layout.order)[None], None
+    return torch.cat(parts).index_select(0, packed_layout.order)[None]
 
 
 def _rectangle(
@@ -112,6 +131,12 @@ def _rectangle(
     )
     cells = out.transpose(1, 2).reshape(n * length, *q.shape[1:])
     return cells.index_select(0, bucket.cells)
+
+
+def keep_out_of_graphs() -> None:
+    """Have `torch.compile` cut its graphs around this attention: every layout would be compiled anew."""
+    outside: Any = torch.compiler.disable  # torch leaves it untyped
+    AttentionInterface.register(NAME, outside(packed_attention))
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -209,7 +209,7 @@ def assemble(
 
     Args:
         made: The schedule.
-        own: The rows of `made.own(world.rank)`, in that order.
+        own: The rows of `made.own(world.data_rank)`, in that order.
         world: The ranks.
         baselines: Group to the reward of its greedy response; None: the algorithm has none.
         with_steps: Find the steps of rows and what they start from.
@@ -294,14 +294,14 @@ class _Order:
 
     def __init__(self, made: Schedule, world: World, own_lengths: Sequence[int]) -> None:
         self._world = world
-        self._owners = [made.own(rank) for rank in range(world.size)]
+        self._owners = [made.own(rank) for rank in range(world.data_size)]
         lengths = self.rows(np.array(own_lengths, dtype=np.int64))
         self.offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
 
     def rows(self, own: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """One value per row, of the whole batch."""
         whole = np.zeros(sum(map(len, self._owners)), dtype=own.dtype)
-        for owner, part in zip(self._owners, self._world.all_gather(own), strict=True):
+        for owner, part in zip(self._owners, self._world.gather_shares(own), strict=True):
             whole[list(owner)] = part
         return whole
 
@@ -309,7 +309,7 @@ class _Order:
         """One value per response token, of the whole batch."""
         flat = np.concatenate([*own, np.zeros(0, dtype)]).astype(dtype)
         whole = np.zeros(int(self.offsets[-1]), dtype=dtype)
-        for owner, part in zip(self._owners, self._world.all_gather(flat), strict=True):
+        for owner, part in zip(self._owners, self._world.gather_shares(flat), strict=True):
             start = 0
             for row in owner:
                 size = int(self.offsets[row + 1] - self.offsets[row])
@@ -321,7 +321,7 @@ class _Order:
         """One JSON value per row, of the whole batch."""
         data = np.frombuffer(json.dumps(list(own)).encode(), dtype=np.uint8)
         whole: list[Any] = [None] * sum(map(len, self._owners))
-        for owner, part in zip(self._owners, self._world.all_gather(data), strict=True):
+        for owner, part in zip(self._owners, self._world.gather_shares(data), strict=True):
             for row, value in zip(owner, json.loads(part.tobytes()), strict=True):
                 whole[row] = value
         return whole

@@ -9,6 +9,9 @@ from typing import TypeVar
 
 import torch
 
+from meshrl.contract.errors import InfraError
+from meshrl.trainer.distributed import lost_peer
+
 Result = TypeVar("Result")
 
 
@@ -26,9 +29,22 @@ class Compute:
             torch.cuda.set_device(self._device)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work()`."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        """The result of `work()`.
+
+        Raises:
+            InfraError: another rank died while its collectives ran.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _with_peers, work)
 
     def close(self) -> None:
         """Wait for what runs and end the thread; idempotent."""
         self._pool.shutdown(wait=True)
+
+
+def _with_peers(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except RuntimeError as error:
+        if lost := lost_peer(error):
+            raise InfraError(lost) from error
+        raise

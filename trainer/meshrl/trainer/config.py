@@ -21,6 +21,13 @@ class ModelConfig(Config):
     """The compute type. Master weights and optimizer state are float32 always."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    param_offload: bool = False
+    """Keep weights, gradients and optimizer state in the CPU's memory; a layer is on the device while it computes."""
+    use_torch_compile: bool = False
+    """Compile each decoder layer: slow at first, faster afterwards; on a CPU this needs a C++ compiler."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """So many ranks share each micro-batch, token by token: for rows too long for one device. Divides `trainer.nproc`
+    and the attention heads; RL only."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
     trained whole."""

@@ -31,7 +31,7 @@ class Critic(nn.Module):
         """Returns V float32[N] for the N response tokens."""
         values: torch.Tensor = self.value_head(response_hidden(self.decoder, pack))
         # A sum over one entry, because FSDP wants no view of what the module made.
-        return values.sum(-1, dtype=torch.float32)
+        return pack.joined(values.sum(-1, dtype=torch.float32))
 
 
 def build_critic(hf: HfModel, world: World, config: ModelConfig) -> Critic:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.trainer.sequence import SequenceGroup
 
 _Item = TypeVar("_Item", bound=np.generic)
 
@@ -29,6 +30,17 @@ EXIT_PAUSE_S = 0.5
 """For gloo's worker threads to drop their last tensors. One that wants the interpreter while that is torn down
 aborts the process: 2 of 45 pairs of ranks ended so on a loaded machine, their work done; with the pause none of 40
 did, on a machine less loaded. It makes the race unlikely, not impossible."""
+
+_SIGNS_OF_DEATH = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+"""What gloo and NCCL say, in a plain RuntimeError, when a rank has died."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -44,12 +56,21 @@ class World:
     group: dist.ProcessGroup | None = None
     """What `broadcast`, `all_gather` and `barrier` speak over; None is the default group."""
 
+    sequence: SequenceGroup | None = None
+    """The neighbours that forward the same rows, each some of their tokens."""
+
     @classmethod
-    def start(cls, device: Literal["auto", "cpu", "cuda"] = "auto") -> World:
+    def start(
+        cls, device: Literal["auto", "cpu", "cuda"] = "auto", *, sequence_parallel: int = 1
+    ) -> World:
         """Join the group that torchrun's variables name, or be a world of one.
 
+        Args:
+            device: Where to compute.
+            sequence_parallel: Ranks that share each micro-batch, token by token; neighbours by rank.
+
         Raises:
-            ConfigError: CUDA was asked for and there is none.
+            ConfigError: CUDA was asked for and there is none; ranks cannot be put into groups of that size.
         """
         kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda" and not torch.cuda.is_available():
@@ -69,12 +90,31 @@ class World:
             device=place,
             mesh=init_device_mesh(kind, (dist.get_world_size(),)),
             owns_group=owns_group,
+            sequence=_sequence_group(kind, sequence_parallel),
         )
 
     @property
     def is_main(self) -> bool:
         """Rank 0 talks to the queue, writes metrics and checkpoints' state."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows this rank forwards: the same for all of a sequence group."""
+        return self.rank // self._sharers
+
+    @property
+    def data_size(self) -> int:
+        """Into how many shares rows are dealt."""
+        return self.size // self._sharers
+
+    @property
+    def _sharers(self) -> int:
+        return 1 if self.sequence is None else self.sequence.size
+
+    def gather_shares(self, own: npt.NDArray[_Item]) -> list[npt.NDArray[_Item]]:
+        """Every share's flat array, by `data_rank`; in a sequence group the first rank speaks for all."""
+        return self.all_gather(own)[:: self._sharers]
 
     def with_own_group(self) -> World:
         """The same ranks with a gloo group of their own, for a second thread. Every rank calls this.
@@ -133,6 +173,27 @@ class World:
             dist.destroy_process_group()
             if self.size > 1:
                 time.sleep(EXIT_PAUSE_S)
+
+
+def _sequence_group(kind: str, size: int) -> SequenceGroup | None:
+    ranks = dist.get_world_size()
+    if ranks % size:
+        raise ConfigError(
+            f"model.ulysses_sequence_parallel_size: {size} does not divide the {ranks} trainer ranks"
+        )
+    if size == 1:
+        return None
+    mesh = init_device_mesh(kind, (ranks // size, size), mesh_dim_names=("dp", "sp"))["sp"]
+    return SequenceGroup(group=mesh.get_group(), rank=mesh.get_local_rank(), size=size)
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """One line where `error`, of any collective, tells that a rank has died; FSDP's collectives raise it bare."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    if not dist.is_initialized() or not any(sign in text for sign in _SIGNS_OF_DEATH):
+        return None
+    reason = text.removeprefix("[").partition("] ")[2].partition(". This")[0] or text
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}: a peer rank is gone ({reason})"
 
 
 def _init_group(backend: str) -> None:

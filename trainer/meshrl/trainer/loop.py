@@ -133,7 +133,7 @@ class Trainer:
     async def _train(self, batch: Batch) -> None:
         """One step: after it, the batch is in the weights, the queue knows, and the fleet is being told."""
         made = self._learner.schedule(batch)
-        uids = made.uids(self._world.rank)
+        uids = made.uids(self._world.data_rank)
         with self._board.phase(TrainerPhase.TRAINING, "fetching"):
             columns = await self._queue.fetch(self._setting.run, uids, self._learner.columns)
             rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]

@@ -14,7 +14,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
@@ -41,23 +46,25 @@ class Policy(nn.Module):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
-        return linear_logprob(
+        logprobs, entropies = linear_logprob(
             self._response_hidden(pack),
             self.hf.get_output_embeddings().weight,
             pack.targets,
             temperature=temperature,
         )
+        return pack.joined(logprobs), pack.joined(entropies)
 
     def is_greedy(self, pack: Pack) -> torch.Tensor:
         """bool[N]: is each response token the one that greedy decoding would take? For teacher forcing."""
         hidden = self._response_hidden(pack)
-        return linear_argmax(hidden, self.hf.get_output_embeddings().weight) == pack.targets
+        right = linear_argmax(hidden, self.hf.get_output_embeddings().weight) == pack.targets
+        return pack.joined(right.to(torch.uint8)).bool()
 
     def sum_pi_squared(self, pack: Pack, temperature: float) -> torch.Tensor:
         """float32[N]: Σ_v π(v)² where each response token was sampled. No gradient."""
         hidden = self._response_hidden(pack)
         weight = self.hf.get_output_embeddings().weight
-        return linear_sum_pi_squared(hidden, weight, temperature=temperature)
+        return pack.joined(linear_sum_pi_squared(hidden, weight, temperature=temperature))
 
     def _response_hidden(self, pack: Pack) -> torch.Tensor:
         return response_hidden(self.hf.get_decoder(), pack)
@@ -72,7 +79,7 @@ class Policy(nn.Module):
 
 
 def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
-    """[N, H]: the hidden states that predict a response token."""
+    """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`)."""
     hidden: torch.Tensor = decoder(
         input_ids=pack.input_ids,
         position_ids=pack.position_ids,
@@ -143,6 +150,7 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     Raises:
         UserError: LoRA is asked for on modules that the model has not.
     """
+    check_heads(hf, config.ulysses_sequence_parallel_size)
     if config.lora_rank:
         lora.add_adapter(hf, config)
     policy = shard(Policy(hf, lora.describe(config)).train(), hf, world, config)
@@ -151,16 +159,42 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     return policy
 
 
+def check_heads(hf: HfModel, size: int) -> None:
+    """Raise UserError unless `size` ranks can share the heads of a layer."""
+    heads = hf.config.get_text_config().num_attention_heads
+    if heads % size:
+        raise UserError(
+            f"model.ulysses_sequence_parallel_size: {size} does not divide the model's {heads} attention heads"
+        )
+
+
 def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model:
     """Make `model`, built around the decoder of `hf`, an FSDP2 module on the world's device."""
     if config.enable_gradient_checkpointing:
         _recompute_activations(hf)
     compute = getattr(torch, config.param_dtype)
-    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    how: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    }
+    if config.param_offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    if config.use_torch_compile:
+        attention.keep_out_of_graphs()
     for layer in decoder_layers(hf):
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision)
-    return model.to(world.device)
+        if config.use_torch_compile:
+            layer.compile(dynamic=True)  # lengths differ from pack to pack
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    return _place_buffers(model, world) if config.param_offload else model.to(world.device)
+
+
+def _place_buffers(model: Model, world: World) -> Model:
+    """Buffers to the device; FSDP brings the offloaded parameters there, layer by layer."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(world.device))
+    return model
 
 
 def _recompute_activations(hf: HfModel) -> None:

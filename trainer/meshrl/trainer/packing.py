@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from meshrl.contract.nouns import Int32
+from meshrl.trainer.sequence import Share
 
 BUCKET_STEPS = 8
 """Padded attention lengths per octave: at most 1/8 of a row's length is wasted."""
@@ -103,12 +104,18 @@ class Layout:
     buckets: tuple[Bucket, ...]
     order: torch.Tensor
     """int64[P]: where in the buckets' `cells`, one bucket after the other, each token of the pack stands."""
+    share: Share | None = None
+    """With sequence parallelism: the part of the pack that this rank forwards. The layout is the whole pack's."""
 
     def to(self, device: torch.device) -> Layout:
         """The same layout on another device."""
         buckets = (Bucket(b.gather.to(device), b.cells.to(device)) for b in self.buckets)
         return Layout(
-            self.cu_seqlens.to(device), self.max_seqlen, tuple(buckets), self.order.to(device)
+            self.cu_seqlens.to(device),
+            self.max_seqlen,
+            tuple(buckets),
+            self.order.to(device),
+            self.share,
         )
 
 
@@ -125,6 +132,10 @@ class Pack:
     """int64[N]: hidden states that predict a response token (one place before it)."""
     targets: torch.Tensor
     """int64[N]: the response tokens, row after row."""
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] of the pack's response tokens from [n] of those that this rank forwarded (all, but for a `share`)."""
+        return values if self.layout.share is None else self.layout.share.joined(values)
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""

@@ -13,6 +13,7 @@ from meshrl.contract.nouns import Trajectory
 from meshrl.trainer.batch import Schedule, gather_tokens
 from meshrl.trainer.distributed import World
 from meshrl.trainer.packing import Pack, pack
+from meshrl.trainer.sequence import share_out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +27,16 @@ class OwnRows:
 
     @classmethod
     def of(cls, made: Schedule, own: Sequence[Trajectory], world: World) -> OwnRows:
-        """`own` are the rows of `made.own(world.rank)`, in order."""
-        return cls(made, dict(zip(made.own(world.rank), own, strict=True)), world)
+        """`own` are the rows of `made.own(world.data_rank)`, in order."""
+        return cls(made, dict(zip(made.own(world.data_rank), own, strict=True)), world)
 
     def pack(self, chosen: Sequence[int]) -> Pack:
-        """One micro-batch, on the device."""
+        """One micro-batch, on the device; with sequence parallelism this rank's share of its tokens."""
         picked = [self.rows[row] for row in chosen]
         packed = pack([row.tokens for row in picked], [row.prompt_length for row in picked])
-        return packed.to(self.world.device)
+        packed = packed.to(self.world.device)
+        among = self.world.sequence
+        return packed if among is None else share_out(packed, among)
 
     def split(self, values: torch.Tensor, chosen: Sequence[int]) -> Sequence[torch.Tensor]:
         """A micro-batch's [n], cut into its rows, on the CPU."""
@@ -45,7 +48,7 @@ class OwnRows:
         """float32[N] of the whole batch from a function of packs that calls `model`; every rank calls this."""
         found: dict[int, torch.Tensor] = {}
         for mini in self.made.mini_batches:
-            for chosen in mini.ranks[self.world.rank]:
+            for chosen in mini.ranks[self.world.data_rank]:
                 parts = self.split(function(self.pack(chosen)), chosen)
                 found.update(zip(chosen, parts, strict=True))
         if isinstance(model, FSDPModule):

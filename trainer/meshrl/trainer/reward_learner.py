@@ -80,7 +80,7 @@ class RewardLearner:
         norms = []
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
         for mini in own.made.mini_batches:
-            for chosen in mini.ranks[self._world.rank]:
+            for chosen in mini.ranks[self._world.data_rank]:
                 logprobs = self._logprobs(own.pack(chosen))
                 if not chosen:
                     logprobs.sum().backward()  # type: ignore[no-untyped-call]

@@ -114,7 +114,7 @@ class Learner:
         """Who forwards which rows, and in which update."""
         return schedule(
             batch,
-            ranks=self.world.size,
+            ranks=self.world.data_size,
             max_tokens=self._actor.ppo_max_token_len_per_gpu,
             mini_batch_groups=self._actor.ppo_mini_batch_size,
             whole_groups=self.needs.whole_groups,
@@ -132,15 +132,15 @@ class Learner:
 
         Args:
             made: Its schedule.
-            own: The rows of `made.uids(rank)`, in order.
+            own: The rows of `made.uids(data_rank)`, in order.
             step: Optimizer steps done before it.
             baselines: Group to the reward of its greedy row, where the objective needs greedy rows.
 
         Returns:
             The step's metrics, the same on every rank.
         """
-        # A step's draws are a function of (seed, step, rank): a resumed run draws what the killed one drew.
-        torch.manual_seed(_seed(self._seed, step, self.world.rank))
+        # Draws are a function of (seed, step, share of the rows): a resumed run draws what the killed one drew.
+        torch.manual_seed(_seed(self._seed, step, self.world.data_rank))
         rows = OwnRows.of(made, own, self.world)
         experience = assemble(
             made, own, self.world, baselines=baselines, with_steps=self.needs.steps
@@ -250,7 +250,7 @@ class Learner:
         counts = work.counts(mini)
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
         share = 1.0 / (self.world.size * updates)
-        for chosen in mini.ranks[self.world.rank]:
+        for chosen in mini.ranks[self.world.data_rank]:
             logprobs, entropies = self.policy(work.rows.pack(chosen), self._temperature)
             if not chosen:
                 # This rank has nothing left to do, and its peers' collectives still need its backward pass.

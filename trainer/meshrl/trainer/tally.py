@@ -33,7 +33,7 @@ class Tally:
         """Sums over all ranks, and means over all their tokens. Every rank calls this and gets the same."""
         own = json.dumps([self._sums, self._means]).encode()
         totals: dict[str, list[float]] = {}
-        for part in world.all_gather(np.frombuffer(own, dtype=np.uint8)):
+        for part in world.gather_shares(np.frombuffer(own, dtype=np.uint8)):
             sums, means = json.loads(part.tobytes())
             for name, value in sums.items():
                 kept = totals.setdefault(name, [0.0, 1.0])

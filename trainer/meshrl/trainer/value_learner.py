@@ -102,7 +102,7 @@ class ValueLearner:
         norms = []
         for mini in updates:
             aggregate = self._aggregator(ragged, mini)
-            for chosen in mini.ranks[self._world.rank]:
+            for chosen in mini.ranks[self._world.data_rank]:
                 found = self.model(own.pack(chosen))
                 if not chosen:
                     found.sum().backward()

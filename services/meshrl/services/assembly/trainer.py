@@ -60,7 +60,10 @@ async def run(recipe: Recipe, site: Site) -> None:
             # The rank has said why; all that is left to pass on is its code.
             raise SystemExit(code)
         return
-    world = World.start(recipe.trainer.device)
+    world = World.start(
+        recipe.trainer.device,
+        sequence_parallel=recipe.model.ulysses_sequence_parallel_size,
+    )
     compute = Compute(world.device)
     try:
         async with connect_queue(site.peer("queue")) as queue:

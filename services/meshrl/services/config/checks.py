@@ -93,6 +93,12 @@ def _sizes(recipe: Recipe) -> Iterator[Problem]:
             f"actor.ppo_max_token_len_per_gpu: {actor.ppo_max_token_len_per_gpu} is less than one row "
             f"may have, {longest} (data.max_prompt_length + data.max_response_length)",
         )
+    shared, ranks = recipe.model.ulysses_sequence_parallel_size, recipe.trainer.nproc
+    if ranks % shared:
+        yield (
+            ("model", "ulysses_sequence_parallel_size"),
+            f"model.ulysses_sequence_parallel_size: {shared} does not divide trainer.nproc, {ranks}",
+        )
     positions = _max_positions(recipe.model.path)
     if positions is not None and positions < longest:
         yield (

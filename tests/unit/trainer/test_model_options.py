@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from meshrl.contract.nouns import Int32, Version
+from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.export import export_policy
+from meshrl.trainer.model import Policy, build_policy, load_hf, random_hf
+from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.packing import pack
+from meshrl.trainer.snapshot import take_snapshot
+
+from . import tiny
+
+PROMPT = 2
+
+
+def learned(world: World, config: Any, steps: int, **changes: Any) -> dict[str, torch.Tensor]:
+    """The weights after some steps."""
+    model = ModelConfig.model_validate({"path": "x", **changes})
+    policy = build_policy(random_hf(config, 2), world, model)
+    optimizers = Optimizers(policy, OptimConfig(lr=1e-2))
+    for step in range(steps):
+        update(policy, optimizers, step)
+    return {name: weight.whole(torch.float32).clone() for name, weight in policy.named_weights()}
+
+
+def update(policy: Policy, optimizers: Optimizers, seed: int) -> None:
+    rows = tiny.rows(5, seed=seed)
+    logprobs, entropies = policy(pack(rows, [PROMPT] * len(rows)), 1.0)
+    (-logprobs.mean() - 0.1 * entropies.mean()).backward()
+    optimizers.step(1e-2)
+
+
+@pytest.mark.parametrize("option", ["param_offload", "enable_gradient_checkpointing"])
+def test_a_memory_option_changes_no_weight(world: World, option: str) -> None:
+    plain = learned(world, tiny.config(), 3)
+    saving = learned(world, tiny.config(), 3, **{option: True})
+    for name, weight in plain.items():
+        torch.testing.assert_close(saving[name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's own
+def test_compiled_layers_learn_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Traced, cut and differentiated, but not written as C++: inductor spends minutes on that.
+    traced = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    config = tiny.config(num_hidden_layers=1)
+    plain = learned(world, config, 1)
+    compiled = learned(world, config, 1, use_torch_compile=True)
+    for name, weight in plain.items():
+        torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-4)
+
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256,
+)  # fmt: skip
+EXPERTS: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+)
+MIXTURES: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8),
+}
+
+
+def _logprobs(hf: Any, row: Int32) -> torch.Tensor:
+    tokens = torch.from_numpy(row)[None].long()
+    logprobs = torch.log_softmax(hf(tokens).logits[0, :-1].float(), -1)
+    return logprobs.gather(1, tokens[0, 1:, None])[PROMPT - 1 :, 0]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_learns_in_experts_and_router_and_is_exported(
+    name: str, tmp_path: Path, world: World
+) -> None:
+    random_hf(MIXTURES[name], 0).save_pretrained(tmp_path / "start")
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    policy = build_policy(load_hf(tmp_path / "start"), world, ModelConfig(path=tmp_path / "start"))
+    rows = tiny.rows(5)
+    packed = pack(rows, [PROMPT] * len(rows))
+    with torch.no_grad():
+        exact = torch.cat([_logprobs(start, row) for row in rows])
+        torch.testing.assert_close(policy(packed, 1.0)[0], exact, rtol=0, atol=1e-5)
+    logprobs, _ = policy(packed, 1.0)
+    (-logprobs.mean()).backward()
+    gradients = {n: p.grad.full_tensor() for n, p in policy.named_tensors() if p.grad is not None}  # type: ignore[attr-defined]
+    experts = [n for n in gradients if ".experts." in n]
+    routers = [n for n in gradients if ".gate.weight" in n]
+    assert experts and len(routers) == SHAPE["num_hidden_layers"]
+    assert all(bool(gradients[n].abs().max() > 0) for n in [*experts, *routers])
+    optimizers = Optimizers(policy, OptimConfig(lr=1e-2))
+    assert optimizers.step(1e-2) > 0
+    export_policy(policy, world, tmp_path / "export", tokenizer=tmp_path / "start")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    for tensor, weight in policy.named_weights():
+        assert torch.equal(again.get_parameter(tensor), weight.whole(torch.float32)), tensor
+    sent = take_snapshot(
+        policy, world, run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20
+    )
+    assert sent is not None
+    assert [s.name for s in sent.manifest.tensors] == [n for n, _ in again.named_parameters()]
