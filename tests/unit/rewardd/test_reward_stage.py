@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.contract.errors import WaitTimeoutError
+from meshrl.contract.errors import UserError, WaitTimeoutError
 from meshrl.contract.nouns import (
     ROLLOUT_STAGE,
     LeasedRow,
@@ -28,7 +28,7 @@ from meshrl.contract.nouns import (
     VersionSpan,
     reward_stage,
 )
-from meshrl.contract.rows import column_text, rollout_write, sample_again
+from meshrl.contract.rows import column_text, reward_write, rollout_write, sample_again
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import PoolJudge, build_judge
 from meshrl.rewardd.stage import RewardStage, sample_of
@@ -252,3 +252,29 @@ async def test_token_rewards_of_another_length_are_a_fault_of_the_row(
         await until(lambda: stage.stats.failed == 2)
     (letter,) = await queue.dead_letters("run")
     assert letter.reason.endswith("1 token_rewards for a response of 3 tokens")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        ([0, 0, 1], r"column token_rewards has 3 entries, the row 5 tokens"),
+        ([0, 0, 1, np.nan, 2], r"column token_rewards holds nan, want finite numbers"),
+    ],
+)
+async def test_the_queue_refuses_rewards_that_are_not_one_finite_number_a_token(
+    queue: TransferQueue, rewards: list[float], line: str
+) -> None:
+    await admit(queue, "run", ["a", "b"], stages=(ROLLOUT_STAGE, reward_stage(token_rewards=True)))
+    lease = await queue.lease(["run"], "reward", worker="w", limit=2, at_least=2, wait_s=5)
+    good, bad = (
+        reward_write(
+            Score(uid=row.uid, outcome=Outcome.OK, score=1.0), loss_mask=row.columns["loss_mask"]
+        )
+        for row in lease.rows
+    )
+    spoiled = {**bad.columns, "token_rewards": np.array(rewards, dtype=np.float32)}
+    tokens = {row.uid: row.token for row in lease.rows}
+    with pytest.raises(UserError, match=line) as refused:
+        await queue.write("run", "reward", tokens, [good, RowWrite(uid=bad.uid, columns=spoiled)])
+    assert refused.value.details["uid"] == str(bad.uid)
+    await queue.write("run", "reward", tokens, [good, bad])
