@@ -142,7 +142,7 @@ async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) 
                 stages=(ROLLOUT_STAGE,),
                 batch_groups=GROUPS,
                 max_staleness=0.0,
-                lease_ttl_s=2.0,
+                lease_ttl_s=15.0,  # a busy machine must not take it for a death
             )
         )
         await queue.acquire(RUN, "trainer")

@@ -84,7 +84,7 @@ class RolloutConfig(Config):
     """One rollout may take this long before it counts as `timeout`."""
     journal_tokens: NonNegativeInt = JournalIntervals().tokens
     """Running responses are kept in the queue, so that at most so many tokens of each are sampled again when a worker
-    has died (an append starts at half of it); 0: only `journal_ms` counts."""
+    has died (an append starts at half of it); 0: only `journal_ms` counts. Deterministic runs keep nothing."""
     journal_ms: NonNegativeInt = JournalIntervals().ms
     """No token waits longer to be kept, however slow the engine; 0: only `journal_tokens` counts. Both 0: nothing is
     kept, and the row of a dead worker begins anew."""
