@@ -158,13 +158,17 @@ class Journal:
         """Append everything, and forget it. Never raises, and ends within FLUSH_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
-                await self._append()
-                await self._append()  # what came while a failed one had to be repeated
-        left = sum(bool(entry.sending or entry.unsent) for entry in self._entries.values())
-        if left:
+                for _ in range(2):  # once more for what came while a failed one had to be repeated
+                    if self._left():
+                        await self._append()
+        if left := self._left():
             log.warning("the last tokens of %d responses were not kept", left)
         self._entries.clear()
         self._stop_timer()
+
+    def _left(self) -> int:
+        """Responses with tokens that the queue does not have."""
+        return sum(bool(entry.sending or entry.unsent) for entry in self._entries.values())
 
     async def _append(self) -> None:
         async with self._one_call:
