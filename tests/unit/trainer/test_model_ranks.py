@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.trainer import checkpoint
+from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.sequence import repeats
 
@@ -173,3 +174,23 @@ def test_key_heads_are_repeated_until_every_rank_has_those_of_its_queries(
         mine = of_query[rank * queries // size : (rank + 1) * queries // size]
         given = of_key[rank * len(of_key) // size : (rank + 1) * len(of_key) // size]
         assert [given[i * len(given) // len(mine)] for i in range(len(mine))] == mine
+
+
+async def test_a_rank_that_died_during_a_collective_is_one_line(world: World) -> None:
+    gloo = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:59038:"
+        " Connection reset by peer. This is typically caused by a remote worker hanging"
+    )
+    compute = Compute(world.device)
+
+    def backward(said: str) -> None:
+        raise RuntimeError(said)
+
+    with pytest.raises(InfraError) as told:
+        await compute.run(lambda: backward(gloo))
+    assert str(told.value) == (
+        "rank 0 of 1: a peer rank is gone (Read error [127.0.0.1]:59038: Connection reset by peer)"
+    )
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        await compute.run(lambda: backward("mat1 and mat2 shapes cannot be multiplied"))
+    compute.close()
