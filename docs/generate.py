@@ -15,7 +15,7 @@ from meshrl.services.config.fields import Key, config_of, walk
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.errors import status_of
 from meshrl.services.up.exits import Exit
-from meshrl.trainer.config import SftConfig
+from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path(__file__).parent / "reference"
@@ -41,7 +41,7 @@ def pages() -> dict[str, str]:
 
 
 def config_page() -> str:
-    """Every key of a recipe, and of `meshrl sft`."""
+    """Every key of a recipe, and of the commands that train on rows that are there already."""
     lines = [
         "# Keys of a recipe",
         NOTE,
@@ -52,7 +52,12 @@ def config_page() -> str:
     for key in walk(Recipe):
         if len(key.path) == 1:
             lines += _section(key.dotted, key)
-    lines += ["## Keys of `meshrl sft`", "", *_table(SftConfig)]
+    for command, keys in (
+        ("sft", SftConfig),
+        ("dpo", DpoConfig),
+        ("train-reward", RewardModelConfig),
+    ):
+        lines += [f"## Keys of `meshrl {command}`", "", *_table(keys)]
     return "\n".join(lines)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import random_hf
@@ -27,4 +30,16 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     random_hf(tiny.config(), seed=0).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a character tokenizer: 26 letters, 10 digits, end."""
+    path = tmp_path_factory.mktemp("text")
+    random_hf(tiny.config(), seed=0).save_pretrained(path)
+    alphabet = [*string.ascii_lowercase, *string.digits, "$"]
+    inner = Tokenizer(models.WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="$"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="$").save_pretrained(path)
     return path

@@ -1,33 +1,18 @@
 from __future__ import annotations
 
 import json
-import string
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer import sft
-from meshrl.trainer.config import ModelConfig, OptimConfig, SftConfig
-from meshrl.trainer.model import random_hf
-from meshrl.trainer.sft import SftProgress, shuffled
-
-from . import tiny
-
-
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a character tokenizer: 26 letters, 10 digits, end."""
-    path = tmp_path_factory.mktemp("text")
-    random_hf(tiny.config(), seed=0).save_pretrained(path)
-    alphabet = [*string.ascii_lowercase, *string.digits, "$"]
-    inner = Tokenizer(models.WordLevel({c: i for i, c in enumerate(alphabet)}, unk_token="$"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="$").save_pretrained(path)
-    return path
+from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.offline import shuffled
+from meshrl.trainer.offline_config import SftConfig
+from meshrl.trainer.sft import SftProgress
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> Path:
@@ -79,6 +64,35 @@ def test_equal_seeds_give_bit_identical_weights(text_model: Path, tmp_path: Path
         sft.run(config)
         weights.append(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict())
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(
+    text_model: Path, tmp_path: Path
+) -> None:
+    data = write(tmp_path / "train.jsonl", doubling())
+
+    def train(name: str, steps: int, save_freq: int) -> int:
+        config = SftConfig(
+            model=ModelConfig(path=text_model),
+            train_files=[data],
+            output_dir=tmp_path / name,
+            steps=steps,
+            save_freq=save_freq,
+            device="cpu",
+        )
+        seen: list[SftProgress] = []
+        sft.run(config, seen.append)
+        return len(seen)
+
+    train("parts", 6, 3)
+    train("parts", 12, 3)
+    train("whole", 12, -1)
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("parts", "whole")
+    )
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert train("parts", 12, 3) == 0  # there is nothing left to do
 
 
 @pytest.mark.parametrize(

@@ -341,34 +341,3 @@ class TrainerConfig(Config):
     """None takes `run.name`."""
     take_wait_s: PositiveFloat = 30.0
     """How long one wait for a batch lasts before the trainer says what it waits for and waits again."""
-
-
-class SftConfig(Config):
-    """Supervised fine-tuning on prompt / response rows: the warm start before RL."""
-
-    model: ModelConfig
-    """What to start from."""
-    train_files: list[Path] = Field(min_length=1)
-    """Parquet or jsonl files with `prompt_key` (text or chat messages) and `response_key` (text)."""
-    val_files: list[Path] = Field(default_factory=list)
-    """Held-out rows for the teacher-forced exact match."""
-    output_dir: Path
-    """Where the Hugging Face checkpoint goes."""
-    prompt_key: str = "prompt"
-    response_key: str = "response"
-    append_eos: bool = True
-    """End every response with the tokenizer's end-of-sequence token."""
-    steps: PositiveInt = 400
-    batch_rows: PositiveInt = 32
-    """Rows of one optimizer step."""
-    max_length: PositiveInt = 2048
-    """Longest row in tokens; a longer one is an error that names it."""
-    max_tokens_per_pack: PositiveInt = 16_384
-    optim: OptimConfig = OptimConfig(lr=1e-3, lr_warmup_steps=10)
-    test_freq: PositiveInt = 50
-    """Steps between measurements of the exact match."""
-    val_max_samples: PositiveInt = 256
-    target_exact_match: PositiveFloat | None = None
-    """Stop as soon as the exact match on held-out rows is at least this; None runs all `steps`."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 0

@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.nouns import Outcome, Sample, Score
+from meshrl.trainer.conversation import judged_text
 
 
 class Config(config.Config):
@@ -152,10 +153,7 @@ class ModelJudge:
         if not sample.messages:
             raise UserError("a reward model reads conversations, and the sample has no messages")
         messages = [{"role": m.role, "content": m.content} for m in sample.messages]
-        messages.append({"role": "assistant", "content": sample.solution})
-        if self._tokenizer.chat_template is None:
-            return "\n\n".join(message["content"] for message in messages)
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        return judged_text(messages, sample.solution, self._tokenizer)
 
 
 def build(config: Config) -> ModelJudge:

@@ -6,7 +6,7 @@ read ──▶ tokens ──shuffled──▶ batch ──plan──▶ packs �
 from __future__ import annotations
 
 import logging
-import time
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,17 @@ from transformers import AutoTokenizer
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import Int32
-from meshrl.trainer.config import SftConfig
 from meshrl.trainer.data.reading import Located, located_rows
 from meshrl.trainer.distributed import World
 from meshrl.trainer.export import export_policy
 from meshrl.trainer.model import Policy, build_policy, load_hf
-from meshrl.trainer.optim import Optimizers, learning_rate
+from meshrl.trainer.offline import Progress, fit
+from meshrl.trainer.offline_config import SftConfig
+from meshrl.trainer.optim import Optimizers
 from meshrl.trainer.packing import Pack, pack, plan
 
 log = logging.getLogger(__name__)
+EXACT_MATCH = "val/exact_match"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +53,18 @@ class SftProgress:
     """Share of held-out rows whose whole response greedy decoding would give; None when not measured."""
     seconds: float
 
+    @classmethod
+    def of(cls, progress: Progress) -> SftProgress:
+        """In the words of fine-tuning."""
+        return cls(
+            step=progress.step,
+            steps=progress.steps,
+            loss=progress.numbers.get("loss", math.nan),
+            tokens_per_s=progress.tokens_per_s,
+            exact_match=progress.numbers.get(EXACT_MATCH),
+            seconds=progress.seconds,
+        )
+
 
 def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) -> SftProgress:
     """Fine-tune and write a Hugging Face checkpoint to `config.output_dir`.
@@ -72,75 +86,64 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         held_out = read_examples(config, config.val_files, tokenizer_path)
         torch.manual_seed(config.seed)
         policy = build_policy(load_hf(config.model.path), world, config.model)
-        done = _train(
-            policy, train, held_out[: config.val_max_samples], config, world, report or _log
-        )
+        optimizers = Optimizers(policy, config.optim)
+        held_out = held_out[: config.val_max_samples]
+        tell, wanted = report or _log, config.target_exact_match
+        done = fit(
+            SftLesson(policy, optimizers, config, world, train, held_out),
+            policy, optimizers, config, world,
+            kind="sft", count=len(train), rows=[e.tokens for e in train],
+            report=lambda progress: tell(SftProgress.of(progress)),
+            enough=lambda numbers: wanted is not None and numbers[EXACT_MATCH] >= wanted,
+        )  # fmt: skip
         export_policy(policy, world, config.output_dir, tokenizer=tokenizer_path)
-        return done
+        return SftProgress.of(done)
     finally:
         world.close()
 
 
-def _train(
-    policy: Policy,
-    train: Sequence[Example],
-    held_out: Sequence[Example],
-    config: SftConfig,
-    world: World,
-    report: Callable[[SftProgress], None],
-) -> SftProgress:
-    optimizers = Optimizers(policy, config.optim)
-    batches = shuffled(len(train), config.batch_rows, config.seed)
-    begin = time.monotonic()
-    tokens = 0
-    for step in range(1, config.steps + 1):
-        batch = [train[index] for index in next(batches)]
-        loss = sft_step(policy, optimizers, batch, config, world, step - 1)
-        tokens += sum(len(example.tokens) for example in batch)
-        last = step == config.steps
-        measured = None
-        if held_out and (last or step % config.test_freq == 0):
-            measured = exact_match(policy, held_out, config.max_tokens_per_pack, world)
-        reached = (
-            measured is not None
-            and config.target_exact_match is not None
-            and measured >= config.target_exact_match
-        )
-        seconds = time.monotonic() - begin
-        progress = SftProgress(
-            step=step,
-            steps=config.steps,
-            loss=loss,
-            tokens_per_s=tokens / seconds,
-            exact_match=measured,
-            seconds=seconds,
-        )
-        if world.is_main and (measured is not None or step % 10 == 0 or last):
-            report(progress)
-        if reached:
-            break
-    return progress
+class SftLesson:
+    """Implements `offline.Lesson`: mean -log p of the response tokens of a batch."""
 
+    def __init__(
+        self,
+        policy: Policy,
+        optimizers: Optimizers,
+        config: SftConfig,
+        world: World,
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+    ) -> None:
+        """Keep the parts."""
+        self._policy = policy
+        self._optimizers = optimizers
+        self._budget = config.max_tokens_per_pack
+        self._world = world
+        self._train = train
+        self._held_out = held_out
 
-def sft_step(
-    policy: Policy,
-    optimizers: Optimizers,
-    batch: Sequence[Example],
-    config: SftConfig,
-    world: World,
-    step: int,
-) -> float:
-    """One optimizer step on `batch`; returns the loss, the same on every rank."""
-    response_tokens = sum(len(e.tokens) - e.prompt_length for e in batch)
-    total = 0.0
-    for made in _packs(batch, config.max_tokens_per_pack, world):
-        logprobs, _ = policy(made, 1.0)
-        loss = -logprobs.sum() / response_tokens
-        # FSDP averages gradients over ranks; the loss is a sum over all of them.
-        (loss * world.size).backward()
-        total += float(loss.detach())
-    optimizers.step(learning_rate(config.optim, step, config.steps))
-    return float(sum(part[0] for part in world.all_gather(np.array([total]))))
+    def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
+        """One optimizer step."""
+        batch = [self._train[row] for row in rows]
+        response_tokens = sum(len(e.tokens) - e.prompt_length for e in batch)
+        total = 0.0
+        for made in _packs(batch, self._budget, self._world):
+            logprobs, _ = self._policy(made, 1.0)
+            loss = -logprobs.sum() / response_tokens
+            # FSDP averages gradients over ranks; the loss is a sum over all of them.
+            (loss * self._world.size).backward()
+            total += float(loss.detach())
+        self._optimizers.step(rate)
+        parts = self._world.all_gather(np.array([total]))
+        tokens = float(sum(len(e.tokens) for e in batch))
+        return {"loss": float(sum(part[0] for part in parts)), "tokens": tokens}
+
+    def evaluate(self) -> dict[str, float]:
+        """Share of held-out rows that greedy decoding would give."""
+        if not self._held_out:
+            return {}
+        found = exact_match(self._policy, self._held_out, self._budget, self._world)
+        return {EXACT_MATCH: found}
 
 
 @torch.no_grad()
@@ -169,17 +172,6 @@ def _pack(examples: Sequence[Example]) -> Pack:
     return pack([e.tokens for e in examples], [e.prompt_length for e in examples])
 
 
-def shuffled(count: int, batch_rows: int, seed: int) -> Iterator[list[int]]:
-    """Batches of row indices, for ever: each epoch in an order of its own, batches running on across epochs."""
-    draw = np.random.default_rng(seed)
-    waiting: list[int] = []
-    while True:
-        while len(waiting) < batch_rows:
-            waiting.extend(draw.permutation(count).tolist())
-        yield waiting[:batch_rows]
-        del waiting[:batch_rows]
-
-
 def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path) -> list[Example]:
     """Tokenised rows of `files`.
 
@@ -200,7 +192,26 @@ def _example(located: Located, tokenizer: Any, config: SftConfig) -> Example:
     for key in (config.prompt_key, config.response_key):
         if key not in row:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
-    prompt, response = row[config.prompt_key], row[config.response_key]
+    return tokenised(
+        row[config.prompt_key], str(row[config.response_key]), tokenizer, where,
+        append_eos=config.append_eos, max_length=config.max_length,
+    )  # fmt: skip
+
+
+def tokenised(
+    prompt: str | Sequence[Any],
+    response: str,
+    tokenizer: Any,
+    where: str,
+    *,
+    append_eos: bool,
+    max_length: int,
+) -> Example:
+    """A prompt (text, or messages that go through the chat template) and its response as tokens.
+
+    Raises:
+        UserError: it is too long, has an empty prompt or response, or is a chat without a chat template.
+    """
     if not isinstance(prompt, str):
         if not tokenizer.chat_template:
             raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
@@ -208,14 +219,14 @@ def _example(located: Located, tokenizer: Any, config: SftConfig) -> Example:
             list(prompt), add_generation_prompt=True, tokenize=False
         )
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-    response_ids = tokenizer.encode(str(response), add_special_tokens=False)
-    if config.append_eos:
+    response_ids = tokenizer.encode(response, add_special_tokens=False)
+    if append_eos:
         response_ids = [*response_ids, tokenizer.eos_token_id]
     if not prompt_ids or not response_ids:
         raise UserError(f"{where}: empty prompt or response")
     total = len(prompt_ids) + len(response_ids)
-    if total > config.max_length:
-        raise UserError(f"{where}: {total} tokens > max_length {config.max_length}")
+    if total > max_length:
+        raise UserError(f"{where}: {total} tokens > max_length {max_length}")
     return Example(np.array([*prompt_ids, *response_ids], dtype=np.int32), len(prompt_ids))
 
 

@@ -36,6 +36,10 @@ KNOWN: Mapping[str, Lazy] = {
     ),
     "serve": Lazy(f"{COMMANDS}.serve:serve", "Run one service, in the foreground."),
     "sft": Lazy(f"{COMMANDS}.sft:sft", "Supervised warm start on prompt/response pairs."),
+    "dpo": Lazy(f"{COMMANDS}.preferences:dpo", "Offline preference optimisation: DPO, IPO."),
+    "train-reward": Lazy(
+        f"{COMMANDS}.preferences:train_reward", "A reward model from preferences."
+    ),
     "eval": Lazy(f"{COMMANDS}.evaluate:evaluate", "Score a checkpoint on held-out prompts."),
     "export": Lazy(f"{COMMANDS}.export:export", "Turn a checkpoint into a Hugging Face directory."),
     "status": Lazy(f"{COMMANDS}.status:status", "How a running mesh does."),

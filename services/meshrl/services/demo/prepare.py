@@ -69,7 +69,8 @@ def _warm_start(
 ) -> None:
     # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.
     from meshrl.trainer import sft
-    from meshrl.trainer.config import ModelConfig, OptimConfig, SftConfig
+    from meshrl.trainer.config import ModelConfig, OptimConfig
+    from meshrl.trainer.offline_config import SftConfig
 
     directory = assets.directory
     rows = list(itertools.islice(programs(seed + 2, held_out=False), SFT_ROWS))

@@ -1,0 +1,66 @@
+"""`meshrl dpo` and `meshrl train-reward`: learn from preferences, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from meshrl.services.cli.options import json_option, recipe_argument
+from meshrl.services.config.load import Written
+from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig
+
+if TYPE_CHECKING:
+    from meshrl.trainer.offline import Progress
+
+
+@click.command()
+@recipe_argument
+@json_option
+def dpo(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Train a policy on prompt/chosen/rejected rows as RECIPE says (keys: meshrl.trainer.offline_config.DpoConfig).
+
+    The same command goes on from the newest checkpoint.
+    """
+    config = Written.read(recipe, overrides).as_config(DpoConfig)
+    # Imported here: with it comes torch, and a wrong recipe should be answered at once.
+    from meshrl.trainer.dpo import run
+
+    _say_end(config.output_dir, run(config, _reporter(as_json)), as_json)
+
+
+@click.command("train-reward")
+@recipe_argument
+@json_option
+def train_reward(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Train a reward model on such rows (keys: meshrl.trainer.offline_config.RewardModelConfig).
+
+    What it writes is scored with by `reward.judges: [{kind: model, options: {path: OUTPUT_DIR}}]`. The same command
+    goes on from the newest checkpoint.
+    """
+    config = Written.read(recipe, overrides).as_config(RewardModelConfig)
+    # Imported here: with it comes torch, and a wrong recipe should be answered at once.
+    from meshrl.trainer.reward_training import run
+
+    _say_end(config.output_dir, run(config, _reporter(as_json)), as_json)
+
+
+def _reporter(as_json: bool) -> Callable[[Progress], None]:
+    def report(progress: Progress) -> None:
+        if as_json:
+            click.echo(json.dumps(asdict(progress)))
+            return
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in progress.numbers.items())
+        speed = f"{progress.tokens_per_s:,.0f} tokens/s"
+        click.echo(f"step {progress.step}/{progress.steps}  {numbers}  {speed}")
+
+    return report
+
+
+def _say_end(target: Path, done: Progress, as_json: bool) -> None:
+    if not as_json:
+        click.echo(f"{target} after {done.step} steps, {done.seconds:.1f} s")

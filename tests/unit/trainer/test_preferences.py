@@ -1,0 +1,286 @@
+"""Learning from preferences that are there already: a policy (DPO, IPO) and a reward model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.nouns import Message, Outcome, Sample, Uid
+from meshrl.rewardd.config import JudgeConfig
+from meshrl.rewardd.judges._build import build_part
+from meshrl.trainer import dpo, reward_training
+from meshrl.trainer.config import ModelConfig, OptimConfig, PolicyLossConfig
+from meshrl.trainer.offline import Progress
+from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig
+from meshrl.trainer.reward_training import bradley_terry, load_classifier, scoring_pack
+
+Row = dict[str, Any]
+
+
+def preferences(count: int = 24) -> list[Row]:
+    """Letters are better than digits."""
+    draw = np.random.default_rng(3)
+    letters, digits = "abcdefghij", "0123456789"
+
+    def some(alphabet: str) -> str:
+        return "".join(alphabet[i] for i in draw.integers(0, 10, int(draw.integers(2, 7))))
+
+    return [
+        {"prompt": some(letters + digits), "chosen": some(letters), "rejected": some(digits)}
+        for _ in range(count)
+    ]
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(model: Path, tmp_path: Path, **changes: Any) -> Row:
+    rows = preferences()
+    fields: Row = {
+        "model": ModelConfig(path=model),
+        "train_files": [write(tmp_path / "train.jsonl", rows[:18])],
+        "val_files": [write(tmp_path / "val.jsonl", rows[18:])],
+        "output_dir": tmp_path / "out",
+        "steps": 20,
+        "batch_rows": 6,
+        "test_freq": 10,
+        "max_tokens_per_pack": 48,
+        "optim": OptimConfig(lr=5e-3, weight_decay=0.0),
+        "device": "cpu",
+    }
+    return fields | changes
+
+
+def learnt(config: DpoConfig) -> list[Progress]:
+    seen: list[Progress] = []
+    dpo.run(config, seen.append)
+    return seen
+
+
+@pytest.mark.parametrize(("loss", "begin"), [("dpo", np.log(2)), ("ipo", 25.0)])
+def test_the_margin_grows_also_on_pairs_that_were_never_trained_on(
+    text_model: Path, tmp_path: Path, loss: str, begin: float
+) -> None:
+    config = DpoConfig(
+        **settings(text_model, tmp_path), policy_loss=PolicyLossConfig(loss_mode=loss)
+    )
+    seen = learnt(config)
+    last = seen[-1].numbers
+    assert last["loss"] < begin / 2  # where h is 0
+    assert last["val/margin"] > 1
+    assert last["val/accuracy"] == 1.0
+    assert last["chosen"] > last["rejected"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_the_first_loss_is_that_of_a_policy_that_is_its_own_reference(
+    text_model: Path, tmp_path: Path
+) -> None:
+    (first,) = learnt(DpoConfig(**settings(text_model, tmp_path, steps=1)))
+    assert first.numbers["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert first.numbers["margin"] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_loss_is_the_formula_on_a_batch_however_it_is_packed(
+    text_model: Path, tmp_path: Path
+) -> None:
+    """Against log-probs that transformers computes row by row, without packs."""
+    rows = preferences(4)
+    data = write(tmp_path / "four.jsonl", rows)
+    tokenizer = AutoTokenizer.from_pretrained(text_model)
+    hf = AutoModelForCausalLM.from_pretrained(text_model)
+
+    def logprob(prompt: str, response: str) -> torch.Tensor:
+        ids = tokenizer(prompt + response + "$", return_tensors="pt").input_ids
+        log_p = hf(ids).logits[0, :-1].log_softmax(-1)
+        return log_p.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()
+
+    with torch.no_grad():
+        h = torch.stack(
+            [logprob(r["prompt"], r["chosen"]) - logprob(r["prompt"], r["rejected"]) for r in rows]
+        )
+    wanted = -torch.nn.functional.logsigmoid(0.3 * h).mean()
+    for budget in (16, 4096):
+        config = DpoConfig(
+            **settings(
+                text_model,
+                tmp_path,
+                steps=1,
+                batch_rows=4,
+                train_files=[data],
+                val_files=[],
+                max_tokens_per_pack=budget,
+            ),
+            policy_loss=PolicyLossConfig(loss_mode="dpo", dpo_beta=0.3, dpo_reference_free=True),
+        )
+        (only,) = learnt(config)
+        assert only.numbers["loss"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_a_loss_that_compares_nothing_is_refused(text_model: Path, tmp_path: Path) -> None:
+    config = DpoConfig(
+        **settings(text_model, tmp_path), policy_loss=PolicyLossConfig(loss_mode="vanilla")
+    )
+    with pytest.raises(ConfigError, match="vanilla is no loss over pairs; want dpo or ipo"):
+        dpo.run(config)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"prompt": "a", "chosen": "b"},
+            r"train\.jsonl:1: no 'rejected' \(the row has prompt, chosen\)",
+        ),
+        ({"chosen": "b", "rejected": "c"}, "no 'prompt', and 'chosen' and 'rejected' do not begin"),
+        (
+            {"prompt": "a", "chosen": [{"role": "user"}], "rejected": "c"},
+            "'chosen' is .* want text or a list",
+        ),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, r"train\.jsonl:1: empty prompt"),
+    ],
+)
+def test_a_bad_pair_is_named_by_file_and_line(
+    text_model: Path, tmp_path: Path, row: Row, said: str
+) -> None:
+    fields = settings(text_model, tmp_path)
+    write(tmp_path / "train.jsonl", [row])
+    with pytest.raises(UserError, match=said):
+        dpo.run(DpoConfig(**fields))
+
+
+KILLED_AT_STEP_10 = """
+import os, signal, sys
+from pathlib import Path
+from meshrl.services.config.load import Written
+from meshrl.trainer import dpo
+from meshrl.trainer.offline_config import DpoConfig
+def report(progress):
+    if progress.step == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+dpo.run(Written.read(Path(sys.argv[1]), ()).as_config(DpoConfig), report)
+"""
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_weights_and_numbers(
+    text_model: Path, tmp_path: Path
+) -> None:
+    fields = settings(text_model, tmp_path, steps=12, test_freq=5)
+    whole = learnt(DpoConfig(**(fields | {"output_dir": tmp_path / "whole"})))
+    killed = DpoConfig(**fields, save_freq=7)
+    recipe = tmp_path / "dpo.yaml"
+    recipe.write_text(yaml.safe_dump(killed.model_dump(mode="json")))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_STEP_10, str(recipe)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    again = learnt(killed)
+    assert [progress.step for progress in again] == [10, 12]  # from 7, the newest checkpoint
+    assert [dict(p.numbers) for p in again] == [dict(p.numbers) for p in whole[-2:]]
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("out", "whole")
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_checkpoint_of_other_rows_is_refused(text_model: Path, tmp_path: Path) -> None:
+    fields = settings(text_model, tmp_path, steps=2, save_freq=1)
+    dpo.run(DpoConfig(**fields))
+    write(tmp_path / "train.jsonl", preferences(20))
+    with pytest.raises(UserError, match=r"is of another training .* resume_mode=disable"):
+        dpo.run(DpoConfig(**fields))
+
+
+def test_bradley_terry_is_the_formula() -> None:
+    better, worse = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 1.0])
+    wanted = -torch.log(torch.sigmoid(better - worse)) + 0.1 * (better + worse) ** 2
+    torch.testing.assert_close(bradley_terry(better, worse, center=0.1), wanted)
+
+
+def test_scores_of_a_pack_are_those_of_transformers(text_model: Path, world: Any) -> None:
+    """Also where a conversation ends with the padding token, which transformers looks through."""
+    hf = load_classifier(text_model, pad=36)
+    torch.nn.init.normal_(hf.score.weight)
+    rows = [np.array(ids, dtype=np.int32) for ids in ([1, 2, 3], [4, 5, 36], [7, 8, 9, 10, 11])]
+    plain = AutoModelForSequenceClassification.from_config(
+        copy.deepcopy(hf.config), attn_implementation="eager"
+    )
+    plain.load_state_dict(hf.state_dict())
+    with torch.no_grad():
+        wanted = [float(plain(torch.tensor(row[None].astype(np.int64))).logits) for row in rows]
+        scores = reward_training.Classifier(hf)(scoring_pack(rows, pad=36))
+    assert scores.tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def judged(path: Path, samples: list[tuple[str, str]]) -> list[float]:
+    part = build_part(JudgeConfig(kind="model", options={"path": str(path), "device": "cpu"}))
+
+    async def ask() -> list[float]:
+        rows = [
+            Sample(
+                uid=Uid(run="r", task=str(n), index=0),
+                data_source="",
+                solution=answer,
+                ground_truth=None,
+                extra_info={},
+                messages=(Message(role="user", content=asked),),
+            )
+            for n, (asked, answer) in enumerate(samples)
+        ]
+        try:
+            scores = await part.judge.score(rows)
+        finally:
+            await part.judge.close()
+        assert all(score.outcome is Outcome.OK for score in scores), scores
+        return [score.score for score in scores]
+
+    return asyncio.run(ask())
+
+
+def test_a_reward_model_is_trained_and_the_judge_prefers_what_was_preferred(
+    text_model: Path, tmp_path: Path
+) -> None:
+    seen: list[Progress] = []
+    config = RewardModelConfig(**settings(text_model, tmp_path), center_rewards_coef=0.01)
+    reward_training.run(config, seen.append)
+    assert seen[-1].numbers["val/accuracy"] == 1.0
+    assert seen[-1].numbers["loss"] < seen[0].numbers["loss"]
+    held_out = preferences()[18:]
+    better = judged(tmp_path / "out", [(row["prompt"], row["chosen"]) for row in held_out])
+    worse = judged(tmp_path / "out", [(row["prompt"], row["rejected"]) for row in held_out])
+    assert all(a > b for a, b in zip(better, worse, strict=True))
+    margin = np.mean(better) - np.mean(worse)
+    # What the trainer measured is what the judge says.
+    assert margin == pytest.approx(seen[-1].numbers["val/margin"], rel=1e-4)
+
+
+def test_a_reward_model_starts_at_zero_and_resumes(text_model: Path, tmp_path: Path) -> None:
+    fields = settings(text_model, tmp_path, save_freq=4)
+    seen: list[Progress] = []
+    first = RewardModelConfig(**(fields | {"steps": 8, "output_dir": tmp_path / "whole"}))
+    reward_training.run(first, seen.append)
+    reward_training.run(RewardModelConfig(**(fields | {"steps": 4})))
+    reward_training.run(RewardModelConfig(**(fields | {"steps": 8})), seen.append)
+    assert seen[0].numbers == seen[-1].numbers
+    changes = {"steps": 1, "save_freq": -1, "output_dir": tmp_path / "one"}
+    reward_training.run(RewardModelConfig(**(fields | changes)), seen.append)
+    assert seen[-1].numbers["loss"] == pytest.approx(np.log(2), abs=1e-6)

@@ -1,0 +1,14 @@
+"""A conversation and its answer as the text that a reward model reads, when it learns and when it judges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def judged_text(messages: Sequence[Mapping[str, str]], answer: str, tokenizer: Any) -> str:
+    """The tokenizer's chat template on the whole; without one, the contents with an empty line between them."""
+    whole = [*map(dict, messages), {"role": "assistant", "content": answer}]
+    if tokenizer.chat_template is None:
+        return "\n\n".join(message["content"] for message in whole)
+    return str(tokenizer.apply_chat_template(whole, tokenize=False))

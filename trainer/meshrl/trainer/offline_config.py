@@ -1,0 +1,98 @@
+"""Configuration of training on rows that are there already: SFT, preferences, reward models. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from meshrl.contract.config import Config
+from meshrl.trainer.config import ModelConfig, OptimConfig, PolicyLossConfig
+
+
+class OfflineConfig(Config):
+    """What every kind of offline training is told."""
+
+    model: ModelConfig
+    """What to start from."""
+    train_files: list[Path] = Field(min_length=1)
+    """Parquet or jsonl files."""
+    val_files: list[Path] = Field(default_factory=list)
+    """Held-out rows; none measures nothing."""
+    output_dir: Path
+    """Where the Hugging Face checkpoint goes."""
+    prompt_key: str = "prompt"
+    """Text or chat messages."""
+    steps: PositiveInt = 400
+    batch_rows: PositiveInt = 32
+    """Rows (of preferences: pairs) of one optimizer step."""
+    max_length: PositiveInt = 2048
+    """Longest row in tokens; a longer one is an error that names it."""
+    max_tokens_per_pack: PositiveInt = 16_384
+    optim: OptimConfig = OptimConfig(lr=1e-3, lr_warmup_steps=10)
+    test_freq: PositiveInt = 50
+    """Steps between measurements on held-out rows."""
+    val_max_samples: PositiveInt = 256
+    save_freq: int = -1
+    """Steps between checkpoints; -1 saves none, and a run that is killed begins anew."""
+    max_ckpt_to_keep: PositiveInt = 2
+    default_local_dir: Path | None = None
+    """Checkpoints; None is `<output_dir>-checkpoints`."""
+    resume_mode: Literal["auto", "disable"] = "auto"
+    """auto goes on from the newest checkpoint."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints go."""
+        beside = self.output_dir.with_name(f"{self.output_dir.name}-checkpoints")
+        return self.default_local_dir or beside
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Where the tokenizer's files are."""
+        return self.model.tokenizer_path or self.model.path
+
+
+class SftConfig(OfflineConfig):
+    """Supervised fine-tuning on prompt / response rows: the warm start before RL."""
+
+    response_key: str = "response"
+    """Text."""
+    append_eos: bool = True
+    """End every response with the tokenizer's end-of-sequence token."""
+    target_exact_match: PositiveFloat | None = None
+    """Stop as soon as the exact match on held-out rows is at least this; None runs all `steps`."""
+
+
+class PreferenceConfig(OfflineConfig):
+    """Rows of a prompt with a chosen and a rejected response."""
+
+    chosen_key: str = "chosen"
+    """The better response: text, or messages of which the last is the response."""
+    rejected_key: str = "rejected"
+    """The worse one."""
+    steps: PositiveInt = 200
+
+
+class DpoConfig(PreferenceConfig):
+    """Offline preference optimisation."""
+
+    append_eos: bool = True
+    """End every response with the tokenizer's end-of-sequence token."""
+    reference_path: Path | None = None
+    """The frozen model, asked once before the first step; None takes `model.path`."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig(loss_mode="dpo")
+    """`loss_mode` is `dpo` or `ipo`, or a module of one's own over pairs; `dpo_beta`, `dpo_label_smoothing` and
+    `dpo_reference_free` are read."""
+    optim: OptimConfig = OptimConfig(lr=5e-7, lr_warmup_steps=10)
+
+
+class RewardModelConfig(PreferenceConfig):
+    """A Bradley-Terry reward model: a sequence classifier with one output."""
+
+    optim: OptimConfig = OptimConfig(lr=1e-5, lr_warmup_steps=10)
+    center_rewards_coef: NonNegativeFloat = 0.0
+    """Weight of (r_chosen + r_rejected)², which keeps rewards around 0; differences alone do not fix their level."""
