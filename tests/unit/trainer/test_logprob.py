@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshrl.trainer.logprob import linear_logprob
 
@@ -51,26 +55,41 @@ def test_gradients_pass_the_finite_difference_check_when_only_one_output_is_used
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_the_log_softmax_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshrl.trainer import logprob
+class Largest(TorchDispatchMode):
+    """Watches every operation, backward passes included, for the largest tensor that one returns."""
 
-    largest = 0
-    real = logprob._log_softmax
+    numel = 0
 
-    def watched(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-        nonlocal largest
-        logits = real(hidden, weight, temperature)
-        largest = max(largest, logits.numel())
-        return logits
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
+        return found
 
-    monkeypatch.setattr(logprob, "_log_softmax", watched)
-    hidden = torch.randn(64, 8, requires_grad=True)
-    weight = torch.randn(50, 8, requires_grad=True)
-    logprobs, _ = linear_logprob(
-        hidden, weight, torch.zeros(64, dtype=torch.int64), chunk_elements=200
-    )
-    logprobs.sum().backward()
-    assert largest == 200
+
+def test_the_logits_never_exist_whole() -> None:
+    hidden = torch.randn(64, 2, requires_grad=True)
+    weight = torch.randn(50, 2, requires_grad=True)
+    targets = torch.zeros(64, dtype=torch.int64)
+    with Largest() as largest:
+        logprobs, entropies = linear_logprob(hidden, weight, targets, chunk_elements=200)
+        (logprobs.sum() + entropies.sum()).backward()
+    assert largest.numel == 200
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_normalised_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    hidden, weight = (torch.randn(n, 8, dtype=dtype, requires_grad=True) for n in (11, 50))
+    targets = torch.randint(0, 50, (11,))
+    found = []
+    for function, each in ((whole, torch.Tensor.float), (linear_logprob, lambda tensor: tensor)):
+        logprobs, entropies = function(each(hidden), each(weight), targets, temperature=0.7)
+        assert logprobs.dtype == torch.float32
+        loss = logprobs.sum() + 0.5 * entropies.sum()
+        found.append((logprobs, entropies, *torch.autograd.grad(loss, (hidden, weight))))
+    for mine, full in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(mine, full, rtol=3e-2, atol=3e-2)
 
 
 def test_no_tokens_give_no_logprobs_and_zero_gradients() -> None:

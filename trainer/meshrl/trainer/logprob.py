@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-CHUNK_ELEMENTS = 1 << 25
-"""Logits held at once: 128 MiB in float32."""
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
+"""Logits held at once, twice: 32 MiB each in float32 on a CPU, which gains nothing from more, 128 MiB on a GPU."""
 
 
 def linear_logprob(
@@ -25,7 +25,7 @@ def linear_logprob(
     targets: torch.Tensor,
     *,
     temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Project and normalise in chunks of tokens.
 
@@ -34,12 +34,12 @@ def linear_logprob(
         weight: [V, H], the output embedding, same type.
         targets: int64[N].
         temperature: τ > 0, divides the logits.
-        chunk_elements: How many logits may exist at once.
+        chunk_elements: How many logits may exist at once; None takes CHUNK_ELEMENTS.
 
     Returns:
         logprobs float32[N] and entropies float32[N], both differentiable in `hidden` and `weight`.
     """
-    chunk = max(1, chunk_elements // weight.shape[0])
+    chunk = _chunk(weight, chunk_elements)
     apply: Any = _LinearLogprob.apply  # torch leaves it untyped
     logprobs, entropies = apply(hidden, weight, targets, temperature, chunk)
     return logprobs, entropies
@@ -47,10 +47,10 @@ def linear_logprob(
 
 @torch.no_grad()
 def linear_argmax(
-    hidden: torch.Tensor, weight: torch.Tensor, *, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: torch.Tensor, weight: torch.Tensor, *, chunk_elements: int | None = None
 ) -> torch.Tensor:
     """int64[N]: the most likely token after each of `hidden` [N, H], chunked like `linear_logprob`."""
-    chunk = max(1, chunk_elements // weight.shape[0])
+    chunk = _chunk(weight, chunk_elements)
     best = [(part @ weight.T).argmax(-1) for part in torch.split(hidden, chunk)]
     return torch.cat(best) if best else hidden.new_empty(0, dtype=torch.int64)
 
@@ -61,10 +61,10 @@ def linear_sum_pi_squared(
     weight: torch.Tensor,
     *,
     temperature: float = 1.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> torch.Tensor:
     """float32[N]: Σ_v π(v)² after each of `hidden` [N, H], chunked like `linear_logprob`."""
-    chunk = max(1, chunk_elements // weight.shape[0])
+    chunk = _chunk(weight, chunk_elements)
     parts = [
         (2 * _log_softmax(part, weight, temperature)).exp().sum(-1)
         for part in torch.split(hidden, chunk)
@@ -72,8 +72,15 @@ def linear_sum_pi_squared(
     return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)
 
 
+def _chunk(weight: torch.Tensor, elements: int | None) -> int:
+    """Tokens of a chunk."""
+    if elements is None:
+        elements = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"])
+    return max(1, elements // weight.shape[0])
+
+
 class _LinearLogprob(torch.autograd.Function):
-    """The pair of formulas above."""
+    """The pair of formulas above, in two buffers of a chunk that every step works in."""
 
     @staticmethod
     def forward(
@@ -87,11 +94,12 @@ class _LinearLogprob(torch.autograd.Function):
         n = hidden.shape[0]
         logprobs = hidden.new_empty(n, dtype=torch.float32)
         entropies = torch.empty_like(logprobs)
+        buffers = _Buffers(hidden, weight, chunk)
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
-            log_p = _log_softmax(hidden[part], weight, temperature)
+            log_p, probs = buffers.softmax(hidden[part], weight, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
-            entropies[part] = -(log_p.exp() * log_p).sum(-1)
+            entropies[part] = -probs.mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, entropies)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
@@ -103,27 +111,60 @@ class _LinearLogprob(torch.autograd.Function):
         grad_logprob, grad_entropy = grads
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: in bfloat16 a large vocabulary's small contributions would be lost.
-        # None where the embedding is frozen (LoRA): a third of the work, and [V, H] floats, are saved.
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        )
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        buffers = _Buffers(hidden, weight, ctx.chunk)
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _log_softmax(hidden[part], weight, ctx.temperature)
-            probs = log_p.exp()
-            grad = torch.zeros_like(probs)
-            if grad_entropy is not None:
-                grad -= probs * (log_p + entropies[part, None]) * grad_entropy[part, None]
+            log_p, probs = buffers.softmax(hidden[part], weight, ctx.temperature)
+            if grad_entropy is None:
+                grad = (
+                    probs.zero_() if grad_logprob is None else probs.mul_(-grad_logprob[part, None])
+                )
+            else:
+                grad = log_p.add_(entropies[part, None]).mul_(grad_entropy[part, None])
+                if grad_logprob is not None:
+                    grad.add_(grad_logprob[part, None])
+                grad.mul_(probs).neg_()
             if grad_logprob is not None:
-                grad -= probs * grad_logprob[part, None]
                 grad.scatter_add_(1, targets[part, None], grad_logprob[part, None])
-            grad = (grad / ctx.temperature).to(weight.dtype)
+            grad = _divided(grad, ctx.temperature).to(weight.dtype)
             grad_hidden[part] = grad @ weight
-            if grad_weight is not None:
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad.T, hidden[part])
+            else:
                 grad_weight += grad.T @ hidden[part]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+class _Buffers:
+    """Memory for the log-probs and the probabilities of one chunk, used again for the next."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> None:
+        shape = min(chunk, hidden.shape[0]), weight.shape[0]
+        self._logits = weight.new_empty(shape)
+        single = weight.dtype == torch.float32
+        self._log_p = self._logits if single else weight.new_empty(shape, dtype=torch.float32)
+        self._probs = torch.empty_like(self._log_p)
+
+    def softmax(
+        self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[n, V] log p and p of `hidden` [n, H], n up to the chunk; the caller may overwrite both."""
+        n = len(hidden)
+        log_p, probs = self._log_p[:n], self._probs[:n]
+        torch.mm(hidden, weight.T, out=self._logits[:n])
+        if log_p.dtype != weight.dtype:
+            log_p.copy_(self._logits[:n])
+        _divided(log_p, temperature)
+        log_p.sub_(log_p.amax(-1, keepdim=True))
+        torch.exp(log_p, out=probs)
+        total = probs.sum(-1, keepdim=True)
+        return log_p.sub_(total.log()), probs.div_(total)
+
+
+def _divided(values: torch.Tensor, temperature: float) -> torch.Tensor:
+    """`values` divided in place; dividing by 1 would cost a pass over them."""
+    return values if temperature == 1.0 else values.div_(temperature)
 
 
 def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
