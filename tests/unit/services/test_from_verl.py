@@ -73,6 +73,7 @@ MOST_WRITTEN = [
     (f"{M}.use_remove_padding=True", {}),
     (f"{M}.enable_gradient_checkpointing=False", {"model.enable_gradient_checkpointing": False}),
     (f"{M}.lora_rank=0 {M}.lora_alpha=16", {}),
+    (f"{M}.lora_rank=8 {M}.lora_alpha=32", {"model.lora_rank": 8, "model.lora_alpha": 32}),
     (f"{A}.strategy=fsdp2", {}),
     (f"{A}.optim.lr=2e-6", {"actor.optim.lr": 2e-6}),
     (

@@ -89,6 +89,19 @@ def test_the_margin_grows_also_on_pairs_that_were_never_trained_on(
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+def test_adapters_learn_too_and_are_merged_into_what_is_written(
+    text_model: Path, tmp_path: Path
+) -> None:
+    fields = settings(text_model, tmp_path)
+    fields["model"] = ModelConfig(path=text_model, lora_rank=4)
+    seen = learnt(DpoConfig(**fields))
+    assert seen[-1].numbers["val/margin"] > 0.5
+    before = AutoModelForCausalLM.from_pretrained(text_model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
 def test_the_first_loss_is_that_of_a_policy_that_is_its_own_reference(
     text_model: Path, tmp_path: Path
 ) -> None:

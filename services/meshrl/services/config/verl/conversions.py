@@ -111,7 +111,10 @@ def token_budget(ours: str, dynamic: str) -> Convert:
             return Answer(
                 status=Status.IGNORED, note="use_dynamic_bsz is off: verl does not read it"
             )
-        shared = int(given.get(f"{ACTOR}.ulysses_sequence_parallel_size") or 1)
+        split = "ulysses_sequence_parallel_size"
+        shared = int(
+            given.get(f"{ACTOR}.{split}") or given.get(f"{ACTOR}.fsdp_config.{split}") or 1
+        )
         tokens = max(int(value) * shared, given.row_tokens)
         note = f"{value} x {shared} ranks of a sequence" if shared > 1 else ""
         return Answer(settings={ours: tokens}, note=note)
@@ -386,17 +389,27 @@ def staleness_threshold(value: Any, given: Given) -> Answer:
     )
 
 
-def where_there(ours: str, *, off: tuple[Any, ...], instead: str, harmless: bool) -> Convert:
-    """A setting that a recipe has or has not; `harmless` ones change speed and memory only."""
+def where_there(ours: str, *, off: tuple[Any, ...], instead: str) -> Convert:
+    """A setting of speed and memory that a recipe has or has not."""
 
     def convert(value: Any, given: Given) -> Answer:
         if value in off:
             return Answer(note="off")
         if ours in KEYS:
             return Answer(settings={ours: value})
-        return Answer(status=Status.IGNORED if harmless else Status.REFUSED, note=instead)
+        return Answer(status=Status.IGNORED, note=instead)
 
     return convert
+
+
+def optimizer_offload(value: Any, given: Given) -> Answer:
+    """Not apart from the weights."""
+    if not value:
+        return Answer(note="off")
+    if given.get(f"{ACTOR}.fsdp_config.param_offload"):
+        return Answer(note="model.param_offload moves the optimizer's state, too")
+    note = "not apart from the weights: model.param_offload moves both; the results are the same"
+    return Answer(status=Status.IGNORED, note=note)
 
 
 def correction_cap(value: Any, given: Given) -> Answer:

@@ -41,26 +41,9 @@ def _model() -> Iterator[Rule]:
         f"{MODEL}.enable_gradient_checkpointing", "model.enable_gradient_checkpointing", True
     )
     yield rule(f"{ACTOR}.fsdp_config.dtype", to.compute_type, "bfloat16")
-    lora = "there is no LoRA here yet: leave it out to train all weights"
-    yield rule(
-        f"{MODEL}.lora_rank",
-        to.where_there("model.lora_rank", off=(0, None), instead=lora, harmless=False),
-    )
-    yield rule(
-        f"{MODEL}.lora_alpha",
-        to.where_there(
-            "model.lora_alpha", off=(16, None), instead="model.lora_rank decides", harmless=True
-        ),
-    )
-    yield rule(
-        f"{MODEL}.target_modules",
-        to.where_there(
-            "model.target_modules",
-            off=("all-linear", None),
-            instead="model.lora_rank decides",
-            harmless=True,
-        ),
-    )
+    yield same(f"{MODEL}.lora_rank", "model.lora_rank")
+    yield same(f"{MODEL}.lora_alpha", "model.lora_alpha")
+    yield same(f"{MODEL}.target_modules", "model.target_modules")
     for name in ("custom_chat_template", "external_lib", "lora_adapter_path", "hf_config_path"):
         yield refused(f"{MODEL}.{name}", "put it into the checkpoint's own files")
     yield refused(f"{MODEL}.override_config.*", "change the checkpoint's config.json")
@@ -204,16 +187,14 @@ def _actor() -> Iterator[Rule]:
     yield within(f"{ACTOR}.calculate_sum_pi_squared", "computed when the estimator reads it")
     yield within(f"{ACTOR}.calculate_entropy", "always in the metrics")
     memory = "a memory setting that the trainer lacks: the results are the same"
-    for name in ("param_offload", "optimizer_offload"):
-        yield rule(
-            f"{ACTOR}.fsdp_config.{name}",
-            to.where_there(f"model.{name}", off=(False, None), instead=memory, harmless=True),
-        )
+    yield rule(
+        f"{ACTOR}.fsdp_config.param_offload",
+        to.where_there("model.param_offload", off=(False, None), instead=memory),
+    )
+    yield rule(f"{ACTOR}.fsdp_config.optimizer_offload", to.optimizer_offload)
     for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
         ours = "model.ulysses_sequence_parallel_size"
-        yield rule(
-            f"{ACTOR}.{name}", to.where_there(ours, off=(1, None), instead=memory, harmless=True)
-        )
+        yield rule(f"{ACTOR}.{name}", to.where_there(ours, off=(1, None), instead=memory))
     yield refused(
         f"{ACTOR}.shuffle",
         "mini-batches are cut by uid order, the same on every machine",
