@@ -7,8 +7,6 @@ import re
 from typing import Any
 
 from meshrl.contract.extend import known
-from meshrl.services.config.fields import walk
-from meshrl.services.config.recipe import Recipe
 from meshrl.services.config.verl.rules import (
     Answer,
     Convert,
@@ -23,7 +21,6 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 PACKS = "rows are packed to a token budget"
-KEYS = frozenset(key.dotted for key in walk(Recipe))
 
 
 def path_to(ours: str) -> Convert:
@@ -387,19 +384,6 @@ def staleness_threshold(value: Any, given: Given) -> Answer:
     return Answer(
         settings={"queue.max_staleness": max(1, math.ceil(float(value)))}, note="whole steps"
     )
-
-
-def where_there(ours: str, *, off: tuple[Any, ...], instead: str) -> Convert:
-    """A setting of speed and memory that a recipe has or has not."""
-
-    def convert(value: Any, given: Given) -> Answer:
-        if value in off:
-            return Answer(note="off")
-        if ours in KEYS:
-            return Answer(settings={ours: value})
-        return Answer(status=Status.IGNORED, note=instead)
-
-    return convert
 
 
 def optimizer_offload(value: Any, given: Given) -> Answer:

@@ -186,15 +186,10 @@ def _actor() -> Iterator[Rule]:
         yield same(f"{ACTOR}.{name}", f"{loss}.{name}")
     yield within(f"{ACTOR}.calculate_sum_pi_squared", "computed when the estimator reads it")
     yield within(f"{ACTOR}.calculate_entropy", "always in the metrics")
-    memory = "a memory setting that the trainer lacks: the results are the same"
-    yield rule(
-        f"{ACTOR}.fsdp_config.param_offload",
-        to.where_there("model.param_offload", off=(False, None), instead=memory),
-    )
+    yield same(f"{ACTOR}.fsdp_config.param_offload", "model.param_offload")
     yield rule(f"{ACTOR}.fsdp_config.optimizer_offload", to.optimizer_offload)
     for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
-        ours = "model.ulysses_sequence_parallel_size"
-        yield rule(f"{ACTOR}.{name}", to.where_there(ours, off=(1, None), instead=memory))
+        yield same(f"{ACTOR}.{name}", "model.ulysses_sequence_parallel_size")
     yield refused(
         f"{ACTOR}.shuffle",
         "mini-batches are cut by uid order, the same on every machine",
