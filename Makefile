@@ -131,5 +131,24 @@ $(PEER_REWARD_READY):
 bench-reward: venv $(PEER_REWARD_READY)
 	$(BIN)/python benchmarks/reward.py
 
+# TRL, for the trainer's benchmarks; torch comes first: its CPU build.
+PEER_TRL_VENV := .venv-peer-trl
+PEER_TRL_READY := $(PEER_TRL_VENV)/.ready-1.16.0
+$(PEER_TRL_READY):
+	rm -rf $(PEER_TRL_VENV)
+	$(PYTHON) -m venv $(PEER_TRL_VENV)
+	$(PEER_TRL_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PEER_TRL_VENV)/bin/pip install --quiet --disable-pip-version-check trl==1.16.0 transformers==5.23.0 \
+	  accelerate==1.15.0 datasets==5.2.0
+	touch $@
+
+.PHONY: venv-peer-trl bench-trainer
+venv-peer-trl: $(PEER_TRL_READY)
+
+# A step of the trainer beside TRL's, and the memory of log-probs; each ends with a line of JSON.
+bench-trainer: venv venv-peer-trl
+	$(BIN)/python benchmarks/trainer_step.py
+	$(BIN)/python benchmarks/logprob_memory.py
+
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-peer-queue .venv-peer-reward build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,136 @@
+"""One GRPO optimizer step on CPU, ours and TRL's: tokens per second, and peak memory above the weights.
+
+    make bench-trainer    or    python benchmarks/trainer_step.py [--threads 1] [--steps 4] [--work wide,demo]
+
+Identical batches, ragged: responses are a quarter of the longest one in the mean (exponential, cut). Two models with
+random weights: `wide`, 2 layers and a vocabulary of 100,000, and `demo`, the demo's shape. Both sides are given the
+same old log-probs and rewards and compute the same loss (clipped ratio, token mean, AdamW): loss, gradient norm and
+entropy of every step are compared, and a difference above 1e-3 ends the benchmark.
+
+Ours is `Learner.learn`, from fetched rows to metrics. TRL 1.16.0, in an environment of its own, is its trainer's
+`compute_loss`, backward pass and optimizer step on tensors that are padded already. Both run in float32, TRL with
+every combination of micro-batches of 8 rows (its default) or the whole batch, with activation checkpointing (its
+default) or without. It is compared by its fastest run in speed and by its leanest run in memory.
+
+Every measurement is a process of its own. Tokens are real ones, prompt and response; speed is the median step without
+the first. Memory is the high-water mark of resident memory over all steps, above what is resident before the first:
+gradients and AdamW's state are in it, weights and libraries are not. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[0] = str(HERE / "trainer_bench")
+
+from work import DEMO, GROUP, WIDE, Work  # noqa: E402
+
+PEER = ROOT / ".venv-peer-trl" / "bin" / "python"
+TOLERANCE = 1e-3
+MIB = 1 << 20
+
+
+def write_model(work: Work, path: Path) -> None:
+    """Random weights, and a tokenizer that only has to exist."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from meshrl.services.demo.tiny_model import write_tiny_model
+
+    write_tiny_model(path)
+    torch.manual_seed(work.seed)
+    Qwen3ForCausalLM(Qwen3Config(**work.model())).save_pretrained(path)
+
+
+def run(python: Path, side: str, order: dict[str, Any]) -> dict[str, Any]:
+    """One measurement."""
+    threads = str(order["threads"])
+    done = subprocess.run(
+        [python, HERE / "trainer_bench" / f"{side}.py", json.dumps(order)],
+        env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"{side} {order}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(work: Work, threads: int, steps: int) -> dict[str, Any]:
+    """Both sides on one work."""
+    rows = work.batch()
+    tokens = sum(len(row.prompt) + len(row.response) for row in rows)
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        write_model(work, model)
+        common = {"work": work.json(), "model": str(model), "threads": threads, "steps": steps}
+        orders: dict[str, tuple[Path, str, dict[str, Any]]] = {
+            "meshrl": (Path(sys.executable), "ours", common)
+        }
+        for micro in sorted({GROUP, len(rows)}):
+            for checkpointing in (True, False):
+                name = f"trl, {micro} rows{', checkpointing' * checkpointing}"
+                how = {"micro_rows": micro, "checkpointing": checkpointing, "directory": directory}
+                orders[name] = (PEER, "peer", common | how)
+        found, shown = {}, {}
+        for name, order in orders.items():
+            found[name] = run(*order)
+            shown[name] = one = _summary(found[name], tokens)
+            print(f"{work.name:5} {name:28} {json.dumps(one)}", flush=True)
+    facts = found["meshrl"]["facts"]
+    for name, one in found.items():
+        for mine, theirs in zip(facts, one["facts"], strict=True):
+            for key, value in mine.items():
+                if abs(value - theirs[key]) > TOLERANCE * max(1e-3, abs(value)):
+                    sys.exit(f"{work.name}: {key} is {value} in meshrl, {theirs[key]} in {name}")
+    peers = [one for name, one in shown.items() if name != "meshrl"]
+    ours = shown["meshrl"]
+    fastest = max(one["tokens_per_s"] for one in peers)
+    leanest = min(one["mib_above_weights"] for one in peers)
+    return {
+        "rows": len(rows),
+        "tokens": tokens,
+        "padded_tokens": len(rows)
+        * (max(len(r.prompt) for r in rows) + max(len(r.response) for r in rows)),
+        "runs": shown,
+        "loss": [fact["loss"] for fact in facts],
+        "speedup": round(ours["tokens_per_s"] / fastest, 2),
+        "memory_share": round(ours["mib_above_weights"] / leanest, 3),
+    }
+
+
+def _summary(one: dict[str, Any], tokens: int) -> dict[str, float]:
+    return {
+        "tokens_per_s": round(tokens / statistics.median(one["seconds"][1:]), 1),
+        "mib_above_weights": round(one["bytes_above_weights"] / MIB, 1),
+    }
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4, help="the first warms up")
+    parser.add_argument("--work", default="wide,demo")
+    given = parser.parse_args()
+    if not PEER.exists():
+        sys.exit(f"{PEER}: no such file; `make venv-peer-trl` installs TRL")
+    works = {work.name: work for work in (WIDE, DEMO)}
+    results = {
+        name: compare(works[name], given.threads, given.steps) for name in given.work.split(",")
+    }
+    print(json.dumps({"benchmark": "trainer_step", "threads": given.threads, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
