@@ -2,10 +2,10 @@
 
     python benchmarks/logprob_memory.py [--tokens 8192] [--vocab 150000] [--hidden 64]
 
-`linear_logprob` (forward and backward, gradients of hidden states and output embedding) and the same formulas on
-whole logits with autograd, on CPU in float32. Each measurement is a process of its own: the high-water mark of resident
-memory above inputs, once for a vocabulary of 1,000 and once for the full one; their difference is the growth. In both
-it holds the gradient of the output embedding.
+`linear_logprob`, forward and backward, with gradients of hidden states and output embedding, and the same formulas on
+whole logits with autograd; on CPU in float32. Each measurement is a process of its own: the high-water mark of
+resident memory above the inputs, for a vocabulary of 1,000 and for the full one. Their difference is the growth; on
+both sides the gradient of the output embedding is in it.
 
 The whole logits, their softmax and gradients of 8,192 tokens would need about 25 GB: that side is measured at two
 smaller numbers of tokens and extended along the straight line through them. The last line is one JSON object.

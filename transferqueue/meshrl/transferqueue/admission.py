@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshrl.transferqueue.batches import TakenBatch
     from meshrl.transferqueue.run import Run
 
-REMEMBERED = 100_000
+REMEMBERED = 20_000
 """Tasks that left whose ids are still known. A feeder that repeats itself is at most one call behind its cursor, and
 never further than what may be admitted and not consumed."""
 TASK_ID_BYTES = 400

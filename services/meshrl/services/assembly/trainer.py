@@ -66,7 +66,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     )
     compute = Compute(world.device)
     try:
-        async with connect_queue(site.peer("queue")) as queue:
+        async with connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, site)
             learner = await compute.run(partial(build_learner, recipe, setting, world))
