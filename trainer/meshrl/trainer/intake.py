@@ -176,8 +176,9 @@ class Intake:
             )
             try:
                 if await self._done_before_interrupt(taking):
+                    taken = taking.result()
                     self._dead_before = None
-                    if await sieve.add(taking.result()):
+                    if await sieve.add(taken):
                         return sieve.batch
             except WaitTimeoutError:
                 await self._refuse_hopeless()
