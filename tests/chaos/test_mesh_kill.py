@@ -157,7 +157,9 @@ async def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_once_there_is_sp
                     file.write(bytes(16384))
             mesh.wait(process, timeout_s=120, code=Exit.FAILED)
         errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and "space" in errors[0], mesh.output[-3000:]
+        # Whichever gives up first, the trainer with its checkpoint or a stage with its rows, says what it was.
+        assert len(errors) == 1, mesh.output[-3000:]
+        assert "space left" in errors[0] or "bytes free on disk" in errors[0], errors[0]
         ballast.unlink()
         assert (await mesh.ledger()).balanced
         mesh.run()
