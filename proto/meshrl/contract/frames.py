@@ -196,17 +196,8 @@ def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
         if column.lengths is not None:
             lengths.append(np.ascontiguousarray(column.lengths, "<u4").tobytes())
         bodies += (values.reshape(-1).view(np.uint8).data, _padded(values.nbytes))
-    return _sealed(rows, tuple(described), b"".join(lengths), bodies)
-
-
-def _sealed(
-    rows: int,
-    described: tuple[tuple[str, str, int, tuple[int, ...]], ...],
-    lengths: bytes,
-    bodies: Sequence[bytes | memoryview],
-) -> bytes:
-    head = _head(described)
-    start = _HEAD.pack(rows, len(described), len(head)) + head + lengths + _padded(len(lengths))
+    head, sizes = _head(tuple(described)), b"".join(lengths)
+    start = _HEAD.pack(rows, len(described), len(head)) + head + sizes + _padded(len(sizes))
     return seal(start, *bodies)
 
 

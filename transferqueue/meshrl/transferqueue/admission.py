@@ -36,11 +36,11 @@ TASK_ID_BYTES = 400
 
 def room(run: Run) -> int:
     """Groups that may come in now."""
-    limit = run.spec.admission_groups
     spec = run.spec
+    limit = spec.admission_groups
     if run.open_bytes >= spec.resident_bytes or 0 < spec.resident_tokens <= run.open_tokens:
         # The budget never holds up the batch that is being filled: that would wait for itself.
-        limit = min(limit, run.spec.batch_groups)
+        limit = min(limit, spec.batch_groups)
     return max(0, math.floor(limit) - unconsumed(run))
 
 
@@ -164,5 +164,4 @@ def _turn(run: Run, batch: TakenBatch, consumed: bool) -> None:
     sign = 1 if consumed else -1
     batch.consumed = consumed
     run.consumed += sign * len(batch.groups)
-    run.open_bytes -= sign * sum(group.nbytes for group in batch.groups.values())
-    run.open_tokens -= sign * sum(group.num_tokens for group in batch.groups.values())
+    run.open_load(batch.groups.values(), -sign)

@@ -256,8 +256,7 @@ def _give_back(run: Run, batches: Sequence[TakenBatch]) -> None:
             run.in_batches -= 1
             if batch.consumed:
                 run.consumed -= 1
-                run.open_bytes += group.nbytes
-                run.open_tokens += group.num_tokens
+                run.open_load([group])
             group.batch = None
             run.refresh(group)
             run.offer(group)

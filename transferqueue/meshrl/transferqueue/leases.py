@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
-from meshrl.contract.frames import Frame, seal_of
+from meshrl.contract.frames import Frame
 from meshrl.contract.nouns import Outcome, PackedGroup, RowFacts, Uid, Version
 from meshrl.transferqueue import admission, columns, dead, partial, policies
-from meshrl.transferqueue.group import Grant, Group, StoredFrame, bits
+from meshrl.transferqueue.group import Grant, Group, bits
 from meshrl.transferqueue.payload import Extract, extract
 from meshrl.transferqueue.stages import Stage
-from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.run import Run
@@ -231,14 +230,7 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
     now = run.clock()
     for item in writes:
         group = item.group
-        stored = StoredFrame(
-            *(number, group.next_frame, item.rows, len(item.frame), item.mask),
-            seal=seal_of(item.frame),
-        )
-        group.next_frame += 1
-        group.frames.append(stored)
-        run.journal.put(Table.PAYLOAD, group.frame_key(stored.number), item.frame)
-        run.open_bytes += stored.nbytes
+        run.keep_frame(group, number, item.rows, item.mask, item.frame)
         group.let_go(number, item.mask)
         group.done[number] |= item.mask
         partial.drop(run, stage, group, item.mask)

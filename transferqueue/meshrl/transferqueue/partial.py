@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.frames import Frame, seal_of
+from meshrl.contract.frames import Frame
 from meshrl.contract.nouns import JournalGroup, Uid
 from meshrl.transferqueue import leases
-from meshrl.transferqueue.group import Group, StoredFrame, bits
+from meshrl.transferqueue.group import Group, bits
 from meshrl.transferqueue.stages import Stage
-from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.run import Run
@@ -92,15 +91,7 @@ def append(run: Run, stage: Stage, appends: Sequence[CheckedAppend]) -> None:
     for item in appends:
         group = item.group
         mask = sum(1 << index for index in item.rows)
-        frame = StoredFrame(
-            *(stage.number, group.next_frame, item.rows, len(item.frame), mask),
-            seal=seal_of(item.frame),
-            partial=True,
-        )
-        group.next_frame += 1
-        group.frames.append(frame)
-        run.journal.put(Table.PAYLOAD, group.frame_key(frame.number), item.frame)
-        run.open_bytes += frame.nbytes
+        run.keep_frame(group, stage.number, item.rows, mask, item.frame, partial=True)
         group.journaled = group.journaled or [0] * group.size
         for index, entries in zip(item.rows, item.entries, strict=True):
             group.journaled[index] = entries

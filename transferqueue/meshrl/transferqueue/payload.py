@@ -117,23 +117,20 @@ class PayloadReader:
         Raises:
             NotFoundError: rows left while they were read.
         """
-        values = iter(await self._store.read([f.key for e in extracts for f in e.frames]))
+        stored = await self._stored([frame.key for each in extracts for frame in each.frames])
         wanted = frozenset(names)
         found: list[PayloadGroup] = []
         for each in extracts:
-            parts: list[Part] = []
-            for frame in each.frames:
-                value = next(values)
-                if value is None:
-                    task = each.rows.task
-                    raise NotFoundError(f"rows of task {task} left while they were read", task=task)
-                parts.append(_part(frame, value, wanted, writes[frame.stage]))
+            parts = _parts(each.frames, stored, wanted, writes)
+            if parts is None:
+                task = each.rows.task
+                raise NotFoundError(f"rows of task {task} left while they were read", task=task)
             found.append(
                 PayloadGroup(
                     task=each.rows.task,
                     indices=each.rows.indices,
                     attempts=each.rows.attempts,
-                    parts=tuple(parts),
+                    parts=parts,
                 )
             )
         return found
@@ -148,7 +145,7 @@ class PayloadReader:
         """The same with the tasks, tokens and deliveries; groups that left in the meantime are left out."""
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
         keys = [*missing, *(f.key for each in extracts for f in (*each.frames, *each.journal))]
-        stored = dict(zip(keys, await self._store.read(keys), strict=True)) if keys else {}
+        stored = await self._stored(keys)
         wanted = frozenset(names)
         found: list[LeasedGroup] = []
         for each, (token, deliveries) in zip(extracts, held, strict=True):
@@ -170,6 +167,9 @@ class PayloadReader:
                 )
             )
         return found
+
+    async def _stored(self, keys: Sequence[bytes]) -> dict[bytes, bytes | None]:
+        return dict(zip(keys, await self._store.read(keys), strict=True)) if keys else {}
 
     def _task(self, each: Extract, value: bytes | None) -> Task | None:
         task = self._tasks.get(each.task_key)

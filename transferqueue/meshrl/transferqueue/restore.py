@@ -76,8 +76,7 @@ def _file(run: Run, group: Group, batch: TakenBatch | None) -> None:
     """Put a restored group where its record says that it was."""
     run.groups[group.number] = group
     run.by_task[group.task_id] = group
-    run.open_bytes += group.nbytes
-    run.open_tokens += group.num_tokens
+    run.open_load([group])
     group.batch = batch
     if batch is not None:
         batch.groups[group.number] = group

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from meshrl.contract.errors import FencedError, NotFoundError
+from meshrl.contract.frames import seal_of
 from meshrl.contract.nouns import Json, RunSpec, RunState, Siblings, Uid, Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.batches import TakenBatch
@@ -196,6 +197,12 @@ class Run:
             raise NotFoundError(f"no rows of task {rows.task} in run {self.name}", task=rows.task)
         return group
 
+    def open_load(self, groups: Iterable[Group], sign: int = 1) -> None:
+        """Groups are not consumed (any more, or with -1: are): their bytes and tokens count for admission."""
+        for group in groups:
+            self.open_bytes += sign * group.nbytes
+            self.open_tokens += sign * group.num_tokens
+
     def new_group(
         self, number: int, task_id: str, *, traits: Traits, task_bytes: int, attempts: list[int]
     ) -> Group:
@@ -270,6 +277,27 @@ class Run:
             self.open_tokens -= sum(facts.num_tokens for facts in group.facts_of(mask))
         self.drop_frames(group, group.drop_rows(mask))
         self.refresh(group)
+
+    def keep_frame(
+        self,
+        group: Group,
+        stage: int,
+        rows: tuple[int, ...],
+        mask: int,
+        frame: bytes,
+        *,
+        partial: bool = False,
+    ) -> None:
+        """Columns that `stage` made of `rows` (indices in the frame's order; `mask` is their set) are stored."""
+        number = group.next_frame
+        group.next_frame += 1
+        group.frames.append(
+            StoredFrame(
+                *(stage, number, rows, len(frame), mask), seal=seal_of(frame), partial=partial
+            )
+        )
+        self.journal.put(Table.PAYLOAD, group.frame_key(number), frame)
+        self.open_bytes += len(frame)
 
     def drop_frames(self, group: Group, frames: Iterable[StoredFrame]) -> None:
         """Frames that the group has no use for any more are not stored any more."""

@@ -10,7 +10,7 @@ where it is parsed, so nobody behind sees the difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -29,25 +29,25 @@ MAX_PLAIN_BYTES: Final = MAX_FRAME_BYTES + PAGE_BYTES
 """Of one message with its frames expanded: what makes a message larger is a single row's frame."""
 
 M = TypeVar("M", bound=Message)
-Item = TypeVar("Item")
 Frame: TypeAlias = bytes | memoryview
 
 
 class Bulk(Generic[M]):
     """A message without its frames, and the frames."""
 
-    __slots__ = ("_size", "frames", "message")
+    __slots__ = ("_parts", "_size", "frames", "message")
 
     def __init__(self, message: M, frames: Sequence[Frame], size: int | None = None) -> None:
         self.message = message
         self.frames = frames
         self._size = size
+        self._parts: list[Frame] = []
+        """What is sent, from the first time that somebody asks for it or its size: then the message is complete."""
 
     def ByteSize(self) -> int:
         """Bytes on the wire, as protobuf's method of that name says."""
         if self._size is None:
-            heads = sum(1 + len(_varint(len(frame))) + len(frame) for frame in self.frames)
-            self._size = self.message.ByteSize() + heads
+            self._size = sum(map(len, self._sent()))
         return self._size
 
     def squeezed(self) -> Bulk[M]:
@@ -56,11 +56,15 @@ class Bulk(Generic[M]):
 
     def SerializeToString(self) -> bytes:
         """The bytes that protobuf would write."""
-        parts: list[Frame] = [self.message.SerializeToString()]
-        for frame in self.frames:
-            parts.append(bytes((_TAG,)) + _varint(len(frame)))
-            parts.append(frame)
-        return b"".join(parts)
+        return b"".join(self._sent())
+
+    def _sent(self) -> list[Frame]:
+        """Protobuf serialises a message to tell its size, so that is done once for both."""
+        if not self._parts:
+            self._parts.append(self.message.SerializeToString())
+            for frame in self.frames:
+                self._parts += (bytes((_TAG,)) + _varint(len(frame)), frame)
+        return self._parts
 
 
 def serialize(bulk: Bulk[M]) -> bytes:
@@ -87,20 +91,6 @@ def _plain(frame: Frame, limit: int) -> Frame:
         return plain(frame, limit=limit)
     except CorruptError as error:
         raise DecodeError(str(error)) from error
-
-
-def bulk_pages(items: Sequence[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """As `pages`, for what has its bytes beside the message. At least one page."""
-    page: list[Item] = []
-    room = PAGE_BYTES
-    for item in items:
-        size = size_of(item)
-        if page and size > room:
-            yield page
-            page, room = [], PAGE_BYTES
-        page.append(item)
-        room -= size
-    yield page
 
 
 def _varint(value: int) -> bytes:

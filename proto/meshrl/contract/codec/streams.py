@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from meshrl.contract.codec.bulk import Bulk, Frame, bulk_pages
+from meshrl.contract.codec.bulk import Bulk, Frame
 from meshrl.contract.codec.checks import decoder, encoder, malformed
 from meshrl.contract.codec.nouns import decode_task, encode_task
-from meshrl.contract.codec.pages import pages
+from meshrl.contract.codec.pages import pages, pages_by
 from meshrl.contract.codec.siblings import (
     decode_facts,
     decode_parts,
@@ -102,7 +102,7 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
                 *(part.frame for group in groups for part in group.journal),
             ],
         )
-        for groups in bulk_pages(lease.groups, _leased_bytes)
+        for groups in pages_by(_leased_bytes, lease.groups)
     ]
     header = pb.LeaseHeader(
         stage=lease.stage, worker=lease.worker, ttl_s=lease.ttl_s, num_groups=len(lease.groups)
@@ -168,7 +168,7 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
             ),
             [group.frame for group in groups],
         )
-        for groups in bulk_pages(call.groups, lambda group: len(group.frame))
+        for groups in pages_by(lambda group: len(group.frame), call.groups)
     ]
     header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.groups))
     messages[0].message.header.CopyFrom(header)
@@ -209,7 +209,7 @@ def _decode_written(bulk: Bulk[pb.WriteRequest]) -> Iterator[PackedGroup]:
 
 def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    for number, page in enumerate(bulk_pages(groups, _payload_bytes)):
+    for number, page in enumerate(pages_by(_payload_bytes, groups)):
         message = pb.FetchRowsResponse(
             num_groups=0 if number else len(groups),
             rows=encode_rows(page),

@@ -88,8 +88,9 @@ def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list
     Raises:
         UserError: with `uid`; no token for a row, or an array that no frame can hold.
     """
-    bins: dict[Any, list[RowWrite]] = {}
-    sizes: dict[Any, int] = {}
+    frames: list[list[RowWrite]] = []
+    filling: dict[Any, tuple[list[RowWrite], int]] = {}
+    """By what rows of a frame have in common: the frame that is being filled, and its bytes."""
     for row in {row.uid: row for row in rows}.values():
         uid = row.uid
         if uid not in token_of:
@@ -100,12 +101,13 @@ def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list
             raise UserError(f"row {uid}: {error.message}", uid=uid) from error
         key = (uid.task, token_of[uid], row.facts is None, kind)
         size = sum(array.nbytes for array in row.columns.values())
-        if sizes.get(key, 0) + size > FRAME_BYTES and key in bins:
-            bins[key, len(bins)] = bins.pop(key)
-            sizes[key] = 0
-        sizes[key] = sizes.get(key, 0) + size
-        bins.setdefault(key, []).append(row)
-    return [_packed(group, token_of[group[0].uid]) for group in bins.values()]
+        frame, filled = filling.get(key, ([], 0))
+        if not frame or filled + size > FRAME_BYTES:
+            frame, filled = [], 0
+            frames.append(frame)
+        frame.append(row)
+        filling[key] = (frame, filled + size)
+    return [_packed(frame, token_of[frame[0].uid]) for frame in frames]
 
 
 def _packed(rows: Sequence[RowWrite], token: int) -> PackedGroup:
@@ -169,13 +171,8 @@ def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
     values: list[Array] = []
     lengths: list[Array] = []
     for group in groups:
-        part = group.parts[0] if group.parts else None
-        first = next((p for p in group.parts if name in p.read.columns), part)
-        if (
-            first is not None
-            and name in first.read.columns
-            and first.rows == tuple(range(len(group)))
-        ):
+        first = next((part for part in group.parts if name in part.read.columns), None)
+        if first is not None and first.rows == tuple(range(len(group))):
             flat = first.read.columns[name].flat
             values.append(flat.values)
             lengths.append(np.ones(len(group), "<u4") if flat.lengths is None else flat.lengths)
