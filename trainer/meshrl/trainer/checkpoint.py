@@ -29,7 +29,6 @@ import xxhash
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -41,6 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.contract.nouns import Json, Version
 from meshrl.trainer.dcp_reading import SafePlanner, SafeReader
+from meshrl.trainer.dcp_writing import PlainWriter
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import Policy
 from meshrl.trainer.optim import Optimizers, Trained
@@ -185,7 +185,7 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
     world.barrier()
     state_dict_saver.save(
         tensors,
-        storage_writer=FileSystemWriter(writing / "tensors"),
+        storage_writer=PlainWriter(writing / "tensors"),
         process_group=world.group,
     )
     if world.is_main:
