@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from meshrl.contract.extend import load
-from meshrl.contract.nouns import Uint8, WeightManifest
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.config import WeightsConfig
 
@@ -61,6 +61,10 @@ class Cell(Protocol):
 
         Raises UnavailableError; CorruptError when what arrived cannot even be read.
         """
+        ...
+
+    def committed(self, version: Version) -> None:
+        """The engine at the replica's end serves `version` now; told to both ends, of no use to most carriers."""
         ...
 
     def abort(self) -> None:

@@ -99,6 +99,7 @@ class Replica:
         await self._tell(version, commit=pb.PlaneCommit())
         committed = await self._expect("committed", self._commit_s)
         self.version = version
+        self._cell.committed(version)
         self.state = ReplicaState.SERVING
         self.pause_s = committed.committed.pause_s
         self.last_sync_s = time.monotonic() - self._began

@@ -164,6 +164,8 @@ class Session:
                 )
             self._staged = None
             pause_s = await self._commit_engine(version)
+        if self._cell is not None:
+            self._cell.committed(version)
         await self._tell(version, committed=pb.ReplicaCommitted(pause_s=pause_s))
 
     async def _discard(self) -> None:

@@ -126,6 +126,9 @@ class DiskCell:
         """Read one file into `into`; padding between tensors is zero."""
         await self._lane.run(read_bucket, self._root / str(manifest.version), manifest, index, into)
 
+    def committed(self, version: Version) -> None:
+        """Nothing: every version is sent whole."""
+
     def abort(self) -> None:
         """Leave; a read that is stuck ends in its own thread."""
         self._lane.close()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 
 from meshrl.contract.errors import ConfigError, UnavailableError
-from meshrl.contract.nouns import Uint8, WeightManifest
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
@@ -81,6 +81,9 @@ class GlooCell:
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Receive straight into `into`."""
         await self._run(self._move, "recv", index, into)
+
+    def committed(self, version: Version) -> None:
+        """Nothing: every version is sent whole."""
 
     def abort(self) -> None:
         """Leave; a call that is stuck ends at its own deadline, in its own thread."""
