@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import Json
 
 
 class Tokenizer(Protocol):
@@ -17,11 +18,43 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class ChatTokenizer(Tokenizer, Protocol):
+    """What programs of several turns ask besides: text into tokens, messages into text."""
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text of `ids` with special tokens: what a parser of tool calls reads."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, none added."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        *,
+        tools: Sequence[Json] = (),
+        generation: bool,
+    ) -> str:
+        """The chat template's text for `messages`; `generation`: up to where the assistant's next turn begins.
+
+        Raises:
+            UserError: there is no chat template, or it refuses the messages.
+        """
+        ...
+
+    def is_special(self, token: int) -> bool:
+        """Whether `token` marks structure instead of text."""
+        ...
+
+
 class HuggingFaceTokenizer:
-    """A checkpoint's own tokenizer."""
+    """A checkpoint's own tokenizer. Satisfies `ChatTokenizer`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -29,6 +62,46 @@ class HuggingFaceTokenizer:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """See `ChatTokenizer.decode_all`."""
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """See `ChatTokenizer.encode`."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        *,
+        tools: Sequence[Json] = (),
+        generation: bool,
+    ) -> str:
+        """See `ChatTokenizer.render`."""
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                "the tokenizer has no chat template, and this program speaks in messages"
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=generation,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is a program, and raises what it likes
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise UserError(f"the chat template refuses messages of {roles}: {error}") from error
+        return text
+
+    def is_special(self, token: int) -> bool:
+        """See `ChatTokenizer.is_special`."""
+        return token in self._special
 
 
 def load_tokenizer(path: Path) -> HuggingFaceTokenizer:

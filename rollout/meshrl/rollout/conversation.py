@@ -1,0 +1,208 @@
+"""A row of several turns in the making: what was sampled and what was observed, nothing of it tokenised twice.
+
+    prompt │ sampled │ observed │ sampled │ observed │ sampled          tokens, in order
+       0   │    1    │    0     │    1    │    0     │    1             loss_mask
+           └ spans and log-probs as the engine gave them
+
+A program of several turns is a loop around it:
+
+    conversation = Conversation(uid, tokenizer, task.prompt_ids, budget=Budget.of(task))
+    while True:
+        turn = await conversation.sample(engine, task.sampling)
+        if turn.finish_reason != "stop" or conversation.full:
+            break
+        if not conversation.observe([{"role": "tool", "content": "42"}]):
+            break
+    return conversation.rollout()
+
+or, where somebody else asks the engine, `request`, then `append` with the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.nouns import (
+    GenerateRequest,
+    Int32,
+    Outcome,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Uid,
+    VersionSpan,
+)
+from meshrl.rollout import chat
+from meshrl.rollout.ports import Generator, Rollout
+from meshrl.rollout.sampling import Response, sample
+from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
+
+OUTCOMES = {"stop": Outcome.OK, "length": Outcome.TRUNCATED, "max_turns": Outcome.TRUNCATED}
+"""By finish reason; anything else means that the engine gave a request up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long a conversation may get."""
+
+    response_tokens: int
+    """Behind the prompt, observations included."""
+    turn_tokens: int | None = None
+    """Sampled in one turn; None: what is left."""
+    turns: int | None = None
+    """That the policy may take; None: any number."""
+
+    @classmethod
+    def of(cls, task: Task, *, turn_tokens: int | None = None, turns: int | None = None) -> Budget:
+        """A task's `max_tokens` is for all its turns and observations."""
+        return cls(response_tokens=task.sampling.max_tokens, turn_tokens=turn_tokens, turns=turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the policy said at once. k tokens."""
+
+    tokens: Int32
+    """int32[k]: as sampled, an end-of-turn token included."""
+    text: str
+    """Decoded, special tokens left out."""
+    finish_reason: str
+    """`stop`; `length`: the turn's or the conversation's tokens are used up; `abort`: the engine gave it up."""
+
+
+class Conversation:
+    """Tokens of one row, in the order in which they came; those that are there never change.
+
+    Sampled tokens keep the log-probs and versions that the engine gave them (loss mask 1). Observed ones (loss mask
+    0, log-prob 0, no version) come from the chat template, which is asked about new messages alone (`chat.py`). Two
+    turns with nothing observed between them are one step to estimators that judge steps (GiGPO).
+    """
+
+    def __init__(
+        self, uid: Uid, tokenizer: Tokenizer, prompt_ids: Int32, *, budget: Budget
+    ) -> None:
+        """Begin with a prompt, int32[P]; to observe messages, `tokenizer` must be a ChatTokenizer."""
+        self.uid = uid
+        self.turns: list[Turn] = []
+        self._tokenizer = tokenizer
+        self._budget = budget
+        self._prompt = len(prompt_ids)
+        self._tokens: list[Int32] = [np.asarray(prompt_ids, dtype=np.int32)]
+        self._logprobs = [np.zeros(self._prompt, dtype=np.float32)]
+        self._mask = [np.zeros(self._prompt, dtype=np.uint8)]
+        self._spans: list[VersionSpan] = []
+        self._length = self._prompt
+
+    @property
+    def tokens(self) -> Int32:
+        """int32[T]: everything so far, which is the prompt of the next turn."""
+        self._tokens = [np.concatenate(self._tokens)]
+        return self._tokens[0]
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come, sampled or observed."""
+        return self._budget.response_tokens - (self._length - self._prompt)
+
+    @property
+    def full(self) -> bool:
+        """Whether the policy has had all its turns or tokens."""
+        return self.left < 1 or len(self.turns) == self._budget.turns
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the last turn; `length` where there was none."""
+        return self.turns[-1].finish_reason if self.turns else "length"
+
+    def request(self, sampling: SamplingParams) -> GenerateRequest:
+        """The request for the next turn: all tokens so far, as many new ones as there is room for."""
+        most = min(self.left, self._budget.turn_tokens or self.left, sampling.max_tokens)
+        # The first request has the uid itself: that is what a journal knows a row by.
+        turn = f"/{len(self.turns)}" if self.turns else ""
+        return GenerateRequest(
+            request_id=f"{self.uid}{turn}",
+            prompt_ids=self.tokens,
+            sampling=replace(sampling, max_tokens=most),
+        )
+
+    async def sample(self, engine: Generator, sampling: SamplingParams) -> Turn:
+        """Let the policy take its next turn, and append it."""
+        return self.append(await sample(engine, self.request(sampling)))
+
+    def append(self, response: Response) -> Turn:
+        """A turn that was sampled: loss mask 1, log-probs and versions as they are."""
+        start = self._length
+        self._add(response.tokens, response.logprobs, sampled=True)
+        for span in response.spans:
+            moved = replace(span, start=span.start + start, end=span.end + start)
+            last = self._spans[-1] if self._spans else None
+            if last and (last.version, last.end) == (moved.version, moved.start):
+                self._spans[-1] = replace(last, end=moved.end)
+            else:
+                self._spans.append(moved)
+        self.turns.append(
+            Turn(
+                tokens=response.tokens,
+                text=self._tokenizer.decode(response.tokens.tolist()),
+                finish_reason=response.finish_reason,
+            )
+        )
+        return self.turns[-1]
+
+    def rendered(self, messages: Sequence[chat.ChatMessage]) -> list[int]:
+        """The tokens that `messages` would add, from the end of the last turn to where the next begins.
+
+        Raises:
+            ConfigError: the tokenizer knows no messages.
+            UserError: its chat template refuses them.
+        """
+        if not isinstance(self._tokenizer, ChatTokenizer):
+            raise ConfigError("messages need a tokenizer with a chat template")
+        sampled = bool(self._mask[-1].any())
+        last = int(self._tokens[-1][-1]) if sampled else None
+        return chat.appended(self._tokenizer, messages, last=last)
+
+    def observe(self, messages: Sequence[chat.ChatMessage]) -> bool:
+        """Append what the environment says; see `observe_tokens` for False, `rendered` for errors."""
+        return self.observe_tokens(self.rendered(messages))
+
+    def observe_tokens(self, ids: Sequence[int]) -> bool:
+        """Append tokens that the policy did not sample: loss mask 0.
+
+        False, and nothing is appended, where they would leave no room for a token of an answer.
+        """
+        if len(ids) >= self.left:
+            return False
+        self._add(
+            np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), sampled=False
+        )
+        return True
+
+    def rollout(
+        self, finish_reason: str | None = None, *, outcome: Outcome | None = None
+    ) -> Rollout:
+        """The row. The reason is the last turn's and the outcome the reason's (`OUTCOMES`), unless given."""
+        reason = self.finish_reason if finish_reason is None else finish_reason
+        tokens = self.tokens
+        trajectory = Trajectory(
+            uid=self.uid,
+            tokens=tokens,
+            loss_mask=np.concatenate(self._mask),
+            rollout_logprobs=np.concatenate(self._logprobs),
+            spans=tuple(self._spans),
+            response_text=self._tokenizer.decode(tokens[self._prompt :].tolist()),
+        )
+        found = OUTCOMES.get(reason, Outcome.CANCELLED) if outcome is None else outcome
+        return Rollout(trajectory=trajectory, outcome=found, finish_reason=reason)
+
+    def _add(self, tokens: Int32, logprobs: np.ndarray, *, sampled: bool) -> None:
+        if not len(tokens):
+            return
+        self._tokens.append(np.asarray(tokens, dtype=np.int32))
+        self._logprobs.append(np.asarray(logprobs, dtype=np.float32))
+        self._mask.append(np.full(len(tokens), sampled, dtype=np.uint8))
+        self._length += len(tokens)
