@@ -138,6 +138,7 @@ class WeightManifest(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     BUCKET_HASHES_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]: ...
     @_builtins.property
@@ -146,20 +147,65 @@ class WeightManifest(_message.Message):
     def bucket_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """xxh3-128, hexadecimal."""
 
+    @_builtins.property
+    def adapter(self) -> Global___WeightAdapter:
+        """Absent: whole weights."""
+
     def __init__(
         self,
         *,
         tensors: _abc.Iterable[Global___WeightTensor] | None = ...,
         bucket_bytes: _abc.Iterable[_builtins.int] | None = ...,
         bucket_hashes: _abc.Iterable[_builtins.str] | None = ...,
+        adapter: Global___WeightAdapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "bucket_hashes", b"bucket_hashes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bucket_bytes", b"bucket_bytes", "bucket_hashes", b"bucket_hashes", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
+
+@_typing.final
+class WeightAdapter(_message.Message):
+    """The tensors of the manifest are a LoRA adapter, <target>.lora_A.weight and <target>.lora_B.weight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    MERGED_FIELD_NUMBER: _builtins.int
+    base: _builtins.str
+    """xxh3-128 over the checkpoint that it belongs to, hexadecimal."""
+    rank: _builtins.int
+    alpha: _builtins.int
+    @_builtins.property
+    def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Modules of the model."""
+
+    @_builtins.property
+    def merged(self) -> Global___WeightManifest:
+        """The version as engines serve it."""
+
+    def __init__(
+        self,
+        *,
+        base: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        alpha: _builtins.int = ...,
+        targets: _abc.Iterable[_builtins.str] | None = ...,
+        merged: Global___WeightManifest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["merged", b"merged"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "base", b"base", "merged", b"merged", "rank", b"rank", "targets", b"targets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightAdapter: _TypeAlias = WeightAdapter  # noqa: Y015
 
 @_typing.final
 class ReplicaMessage(_message.Message):
@@ -221,6 +267,8 @@ class ReplicaHello(_message.Message):
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
     COMMIT_DEADLINE_S_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    CARRIERS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     highest_epoch: _builtins.int
     """The highest epoch this process has seen: a plane of a lower one is refused."""
@@ -228,6 +276,12 @@ class ReplicaHello(_message.Message):
     """False: the stamp's version means nothing, the engine serves none yet."""
     commit_deadline_s: _builtins.float
     """How long this engine may take to commit (a drain lasts as long as a rollout)."""
+    host: _builtins.str
+    """Names the kernel and its shared memory: equal on both sides, one host. Empty when it cannot be told."""
+    @_builtins.property
+    def carriers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Carriers that this process can be reached by."""
+
     def __init__(
         self,
         *,
@@ -235,10 +289,12 @@ class ReplicaHello(_message.Message):
         highest_epoch: _builtins.int = ...,
         serving: _builtins.bool = ...,
         commit_deadline_s: _builtins.float = ...,
+        host: _builtins.str = ...,
+        carriers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_deadline_s", b"commit_deadline_s", "highest_epoch", b"highest_epoch", "replica", b"replica", "serving", b"serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carriers", b"carriers", "commit_deadline_s", b"commit_deadline_s", "highest_epoch", b"highest_epoch", "host", b"host", "replica", b"replica", "serving", b"serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,8 +492,11 @@ class PlanePropose(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    CARRIER_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where the carrier is met: an address for gloo, a directory relative to the run's for disk."""
+    carrier: _builtins.str
+    """Which carrier is met there: one that the HELLO named."""
     @_builtins.property
     def manifest(self) -> Global___WeightManifest: ...
     def __init__(
@@ -445,10 +504,11 @@ class PlanePropose(_message.Message):
         *,
         manifest: Global___WeightManifest | None = ...,
         endpoint: _builtins.str = ...,
+        carrier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "manifest", b"manifest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "endpoint", b"endpoint", "manifest", b"manifest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,6 +634,7 @@ class ReplicaInfo(_message.Message):
     LAST_SYNC_S_FIELD_NUMBER: _builtins.int
     PAUSE_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CARRIER_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     state: Global___ReplicaState.ValueType
     generation: _builtins.int
@@ -583,6 +644,8 @@ class ReplicaInfo(_message.Message):
     pause_s: _builtins.float
     reason: _builtins.str
     """Why it is out."""
+    carrier: _builtins.str
+    """What brought its last version, or brings the one under way; empty before the first."""
     def __init__(
         self,
         *,
@@ -593,10 +656,11 @@ class ReplicaInfo(_message.Message):
         last_sync_s: _builtins.float = ...,
         pause_s: _builtins.float = ...,
         reason: _builtins.str = ...,
+        carrier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "last_sync_s", b"last_sync_s", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "generation", b"generation", "last_sync_s", b"last_sync_s", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -284,10 +284,10 @@ class Lent:
             self._descriptor = -1
 
 
-def sweep(folder: Path = FOLDER) -> list[str]:
-    """Unlink the arenas of this user whose owner is dead; their names. Never raises."""
+def sweep(folder: Path = FOLDER, pattern: str = "meshrl-*.arena") -> list[str]:
+    """Unlink the files of this user whose owner, who held a lock on each, is dead; their names. Never raises."""
     gone = []
-    for path in folder.glob("meshrl-*.arena"):
+    for path in folder.glob(pattern):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
