@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,8 @@ from meshrl.contract.nouns import (
     VersionSpan,
     WeightManifest,
 )
+from meshrl.rollout.breaker import BreakerState
+from meshrl.rollout.config import BreakerConfig
 from meshrl.rollout.engines import echo, torch
 from meshrl.rollout.engines.echo import Behaviour
 from meshrl.rollout.ports import Generator, Rollout
@@ -199,12 +203,104 @@ async def test_rows_that_an_engine_fault_hit_are_delivered_again(
     engine.behave(Behaviour.FAIL)
     async with working(queue, engine) as worker:
         async with asyncio.timeout(30):
-            while worker.stats.failed < 10:  # noqa: ASYNC110 (statistics have no event)
+            while worker.stats.failed + worker.stats.returned < 8:  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.01)
         engine.behave(Behaviour.ANSWER)
         ledger = await until(queue, RUN, "ready", 8)
     assert ledger.balanced
     assert ledger.dead_lettered == {}
+
+
+async def test_a_replica_that_fails_at_once_neither_attracts_rows_nor_burns_them(
+    queue: TransferQueue, engine: echo.EchoEngine, tmp_path: Path
+) -> None:
+    await open_run(queue, tasks(64), max_attempts=3)
+    broken = echo.build({"tokens_per_s": 1e6}, model=tmp_path, slots=8)
+    await broken.start()
+    broken.behave(Behaviour.FAIL)
+    await commit(broken)
+    worker = RolloutWorker(queue, broken, Words(), runs=[RUN], worker="broken", slots=8)
+    running = asyncio.create_task(worker.run())
+    assert worker.breaker is not None
+    async with asyncio.timeout(30):
+        while not worker.breaker.opened:  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(0.01)
+    await commit(engine)
+    async with working(queue, engine) as healthy:
+        ledger = await until(queue, RUN, "ready", 256)
+    assert ledger.dead_lettered == {}
+    assert healthy.stats.written == 256
+    assert worker.stats.written == 0
+    assert worker.breaker.error_rate == 1.0
+    assert "the engine was told to fail" in worker.breaker.last_fault
+    broken.behave(Behaviour.ANSWER)
+    worker.drain()
+    await running
+    await broken.close()
+
+
+async def test_a_replica_that_recovers_is_leased_to_again(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(8), max_attempts=3)
+    await commit(engine)
+    engine.behave(Behaviour.FAIL)
+    async with working(queue, engine, breaker=BreakerConfig(pause_s=0.01)) as worker:
+        assert worker.breaker is not None
+        async with asyncio.timeout(30):
+            while not worker.breaker.opened:  # noqa: ASYNC110 (no event)
+                await asyncio.sleep(0.001)
+        engine.behave(Behaviour.ANSWER)
+        ledger = await until(queue, RUN, "ready", 32)
+        assert worker.breaker.state is BreakerState.CLOSED
+    assert ledger.dead_lettered == {}
+
+
+async def test_an_engine_that_fails_every_probe_is_to_be_replaced(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(8), max_attempts=1000)
+    await commit(engine)
+    engine.behave(Behaviour.FAIL)
+    fast = BreakerConfig(pause_s=0.001, longest_pause_s=0.002)
+    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8, breaker=fast)
+    with pytest.raises(InfraError, match=r"fails every request.*told to fail.*started anew"):
+        await worker.run()
+    assert (await queue.ledger(RUN)).resident.get("leased", 0) == 0
+
+
+async def test_a_row_that_breaks_every_request_is_given_up_in_the_end(
+    queue: TransferQueue, engine: echo.EchoEngine
+) -> None:
+    await open_run(queue, tasks(1, group_size=1), max_attempts=3)
+    await commit(engine)
+    engine.behave(Behaviour.FAIL)
+    async with working(queue, engine, breaker=BreakerConfig(pause_s=0.001)):
+        dead = await until_dead(queue)
+    assert {letter.outcome for letter in dead} == {Outcome.INFRA_FAULT}
+
+
+async def raising(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> Rollout:
+    """A program with a mistake in it."""
+    raise ValueError("no such tool")
+
+
+async def test_a_program_that_raises_says_nothing_of_the_replica(
+    queue: TransferQueue, engine: echo.EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = ModuleType("raising.program")
+    program.run = raising  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    await open_run(queue, tasks(4, program=program.__name__), max_attempts=2)
+    await commit(engine)
+    async with working(queue, engine) as worker:
+        async with asyncio.timeout(30):
+            # The first of each group takes its siblings with it.
+            while len(dead := await queue.dead_letters(RUN)) < 4:  # noqa: ASYNC110 (no event)
+                await asyncio.sleep(0.01)
+        assert all("no such tool" in letter.reason for letter in dead)
+        assert worker.breaker is not None and not worker.breaker.opened
+    assert worker.stats.returned == 0
 
 
 async def test_a_rollout_past_its_deadline_is_a_timeout_not_a_row(

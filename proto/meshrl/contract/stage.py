@@ -1,12 +1,12 @@
 """The loop that every stage of the mesh runs: lease rows, work on them, write columns back.
 
     lease ──rows──▶ handle(rows) ──RowWrite──▶ write
-      ▲                  │  └──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
-      └── free capacity ─┘
+      ▲                  │  ├──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
+      └── free capacity ─┘  └─────Returned──▶ release  (redelivered, no attempt counted)
     renew: every third of the time to live, for all rows held; work whose lease is lost is cancelled.
 
-consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `drain`.
-produces: columns. A stage that dies leaves nothing behind but leases, and those expire.
+consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `wake`,
+`drain`. produces: columns. A stage that dies leaves nothing behind but leases, and those expire.
 """
 
 from __future__ import annotations
@@ -45,8 +45,19 @@ class Failure:
     reason: str
 
 
-StageResult: TypeAlias = RowWrite | Failure
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A row that could not be worked on because of whoever held it: given back, as if it had not been leased."""
+
+    uid: Uid
+
+
+StageResult: TypeAlias = RowWrite | Failure | Returned
 Handler: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
+
+
+Gate: TypeAlias = Callable[[int], int]
+"""From the rows held now to how many more may be held, beyond what `limit` says; asked again at every `wake`."""
 
 
 class Progress(Protocol):
@@ -72,6 +83,7 @@ class StageStats:
     leased: int = 0
     written: int = 0
     failed: int = 0
+    returned: int = 0
     lost: int = 0
 
 
@@ -105,6 +117,7 @@ class StageLoop:
         wave: bool = False,
         version: Callable[[], Version] | None = None,
         progress: Progress | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.stats = StageStats()
         self._queue = queue
@@ -117,6 +130,7 @@ class StageLoop:
         self._wave = wave
         self._version = version
         self._progress = progress
+        self._gate = gate
         self._calls: set[_Call] = set()
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
@@ -131,6 +145,10 @@ class StageLoop:
     def drain(self) -> None:
         """Lease no more; `run` returns when the calls in flight are done."""
         self._draining.set()
+        self._freed.set()
+
+    def wake(self) -> None:
+        """The gate may let more through than before."""
         self._freed.set()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
@@ -173,9 +191,13 @@ class StageLoop:
             if lease is None:
                 continue
             self._ttl_s = lease.ttl_s
-            self.stats.leased += len(lease.rows)
-            for start in range(0, len(lease.rows), self._rows_per_call):
-                self._start(lease.rows[start : start + self._rows_per_call])
+            rows = lease.rows
+            kept = len(rows) if self._gate is None else max(0, self._gate(self.held))
+            self.stats.leased += len(rows[:kept])
+            for start in range(0, len(rows[:kept]), self._rows_per_call):
+                self._start(rows[:kept][start : start + self._rows_per_call])
+            if rows[kept:]:  # the gate closed while they were on their way
+                await self._release(rows[kept:])
 
     def _start(self, rows: Iterable[LeasedRow]) -> None:
         call = _Call(rows={row.uid: row for row in rows})
@@ -184,9 +206,11 @@ class StageLoop:
         call.task.add_done_callback(lambda task: self._finished(call, task))
 
     async def _capacity(self) -> int:
-        """Rows that may be leased now; waits for a finished call (or `drain`, then 0)."""
+        """Rows that may be leased now; waits for a finished call or `wake` (or `drain`, then 0)."""
         while not self._draining.is_set():
             free = self._limit - self.held
+            if self._gate is not None:
+                free = min(free, self._gate(self.held))
             if free == self._limit or (free > 0 and not self._wave):
                 return free
             self._freed.clear()
@@ -245,6 +269,7 @@ class StageLoop:
     async def _give_back(self, call: _Call, results: Sequence[StageResult]) -> None:
         failures = {r.uid: r for r in results if isinstance(r, Failure)}
         writes = {r.uid: r for r in results if isinstance(r, RowWrite)}
+        returned = [call.rows[r.uid] for r in results if isinstance(r, Returned)]
         run = next(iter(call.rows)).run
         while writes:
             tokens = {uid: call.rows[uid].token for uid in writes}
@@ -276,6 +301,14 @@ class StageLoop:
                 )
             except FencedError:
                 self.stats.lost += 1
+        if returned:
+            await self._release(returned)
+
+    async def _release(self, rows: Sequence[LeasedRow]) -> None:
+        """Give rows back as if they had not been leased."""
+        self.stats.returned += len(rows)
+        tokens = {row.uid: row.token for row in rows}
+        await self._queue.release(rows[0].uid.run, self._stage.name, tokens)
 
     async def _renew(self) -> None:
         while True:

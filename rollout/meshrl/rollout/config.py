@@ -57,6 +57,19 @@ class JournalIntervals:
     """0: time does not matter. Both 0: nothing is kept."""
 
 
+class BreakerConfig(Config):
+    """When a worker whose engine fails stops leasing rows. Deterministic runs have no breaker."""
+
+    error_rate: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Share of the last `window` requests that failed at which the worker leases nothing for a pause."""
+    window: int = Field(default=20, ge=2)
+    """Requests that the rate is of; a quarter of it must have ended before anything is concluded."""
+    pause_s: PositiveFloat = 0.5
+    """The first pause. One row is tried after each; while that fails, the next pause is twice as long."""
+    longest_pause_s: PositiveFloat = 30.0
+    """No pause is longer."""
+
+
 class RolloutConfig(Config):
     """From tasks to trajectories."""
 
@@ -88,6 +101,8 @@ class RolloutConfig(Config):
     journal_ms: NonNegativeInt = JournalIntervals().ms
     """No token waits longer to be kept, however slow the engine; 0: only `journal_tokens` counts. Both 0: nothing is
     kept, and the row of a dead worker begins anew."""
+    breaker: BreakerConfig = BreakerConfig()
+    """The circuit breaker of each worker."""
     deterministic: bool | None = None
     """Rows in waves whose bits do not depend on timing; None: exactly when `queue.max_staleness` is 0."""
     engine: dict[str, JsonValue] = Field(default_factory=dict)

@@ -1,9 +1,11 @@
 """The rollout worker: leases tasks with free capacity, runs their programs on the engine, writes trajectories back.
 
     queue ──lease──▶ StageLoop ──rows──▶ program(task, engine) ──Trajectory──▶ write
-      ▲                                     │ running responses (journal.py)
+      ▲               ▲                     │ running responses (journal.py)
+      │               └── gate (breaker.py) │
       └───────────────append────────────────┤
                                             │ late: timeout · engine broke: infra_fault ──▶ fail (redelivered)
+                                            │ engine breaks every request ──▶ release (no attempt of the row)
                                             ▼
                                          engine ◀── weights (committed by the weight plane, beside this loop)
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -26,8 +28,9 @@ from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
-from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
-from meshrl.rollout.config import JournalIntervals
+from meshrl.contract.stage import Failure, Returned, StageLoop, StageResult, StageStats
+from meshrl.rollout.breaker import Breaker, WatchedGenerator
+from meshrl.rollout.config import BreakerConfig, JournalIntervals
 from meshrl.rollout.journal import Journal
 from meshrl.rollout.ports import Generator, Program, TogetherEngine
 from meshrl.rollout.recorder import Recorder
@@ -58,8 +61,14 @@ class RolloutWorker:
         deterministic: bool = False,
         journal: JournalIntervals | None = None,
         max_staleness: float = float("inf"),
+        breaker: BreakerConfig | None = None,
+        serving: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Make a worker named `worker`, unique among those of the queue.
+
+        `breaker` says when an engine that fails is given no rows (None: the defaults); deterministic runs have none,
+        since a probe is no wave. `serving` returns once the engine serves a committed version; without it the engine
+        is looked at now and then.
 
         `journal` says how often running responses are kept; None: never, and never in deterministic runs, where a row
         that begins anew has the same bits. Responses more than `max_staleness` versions old are not gone on with.
@@ -79,6 +88,9 @@ class RolloutWorker:
         self._name = worker
         self._draining = asyncio.Event()
         self._engine_gone = asyncio.Event()
+        self._why_gone = ""
+        self._slots = slots
+        self._serving = serving
         self.journal: Journal | None = None
         if journal is not None and (journal.tokens or journal.ms) and not deterministic:
             self.journal = Journal(
@@ -86,6 +98,11 @@ class RolloutWorker:
                 journal,
                 max_staleness=max_staleness,
                 lost=lambda uids: self._loop.forget(uids),
+            )
+        self.breaker: Breaker | None = None
+        if not deterministic:
+            self.breaker = Breaker(
+                breaker or BreakerConfig(), wake=lambda: self._loop.wake(), give_up=self._give_up
             )
         self._loop = StageLoop(
             queue,
@@ -97,6 +114,7 @@ class RolloutWorker:
             wave=deterministic,
             version=lambda: engine.version,
             progress=self.journal,
+            gate=self._room,
         )
 
     @property
@@ -130,11 +148,13 @@ class RolloutWorker:
         try:
             await asyncio.wait({working, *beside}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not working.done():
-                raise InfraError("the engine is gone; this worker must be started anew")
+                raise InfraError(f"the engine {self._why_gone}; this worker must be started anew")
             for task in (working, *beside):
                 if task.done():
                     task.result()
         finally:
+            if self.breaker is not None:
+                self.breaker.close()
             # The loop first: what it gives back is journaled before.
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
@@ -144,6 +164,13 @@ class RolloutWorker:
 
     async def _first_version(self) -> bool:
         """Wait, without a lease, until the engine serves; False when drained before."""
+        if self._serving is not None:
+            waits = [asyncio.ensure_future(w) for w in (self._serving(), self._draining.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
         waited = 0.0
         while self._engine.version == UNSERVED and not self._draining.is_set():
             await asyncio.sleep(FIRST_VERSION_CHECK_S)
@@ -155,7 +182,7 @@ class RolloutWorker:
 
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         if not self._deterministic or self._together is None:
-            return [await self._journaled(row) for row in rows]
+            return [await self._one(row) for row in rows]
         wave = Wave(self._together, len(rows))
 
         async def member(index: int, row: LeasedRow) -> StageResult:
@@ -170,11 +197,28 @@ class RolloutWorker:
             tasks = [group.create_task(member(i, row)) for i, row in enumerate(ordered)]
         return [task.result() for task in tasks]
 
-    async def _journaled(self, row: LeasedRow) -> StageResult:
+    def _room(self, held: int) -> int:
+        """Rows that may be held beyond the `held` ones."""
+        return (
+            self._slots - held if self.breaker is None else self.breaker.allows(held, self._slots)
+        )
+
+    async def _one(self, row: LeasedRow) -> StageResult:
+        """One row; a fault that says more of the engine than of the row is no attempt at it."""
+        if self.breaker is None:
+            return await self._journaled(row, self._engine)
+        watched = WatchedGenerator(self._engine, self.breaker)
+        result = await self._journaled(row, watched)
+        fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
+        if fault and watched.faulted and self.breaker.spares(row.uid):
+            return Returned(uid=row.uid)
+        return result
+
+    async def _journaled(self, row: LeasedRow, engine: Generator) -> StageResult:
         """One row, its response kept while it runs. When cancelled, what is not kept yet stays for the flush."""
         if self.journal is None:
-            return await self._rollout(row, self._engine)
-        result = await self._rollout(row, Recorder(self._engine, self.journal, row))
+            return await self._rollout(row, engine)
+        result = await self._rollout(row, Recorder(engine, self.journal, row))
         self.journal.drop([row.uid])
         return result
 
@@ -211,6 +255,12 @@ class RolloutWorker:
         """The engine is gone, which is no attempt at this row: hold it until `run` gives it back."""
         if not self._engine_gone.is_set():
             log.error("no more rollouts on this worker, first %s: %s", row.uid, error)
+            self._why_gone = "is gone"
             self._engine_gone.set()
         never: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         await never  # until `run`, woken by the event, cancels the loop
+
+    def _give_up(self, fault: str) -> None:
+        """The engine answers, and every answer is a fault: a new process may do better."""
+        self._why_gone = f"fails every request, the last one with: {fault}"
+        self._engine_gone.set()

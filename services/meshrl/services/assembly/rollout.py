@@ -43,6 +43,8 @@ async def run(recipe: Recipe, site: Site) -> None:
             deterministic=is_deterministic(recipe.rollout, max_staleness),
             journal=recipe.rollout.journal,
             max_staleness=max_staleness,
+            breaker=recipe.rollout.breaker,
+            serving=lambda: agent.serving(),
         )
         agent = WeightAgent(
             recipe.weights,
