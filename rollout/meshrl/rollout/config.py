@@ -87,6 +87,8 @@ class RolloutConfig(Config):
     """A response ends once its text has one of these; the tokens that complete it stay in the response."""
     program: str = "single_turn"
     """A module of `meshrl.rollout.programs`, or a dotted path."""
+    program_options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options of the program: the `Config` in its module."""
     workers: PositiveInt = 1
     """Processes, each with an engine of its own."""
     slots: PositiveInt = 64

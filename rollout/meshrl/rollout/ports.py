@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from meshrl.contract.nouns import (
+    Columns,
     GenerateDelta,
     GenerateRequest,
     Outcome,
@@ -16,6 +18,9 @@ from meshrl.contract.nouns import (
     Version,
 )
 from meshrl.rollout.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from meshrl.rollout.sessions.session import Session
 
 
 class Generator(Protocol):
@@ -49,10 +54,12 @@ class Rollout:
     trajectory: Trajectory
     outcome: Outcome
     finish_reason: str
+    columns: Columns = field(default_factory=dict)
+    """Further columns, where the run's rollout stage has them."""
 
 
 class Program(Protocol):
-    """How a task becomes a trajectory: the `run` of a module in `meshrl.rollout.programs`.
+    """How a task becomes a trajectory: the `run` of a module in `meshrl.rollout.programs`, or what its `build` builds.
 
     A program asks the engine for tokens (`meshrl.rollout.sampling.sample`), may do other things between two
     requests (call a tool, play a turn), and joins everything to one row: `tokens` in order, `loss_mask` 1 exactly
@@ -68,4 +75,24 @@ class Program(Protocol):
         self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
     ) -> Rollout:
         """Produce the trajectory `uid` of `task`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """What a client of the `openai` package needs to reach a session."""
+
+    base_url: str
+    api_key: str
+
+
+class Gateway(Protocol):
+    """The door through which agents reach the sessions of a worker."""
+
+    def opened(self, session: Session) -> AbstractContextManager[Address]:
+        """Let requests through to `session` while the context lasts."""
+        ...
+
+    def hand_over(self, session: Session, address: Address) -> bool:
+        """Give an open session to whoever has waited longest for one from outside; False when nobody waits."""
         ...
