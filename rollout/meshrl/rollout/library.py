@@ -14,10 +14,10 @@ PACKAGE = "meshrl.rollout.programs"
 
 
 class ProgramBuilder(Protocol):
-    """The `build` of a module in `meshrl.rollout.programs`, for programs that have options or need more than an engine."""
+    """The `build` of a module in `meshrl.rollout.programs`: of programs with options, or that need a gateway."""
 
     def __call__(self, options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
-        """A program; its `aclose`, if it has one, is awaited once, at the end. Raises ConfigError for wrong options."""
+        """A program; its `aclose`, if it has one, is awaited at the end. Raises ConfigError for wrong options."""
         ...
 
 

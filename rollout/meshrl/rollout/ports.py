@@ -58,8 +58,12 @@ class Rollout:
     """Further columns, where the run's rollout stage has them."""
 
 
+class GiveBackError(Exception):
+    """A program's word that it has not begun, through no fault of its row: the row goes back as if never leased."""
+
+
 class Program(Protocol):
-    """How a task becomes a trajectory: the `run` of a module in `meshrl.rollout.programs`, or what its `build` builds.
+    """How a task becomes a trajectory: the `run` of a module in `meshrl.rollout.programs`, or what its `build` makes.
 
     A program asks the engine for tokens (`meshrl.rollout.sampling.sample`), may do other things between two
     requests (call a tool, play a turn), and joins everything to one row: `tokens` in order, `loss_mask` 1 exactly
@@ -95,4 +99,9 @@ class Gateway(Protocol):
 
     def hand_over(self, session: Session, address: Address) -> bool:
         """Give an open session to whoever has waited longest for one from outside; False when nobody waits."""
+        ...
+
+    @property
+    def demand(self) -> int:
+        """How many wait for a session."""
         ...

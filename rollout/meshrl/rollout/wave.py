@@ -19,7 +19,7 @@ from meshrl.rollout.sampling import closing
 
 
 class Wave:
-    """One wave of programs, each of which asks for one response at a time, any number of times."""
+    """One wave of programs, each of which asks any number of times; its next request waits until the last has begun."""
 
     def __init__(self, engine: TogetherEngine, size: int) -> None:
         self._engine = engine
@@ -68,6 +68,7 @@ class Seat:
     def __init__(self, wave: Wave, index: int) -> None:
         self._wave = wave
         self._index = index
+        self._one_asks = asyncio.Lock()
 
     @property
     def version(self) -> Version:
@@ -76,6 +77,8 @@ class Seat:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         """Sample one response, begun together with those of the wave's other programs."""
-        async with closing(await self._wave.ask(self._index, request)) as stream:
+        async with self._one_asks:
+            begun = await self._wave.ask(self._index, request)
+        async with closing(begun) as stream:
             async for delta in stream:
                 yield delta

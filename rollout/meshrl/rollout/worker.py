@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from meshrl.contract import extend
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.contract.ports import Engine, Queue
@@ -32,7 +31,8 @@ from meshrl.contract.stage import Failure, Returned, StageLoop, StageResult, Sta
 from meshrl.rollout.breaker import Breaker, WatchedGenerator
 from meshrl.rollout.config import BreakerConfig, JournalIntervals
 from meshrl.rollout.journal import Journal
-from meshrl.rollout.ports import Generator, Program, TogetherEngine
+from meshrl.rollout.library import Programs
+from meshrl.rollout.ports import Generator, GiveBackError, TogetherEngine
 from meshrl.rollout.recorder import Recorder
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
@@ -63,6 +63,8 @@ class RolloutWorker:
         max_staleness: float = float("inf"),
         breaker: BreakerConfig | None = None,
         serving: Callable[[], Awaitable[None]] | None = None,
+        programs: Programs | None = None,
+        demand: Callable[[], int] | None = None,
     ) -> None:
         """Make a worker named `worker`, unique among those of the queue.
 
@@ -70,11 +72,14 @@ class RolloutWorker:
         since a probe is no wave. `serving` returns once the engine serves a committed version; without it the engine
         is looked at now and then.
 
+        `programs` are the caller's to close; None: those without options. `demand` says for how many rows somebody
+        waits, where rows are leased for agents that come from outside (`wake` when it grows); None: always enough.
+
         `journal` says how often running responses are kept; None: never, and never in deterministic runs, where a row
         that begins anew has the same bits. Responses more than `max_staleness` versions old are not gone on with.
 
         Raises:
-            ConfigError: `deterministic` with an engine that cannot start requests together.
+            ConfigError: `deterministic` with an engine that cannot start requests together, or with `demand`.
         """
         self._together = engine if isinstance(engine, TogetherEngine) else None
         if deterministic and self._together is None:
@@ -82,7 +87,13 @@ class RolloutWorker:
                 f"rollout.deterministic needs an engine that starts requests together; {type(engine).__name__} "
                 "does not (rollout.name=torch does)"
             )
+        if deterministic and demand is not None:
+            raise ConfigError(
+                "agents from outside come one by one, and rollout.deterministic wants waves: set it to false"
+            )
         self._engine = engine
+        self._programs = programs or Programs()
+        self._demand = demand
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._name = worker
@@ -131,6 +142,10 @@ class RolloutWorker:
         """Lease no more; `run` returns when what runs is done, or its grace is over."""
         self._draining.set()
         self._loop.drain()
+
+    def wake(self) -> None:
+        """The demand has grown."""
+        self._loop.wake()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
         """Work until drained; rows still running `grace_s` later are given back, those of kept responses at once.
@@ -199,9 +214,10 @@ class RolloutWorker:
 
     def _room(self, held: int) -> int:
         """Rows that may be held beyond the `held` ones."""
-        return (
-            self._slots - held if self.breaker is None else self.breaker.allows(held, self._slots)
-        )
+        room = self._slots - held
+        if self.breaker is not None:
+            room = self.breaker.allows(held, self._slots)
+        return room if self._demand is None else min(room, self._demand())
 
     async def _one(self, row: LeasedRow) -> StageResult:
         """One row; a fault that says more of the engine than of the row is no attempt at it."""
@@ -227,10 +243,12 @@ class RolloutWorker:
         deadline = asyncio.timeout(row.task.deadline_s)
         sampling = row.task.sampling.of_row(row.uid.index, row.task.group_size)
         try:
-            program: Program = extend.load("meshrl.rollout.programs", row.task.program, "run")
+            program = self._programs.get(row.task.program)
             async with deadline:
                 task = replace(row.task, sampling=sampling)
                 rollout = await program(task, row.uid, engine, self._tokenizer)
+        except GiveBackError:
+            return Returned(uid=row.uid)
         except UnavailableError as error:
             await self._park(row, error)
         except Exception as error:
@@ -247,9 +265,10 @@ class RolloutWorker:
             reason = f"finish reason {rollout.finish_reason!r}"
             return Failure(uid=row.uid, outcome=rollout.outcome, reason=reason)
         trajectory = replace(rollout.trajectory, replica=self._name)
-        return rollout_write(
+        written = rollout_write(
             trajectory, rollout.outcome, rollout.finish_reason, self._engine.version
         )
+        return replace(written, columns={**written.columns, **rollout.columns})
 
     async def _park(self, row: LeasedRow, error: UnavailableError) -> NoReturn:
         """The engine is gone, which is no attempt at this row: hold it until `run` gives it back."""
