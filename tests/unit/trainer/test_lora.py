@@ -9,12 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import Version
-from meshrl.trainer import checkpoint
+from meshrl.trainer import checkpoint, lora
+from meshrl.trainer.base_model import BaseModel
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.config import ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.export import export_checkpoint, export_policy
-from meshrl.trainer.model import Policy, build_policy, load_hf
+from meshrl.trainer.model import Policy, build_policy, load_hf, random_hf
 from meshrl.trainer.optim import Optimizers
 from meshrl.trainer.packing import pack
 from meshrl.trainer.snapshot import take_snapshot
@@ -121,6 +122,40 @@ def test_another_adapter_or_none_is_refused_in_one_line(
     whole, _ = fresh(tiny_path, world, lora_rank=0)
     with pytest.raises(UserError, match="and the recipe trains all weights"):
         checkpoint.load(path, whole)
+
+
+def test_an_adapter_of_another_base_model_is_refused_on_resume_and_on_export(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    path = checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
+    other = tmp_path / "other"
+    random_hf(tiny.config(), seed=1).save_pretrained(other)
+    with pytest.raises(UserError, match=r"adapter of another base model: .*fingerprint"):
+        checkpoint.load(path, fresh(other, world)[0])
+    with pytest.raises(UserError, match=r"adapter of another base model: .*fingerprint"):
+        export_checkpoint(path, tmp_path / "export", model=other, tokenizer=tiny_path)
+
+
+def test_a_fingerprint_is_of_tensors_not_of_files(tmp_path: Path, tiny_path: Path) -> None:
+    load_hf(tiny_path).save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert BaseModel(tmp_path / "shards").fingerprint == BaseModel(tiny_path).fingerprint
+    random_hf(tiny.config(), seed=1).save_pretrained(tmp_path / "other")
+    assert BaseModel(tmp_path / "other").fingerprint != BaseModel(tiny_path).fingerprint
+
+
+def test_merging_is_exact_for_any_share_of_the_rows_and_number_of_threads() -> None:
+    torch.manual_seed(0)
+    weight, a, b = torch.randn(301, 2_000), torch.randn(5, 2_000), torch.randn(301, 5)
+    whole = lora.merged(weight, a, b, 5, 16)
+    torch.testing.assert_close(whole, weight + 16 / 5 * (b @ a), rtol=1e-5, atol=1e-5)
+    part = lora.merged(weight[130:137], a, b[130:137], 5, 16)
+    assert torch.equal(part, whole[130:137])
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(lora.merged(weight, a, b, 5, 16), whole)
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

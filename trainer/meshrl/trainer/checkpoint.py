@@ -239,11 +239,7 @@ def load(
             f"checkpoint {path} was written without a {missing[0]}, and the recipe's algorithm trains one:"
             " start a run with another name"
         )
-    if state.adapter != policy.adapter:
-        raise UserError(
-            f"checkpoint {path} holds {_named(state.adapter)}, and the recipe trains {_named(policy.adapter)}:"
-            " keep model.lora_rank, lora_alpha and target_modules, or start a run with another name"
-        )
+    _check_adapter(path, state.adapter, policy.adapter)
     tensors = _tensors(policy, optimizers, beside)
     state_dict_loader.load(
         tensors, storage_reader=SafeReader(path / "tensors"), planner=SafePlanner()
@@ -346,10 +342,27 @@ def _is_whole(model: nn.Module) -> bool:
     return all(parameter.requires_grad for parameter in model.parameters())
 
 
+def _check_adapter(
+    path: Path, stored: dict[str, Json] | None, trained: dict[str, Json] | None
+) -> None:
+    if stored == trained:
+        return
+    if _named(stored) == _named(trained):
+        raise UserError(
+            f"checkpoint {path} holds an adapter of another base model: its weights have the fingerprint"
+            f" {(stored or {})['base']}, those of model.path {(trained or {})['base']};"
+            " give the model that the run started from"
+        )
+    raise UserError(
+        f"checkpoint {path} holds {_named(stored)}, and the recipe trains {_named(trained)}:"
+        " keep model.lora_rank, lora_alpha and target_modules, or start a run with another name"
+    )
+
+
 def _named(adapter: dict[str, Json] | None) -> str:
     if adapter is None:
         return "all weights"
-    settings = ", ".join(f"{key} {value}" for key, value in sorted(adapter.items()))
+    settings = ", ".join(f"{k} {v}" for k, v in sorted(adapter.items()) if k != "base")
     return f"a LoRA adapter ({settings})"
 
 

@@ -91,7 +91,7 @@ def export_checkpoint(
         max_shard_size: Largest safetensors file.
 
     Raises:
-        UserError: there is no checkpoint in `path`.
+        UserError: there is no checkpoint in `path`, or it holds an adapter of another model than `model`.
         CorruptError: the checkpoint is damaged.
     """
     if not (path / "state.json").is_file():
@@ -104,7 +104,8 @@ def export_checkpoint(
     world = World.start("cpu")
     try:
         adapter = checkpoint.peek(path).adapter or {}
-        config = ModelConfig.model_validate({"path": model, **adapter})
+        settings = {key: value for key, value in adapter.items() if key != "base"}
+        config = ModelConfig.model_validate({"path": model, **settings})
         policy = build_policy(load_hf(model), world, config)
         checkpoint.load(path, policy)
         return export_policy(

@@ -183,6 +183,7 @@ class Trainer:
                     version=version,
                     dtype=setting.weight_dtype,
                     bucket_bytes=setting.bucket_bytes,
+                    adapters_only=setting.adapters_only,
                 )
             )
             if frozen is not None:

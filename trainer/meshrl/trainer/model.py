@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import Json
 from meshrl.trainer import attention, lora
+from meshrl.trainer.base_model import BaseModel
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
@@ -38,11 +39,15 @@ Model = TypeVar("Model", bound=nn.Module)
 class Policy(nn.Module):
     """Log-probs and entropies of the response tokens of a pack."""
 
-    def __init__(self, hf: HfModel, adapter: dict[str, Json] | None = None) -> None:
+    def __init__(
+        self, hf: HfModel, adapter: dict[str, Json] | None = None, base: str | None = None
+    ) -> None:
         super().__init__()
         self.hf = hf
         self.adapter = adapter
         """LoRA's settings (`lora.describe`); None when every weight is trained."""
+        self.base = base
+        """Fingerprint of the checkpoint that others can merge the adapter into; None where they cannot."""
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
@@ -76,6 +81,10 @@ class Policy(nn.Module):
     def named_weights(self) -> Iterator[tuple[str, lora.Weight]]:
         """Hugging Face names and weights as others see them: adapters merged."""
         yield from lora.weights(self.hf)
+
+    def named_adapters(self) -> Iterator[tuple[str, lora.Weight]]:
+        """A and B of each module that has an adapter."""
+        yield from lora.adapters(self.hf)
 
 
 def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
@@ -151,12 +160,24 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
         UserError: LoRA is asked for on modules that the model has not.
     """
     check_heads(hf, config.ulysses_sequence_parallel_size)
-    if config.lora_rank:
-        lora.add_adapter(hf, config)
-    policy = shard(Policy(hf, lora.describe(config)).train(), hf, world, config)
+    policy = shard(
+        (_adapted(hf, config) if config.lora_rank else Policy(hf)).train(), hf, world, config
+    )
     for method in ("is_greedy", "sum_pi_squared"):
         register_fsdp_forward_method(policy, method)
     return policy
+
+
+def _adapted(hf: HfModel, config: ModelConfig) -> Policy:
+    """With adapters in place. Whoever has the same base can merge them, if it names its tensors as the model does."""
+    lora.add_adapter(hf, config)
+    try:
+        base = BaseModel(config.path)
+    except UserError:  # transformers reads formats that the weight plane does not
+        return Policy(hf, lora.describe(config, None))
+    adapter = lora.describe(config, base.fingerprint)
+    shared = all(base.has(name, weight.shape) for name, weight in lora.weights(hf))
+    return Policy(hf, adapter, base.fingerprint if shared else None)
 
 
 def check_heads(hf: HfModel, size: int) -> None:

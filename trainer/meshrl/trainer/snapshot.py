@@ -1,20 +1,26 @@
 """One version of the weights, frozen and packed into byte buckets: what the weight plane sends.
 
-The copy is made once, so the next optimizer step may run while the buckets are on the wire. LoRA's adapters are
-merged: engines hold one model, and need not know.
+The copy is made once, so the next optimizer step may run while the buckets are on the wire. Of LoRA's adapters A and
+B are sent, with the hashes of the merged weights: each replica merges them, and proves it, before its engine sees
+them.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 import xxhash
 
-from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.nouns import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
+from meshrl.trainer.lora import Weight, targets
 from meshrl.trainer.model import Policy
 
 
@@ -31,7 +37,14 @@ class Snapshot:
 
 
 def take_snapshot(
-    policy: Policy, world: World, *, run: str, version: Version, dtype: str, bucket_bytes: int
+    policy: Policy,
+    world: World,
+    *,
+    run: str,
+    version: Version,
+    dtype: str,
+    bucket_bytes: int,
+    adapters_only: bool = False,
 ) -> Snapshot | None:
     """Gather the whole model, layer by layer. Every rank calls this; rank 0 gets the snapshot.
 
@@ -40,36 +53,72 @@ def take_snapshot(
         world: The ranks.
         run: Name of the run, for the manifest.
         version: The version that these weights are.
-        dtype: What is sent: float32, bfloat16 or float16.
+        dtype: What engines get: float32, bfloat16 or float16.
         bucket_bytes: Upper bound of a bucket; a larger tensor gets a bucket of its own.
+        adapters_only: Of a policy whose adapter others can merge, send that, in float32. The merged weights are
+            still made once, bucket by bucket, for their hashes.
     """
+    packed = partial(_packed, world=world, run=run, version=version, bucket_bytes=bucket_bytes)
+    weights = list(policy.named_weights())
+    settings, base = policy.adapter, policy.base
+    if not adapters_only or settings is None or base is None:
+        return packed(weights, dtype)
+    whole = packed(weights, dtype, keep=False)
+    sent = packed(list(policy.named_adapters()), "float32")
+    if whole is None or sent is None:
+        return None
+    adapter = Adapter(
+        base=base,
+        rank=cast(int, settings["lora_rank"]),
+        alpha=cast(int, settings["lora_alpha"]),
+        targets=targets(policy.hf),
+        merged=whole.manifest,
+    )
+    return Snapshot(dataclasses.replace(sent.manifest, adapter=adapter), sent.buckets)
+
+
+def _packed(
+    weights: Sequence[tuple[str, Weight]],
+    dtype: str,
+    *,
+    world: World,
+    run: str,
+    version: Version,
+    bucket_bytes: int,
+    keep: bool = True,
+) -> Snapshot | None:
+    """Cast, gathered and hashed, bucket by bucket; without `keep` only the manifest remains."""
     kind = getattr(torch, dtype)
-    named = list(policy.named_weights())
     specs = layout(
-        [(name, weight.shape) for name, weight in named],
+        [(name, weight.shape) for name, weight in weights],
         dtype=dtype,
         itemsize=kind.itemsize,
         bucket_bytes=bucket_bytes,
     )
-    sizes = [0] * (1 + max((s.bucket for s in specs), default=-1))
-    for spec in specs:
-        sizes[spec.bucket] = spec.offset + spec.nbytes
-    buckets = [np.empty(size, dtype=np.uint8) for size in sizes] if world.is_main else []
-    for spec, (_, weight) in zip(specs, named, strict=True):
-        full = weight.whole(kind)
-        if world.is_main:
-            place = buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
-            place[:] = full.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    placed = zip(specs, (weight for _, weight in weights), strict=True)
+    buckets, sizes, hashes = [], [], []
+    for _, group in itertools.groupby(placed, key=lambda pair: pair[0].bucket):
+        members = list(group)
+        last = members[-1][0]
+        bucket = np.empty(last.offset + last.nbytes if world.is_main else 0, dtype=np.uint8)
+        for spec, weight in members:
+            full = weight.whole(kind)
+            if world.is_main:
+                place = bucket[spec.offset : spec.offset + spec.nbytes]
+                place[:] = full.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        bucket.flags.writeable = False
+        sizes.append(bucket.nbytes)
+        hashes.append(xxhash.xxh3_128_hexdigest(bucket.data))
+        if keep:
+            buckets.append(bucket)
     if not world.is_main:
         return None
-    for bucket in buckets:
-        bucket.flags.writeable = False
     manifest = WeightManifest(
         run=run,
         version=version,
         tensors=tuple(specs),
         bucket_bytes=tuple(sizes),
-        bucket_hashes=tuple(xxhash.xxh3_128_hexdigest(bucket.data) for bucket in buckets),
+        bucket_hashes=tuple(hashes),
     )
     return Snapshot(manifest, tuple(buckets))
 

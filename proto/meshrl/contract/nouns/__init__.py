@@ -78,11 +78,13 @@ from meshrl.contract.nouns.trainer import (
     TrainerStatus,
 )
 from meshrl.contract.nouns.weights import (
+    Adapter,
     TensorSpec,
     WeightManifest,
 )
 
 __all__ = [
+    "Adapter",
     "REFERENCE_COLUMNS",
     "REFERENCE_STAGE",
     "RESCORABLE_REWARD_STAGE",

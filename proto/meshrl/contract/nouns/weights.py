@@ -32,8 +32,32 @@ class WeightManifest:
     bucket_bytes: tuple[int, ...]
     bucket_hashes: tuple[str, ...]
     """xxh3-128 hex of each bucket."""
+    adapter: Adapter | None = None
+    """What is sent is a LoRA adapter, to be merged before an engine sees it; None: whole weights."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all buckets."""
+        """Bytes of all buckets: what travels."""
         return sum(self.bucket_bytes)
+
+    @property
+    def served(self) -> WeightManifest:
+        """The version as engines serve it."""
+        return self.adapter.merged if self.adapter else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """How the tensors of a manifest, `<module>.lora_A.weight` and `<module>.lora_B.weight`, become weights.
+
+    W + (alpha / rank) B A for each target, in float32; every other tensor is the base's. Then all are cast.
+    """
+
+    base: str
+    """xxh3-128 hex over the checkpoint that the adapter belongs to."""
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+    """Modules of the model that have an A and a B."""
+    merged: WeightManifest
+    """What comes out, hashes included."""

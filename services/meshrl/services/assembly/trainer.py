@@ -182,6 +182,7 @@ def _setting(recipe: Recipe, site: Site) -> Setting:
         total_steps=recipe.trainer.total_training_steps or _steps_of_epochs(recipe),
         weight_dtype=recipe.weights.dtype,
         bucket_bytes=recipe.weights.bucket_bytes,
+        adapters_only=recipe.weights.adapters_only,
         blocking_evaluation=recipe.queue.max_staleness == 0,
     )
 

@@ -27,6 +27,7 @@ from meshrl.contract.nouns import OnUpdate, Version
 from meshrl.contract.ports import WeightSink
 from meshrl.services.weights.carrier import Place, load_carrier
 from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.merging import Merger
 from meshrl.services.weights.patience import first_ends, within
 from meshrl.services.weights.session import AgentLine, Session
 from meshrl.services.weights.wire import Line, stamp
@@ -79,6 +80,7 @@ class WeightAgent:
         self._commit_s = config.commit_s + (drain_s if on_update is OnUpdate.DRAIN else 0.0)
         self._pause_s = pause_s
         self._carrier = load_carrier(config, place)
+        self._merger = Merger(place.model_path)
         self._highest_epoch = 0
         self._version: Version | None = None
         self._first_commit = asyncio.Event()
@@ -140,6 +142,7 @@ class WeightAgent:
                 engine=self._engine,
                 version=lambda: self._version,
                 commit=self._commit,
+                merger=self._merger,
             )
             try:
                 await first_ends(

@@ -16,6 +16,10 @@ class WeightsConfig(Config):
     """A module of `meshrl.services.weights.carriers` (gloo, disk), or a dotted path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What floating-point tensors are cast to before they are sent."""
+    adapters_only: bool = True
+    """Of a policy with LoRA, send the adapters: each rollout process merges them into its own copy of `model.path`,
+    and the trainer compares the hashes of what came out. False sends merged weights, as is done anyway where the
+    checkpoint has no safetensors, or names its tensors in another way than transformers does."""
     bucket_bytes: PositiveInt = 64 << 20
     """Tensors are sent in buckets of about this many bytes; a bucket is hashed, resent and timed as one."""
     host: str = "127.0.0.1"

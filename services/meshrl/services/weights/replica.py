@@ -88,8 +88,9 @@ class Replica:
                 f"{self.name}: buckets {list(wanted)} of weights {manifest.version} arrived corrupted "
                 f"{1 + self._config.resends} times"
             )
-        prepared = await self._expect("prepared", self._config.deadline_s(manifest.total_bytes))
-        if tuple(prepared.prepared.hashes) != manifest.bucket_hashes:
+        served = manifest.served
+        prepared = await self._expect("prepared", self._config.deadline_s(served.total_bytes))
+        if tuple(prepared.prepared.hashes) != served.bucket_hashes:
             raise CorruptError(f"{self.name}: staged bytes of weights {manifest.version} differ")
         if self.state is ReplicaState.JOINING:
             self.state = ReplicaState.SYNCED

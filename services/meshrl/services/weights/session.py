@@ -19,6 +19,7 @@ from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSink
 from meshrl.services.weights.carrier import Carrier, Cell, Link
 from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.merging import Merger
 from meshrl.services.weights.wire import Line, digest, manifest_noun, stamp, stamped_version
 from meshrl.v1 import weights_pb2 as pb
 
@@ -39,6 +40,7 @@ class Session:
         engine: WeightSink,
         version: Callable[[], Version | None],
         commit: Callable[[Version], Awaitable[float]],
+        merger: Merger,
     ) -> None:
         self._config = config
         self._run = welcome.stamp.run
@@ -49,6 +51,7 @@ class Session:
         self._engine = engine
         self._version = version
         self._commit_engine = commit
+        self._merger = merger
         self._cell: Cell | None = None
         self._manifest: WeightManifest | None = None
         self._buckets: list[Uint8] = []
@@ -145,14 +148,17 @@ class Session:
 
     async def _stage(self, manifest: WeightManifest) -> None:
         self._staged = manifest.version
+        served, buckets = manifest.served, self._buckets
+        if manifest.adapter is not None:
+            buckets = await asyncio.to_thread(self._merger.merge, manifest, buckets)
         try:
-            await self._engine.stage_weights(manifest, self._buckets)
+            await self._engine.stage_weights(served, buckets)
         except MeshError:
             raise
         except Exception as error:  # whatever an engine's library raises is this engine's failure
             raise InfraError(f"staging weights {manifest.version}: {error!r}") from error
         self._manifest, self._buckets = None, []
-        prepared = pb.ReplicaPrepared(hashes=manifest.bucket_hashes)
+        prepared = pb.ReplicaPrepared(hashes=served.bucket_hashes)
         await self._tell(manifest.version, prepared=prepared)
 
     async def _commit(self, version: Version) -> None:

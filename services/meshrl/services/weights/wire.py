@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import xxhash
 
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.nouns import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.services.weights.patience import within
 from meshrl.v1 import weights_pb2 as pb
 
@@ -43,9 +43,20 @@ def manifest_message(manifest: WeightManifest) -> pb.WeightManifest:
         )
         for tensor in manifest.tensors
     ]
-    return pb.WeightManifest(
+    message = pb.WeightManifest(
         tensors=tensors, bucket_bytes=manifest.bucket_bytes, bucket_hashes=manifest.bucket_hashes
     )
+    if (adapter := manifest.adapter) is not None:
+        message.adapter.CopyFrom(
+            pb.WeightAdapter(
+                base=adapter.base,
+                rank=adapter.rank,
+                alpha=adapter.alpha,
+                targets=adapter.targets,
+                merged=manifest_message(adapter.merged),
+            )
+        )
+    return message
 
 
 def manifest_noun(about: pb.WeightStamp, message: pb.WeightManifest) -> WeightManifest:
@@ -67,6 +78,17 @@ def manifest_noun(about: pb.WeightStamp, message: pb.WeightManifest) -> WeightMa
         tensors=tensors,
         bucket_bytes=tuple(message.bucket_bytes),
         bucket_hashes=tuple(message.bucket_hashes),
+        adapter=_adapter_noun(about, message.adapter) if message.HasField("adapter") else None,
+    )
+
+
+def _adapter_noun(about: pb.WeightStamp, message: pb.WeightAdapter) -> Adapter:
+    return Adapter(
+        base=message.base,
+        rank=message.rank,
+        alpha=message.alpha,
+        targets=tuple(message.targets),
+        merged=manifest_noun(about, message.merged),
     )
 
 

@@ -1,0 +1,92 @@
+"""A LoRA adapter that arrived, merged into this process's own copy of the base model: what the engine then stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.nouns import Adapter, TensorSpec, Uint8, WeightManifest
+from meshrl.services.weights.wire import digest
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshrl.trainer.base_model import BaseModel
+
+
+class Merger:
+    """Opens the base model with the first adapter that comes: a run without LoRA never reads it."""
+
+    def __init__(self, model_path: Path | None) -> None:
+        self._path = model_path
+        self._base: BaseModel | None = None
+
+    def merge(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> list[Uint8]:
+        """The buckets of `manifest.served`, bit for bit the trainer's. Blocks for as long as the model is large.
+
+        Raises:
+            UserError: this process has no base model, or another one.
+            CorruptError: what came out has not the trainer's hashes.
+        """
+        adapter = manifest.adapter
+        assert adapter is not None
+        base = self._checked(adapter)
+        parts = {
+            # A copy, for torch would warn of read-only memory; adapters are small.
+            spec.name: _tensor(
+                spec, buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes].copy()
+            )
+            for spec in manifest.tensors
+        }
+        served = adapter.merged
+        whole = [np.empty(nbytes, dtype=np.uint8) for nbytes in served.bucket_bytes]
+        for spec in served.tensors:
+            place = whole[spec.bucket][spec.offset : spec.offset + spec.nbytes]
+            _tensor(spec, place).copy_(_weight(base, spec, adapter, parts))
+        for index, bucket in enumerate(whole):
+            if digest(bucket) != served.bucket_hashes[index]:
+                self._base = None  # its file may have changed since it was opened: look again
+                raise CorruptError(
+                    f"bucket {index} of weights {manifest.version}, merged here, is not what the trainer merged"
+                )
+        return whole
+
+    def _checked(self, adapter: Adapter) -> BaseModel:
+        from meshrl.trainer.base_model import BaseModel  # torch, which not every fleet needs here
+
+        if self._path is None:
+            raise UserError("a LoRA adapter arrived, and this process was given no model.path")
+        if self._base is None:
+            base = BaseModel(self._path)
+            if base.fingerprint != adapter.base:
+                raise UserError(
+                    f"model.path {self._path} has the fingerprint {base.fingerprint}, the trainer's adapter belongs"
+                    f" to {adapter.base}: put the same checkpoint there, or set weights.adapters_only to false"
+                )
+            self._base = base
+        return self._base
+
+
+def _weight(
+    base: BaseModel, spec: TensorSpec, adapter: Adapter, parts: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """float32, as the trainer has it before the cast."""
+    from meshrl.trainer.lora import merged
+
+    weight = base.tensor(spec.name).float()
+    module, _, kind = spec.name.rpartition(".")
+    if kind != "weight" or module not in adapter.targets:
+        return weight
+    a, b = (parts[f"{module}.lora_{side}.weight"] for side in "AB")
+    return merged(weight, a, b, adapter.rank, adapter.alpha)
+
+
+def _tensor(spec: TensorSpec, data: Uint8) -> torch.Tensor:
+    """A view of the bytes."""
+    import torch
+
+    return torch.from_numpy(data).view(getattr(torch, spec.dtype)).view(spec.shape)
