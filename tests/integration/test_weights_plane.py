@@ -116,7 +116,7 @@ async def opened(carrier: str, directory: Path, **options: object) -> AsyncItera
         yield fleet
 
 
-@pytest.fixture(params=["gloo", "disk"])
+@pytest.fixture(params=["gloo", "disk", "shm", "auto"])
 def carrier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

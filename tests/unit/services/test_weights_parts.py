@@ -37,7 +37,7 @@ def test_plane_and_agent_import_no_torch() -> None:
 
 
 def test_an_unknown_carrier_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'gloo'\? \(known: disk, gloo,"):
+    with pytest.raises(ConfigError, match=r"did you mean 'gloo'\? \(known: auto, disk, gloo,"):
         load_carrier(WeightsConfig(carrier="glo"), Place(directory=Path()))
 
 

@@ -25,11 +25,12 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.nouns import OnUpdate, Version
 from meshrl.contract.ports import WeightSink
-from meshrl.services.weights.carrier import Place, load_carrier
+from meshrl.services.weights.carrier import Carriers, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.merging import Merger
 from meshrl.services.weights.patience import first_ends, within
 from meshrl.services.weights.session import AgentLine, Session
+from meshrl.services.weights.traits import host_id
 from meshrl.services.weights.wire import Line, stamp
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
@@ -79,7 +80,7 @@ class WeightAgent:
         self._connect = connect
         self._commit_s = config.commit_s + (drain_s if on_update is OnUpdate.DRAIN else 0.0)
         self._pause_s = pause_s
-        self._carrier = load_carrier(config, place)
+        self._carriers = Carriers(config, place)
         self._merger = Merger(place.model_path)
         self._highest_epoch = 0
         self._version: Version | None = None
@@ -122,7 +123,7 @@ class WeightAgent:
             if self._committing is not None:
                 self._committing.cancel()
                 await asyncio.gather(self._committing, return_exceptions=True)
-            await self._carrier.close()
+            await self._carriers.close()
 
     async def _visit(self) -> None:
         """One joining, from HELLO until either side leaves."""
@@ -138,7 +139,7 @@ class WeightAgent:
                 self._config,
                 welcome=welcome,
                 line=line,
-                carrier=self._carrier,
+                carriers=self._carriers,
                 engine=self._engine,
                 version=lambda: self._version,
                 commit=self._commit,
@@ -165,6 +166,8 @@ class WeightAgent:
             highest_epoch=self._highest_epoch,
             serving=self._version is not None,
             commit_deadline_s=self._commit_s,
+            host=host_id(),
+            carriers=self._carriers.names,
         )
         return pb.ReplicaMessage(stamp=stamp(self._run, 0, self._version), hello=hello)
 

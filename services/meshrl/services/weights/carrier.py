@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from meshrl.contract.errors import ConflictError
 from meshrl.contract.extend import load
 from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
-from meshrl.services.weights.config import WeightsConfig
-
-CARRIERS = "meshrl.services.weights.carriers"
+from meshrl.services.weights.config import CARRIERS, WeightsConfig
+from meshrl.services.weights.traits import offered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,10 @@ class Cell(Protocol):
         """Send one bucket; sending it again in this cell repairs what arrived before. Raises UnavailableError."""
         ...
 
-    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Fill `into`, uint8[bucket_bytes[index]].
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8 | None:
+        """Fill `into`, uint8[bucket_bytes[index]], or return memory that holds the bucket already.
+
+        What is returned stays as it is for as long as it is referred to.
 
         Raises UnavailableError; CorruptError when what arrived cannot even be read.
         """
@@ -86,7 +88,7 @@ class Carrier(Protocol):
         ...
 
     async def stage(self, source: WeightSource) -> None:
-        """Trainer's process: called once per version, before any cell sends it."""
+        """Trainer's process: called once per version that some cell will send, before it does."""
         ...
 
     def cell(self, link: Link) -> Cell:
@@ -96,6 +98,36 @@ class Carrier(Protocol):
     async def close(self) -> None:
         """Free everything; idempotent."""
         ...
+
+
+class Carriers:
+    """Those of one process, each made when it is first asked for."""
+
+    def __init__(self, config: WeightsConfig, place: Place) -> None:
+        """Raises ConfigError when the one configured carrier is unknown."""
+        self._config = config
+        self._place = place
+        self._made: dict[str, Carrier] = {}
+        self.names = offered(config)
+        """By which this process can be reached."""
+        if len(self.names) == 1:
+            self[self.names[0]]
+
+    def __getitem__(self, name: str) -> Carrier:
+        """Raises ConflictError for one that this process does not offer, ConfigError when it cannot be loaded."""
+        if name not in self.names:
+            raise ConflictError(f"carrier {name!r}: this process offers {', '.join(self.names)}")
+        if name not in self._made:
+            index = self._config.among.index(name) if self._config.carrier == "auto" else 0
+            port = self._config.port + index if self._config.port else 0
+            config = self._config.model_copy(update={"carrier": name, "port": port})
+            self._made[name] = load_carrier(config, self._place)
+        return self._made[name]
+
+    async def close(self) -> None:
+        """Free everything; idempotent."""
+        for carrier in self._made.values():
+            await carrier.close()
 
 
 def load_carrier(config: WeightsConfig, place: Place) -> Carrier:

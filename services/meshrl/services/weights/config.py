@@ -8,12 +8,19 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
 
+CARRIERS = "meshrl.services.weights.carriers"
+
 
 class WeightsConfig(Config):
     """How weights travel from the trainer to the rollout engines, and how long anybody waits for it."""
 
     carrier: str = "gloo"
-    """A module of `meshrl.services.weights.carriers` (gloo, disk), or a dotted path."""
+    """A module of `meshrl.services.weights.carriers`, or a dotted path: gloo over TCP, shm and cuda_ipc on one host,
+    disk through `run.dir`; auto chooses for each class of rollout processes, by what both ends can do and what was
+    measured."""
+    among: tuple[str, ...] = ("cuda_ipc", "shm", "nccl", "gloo", "delta")
+    """What `auto` chooses among; those that an end cannot run are left out there. With a fixed `port` they listen on
+    that one and the ones after it, in this order."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What floating-point tensors are cast to before they are sent."""
     adapters_only: bool = True
@@ -43,7 +50,7 @@ class WeightsConfig(Config):
     quorum: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the live replicas that must hold a version before it is committed; the others follow."""
     keep: int = Field(default=2, ge=2)
-    """Versions that the disk carrier keeps."""
+    """Versions that the carriers disk and shm keep."""
 
     def deadline_s(self, nbytes: int) -> float:
         """Seconds within which moving `nbytes` must show progress."""

@@ -45,6 +45,8 @@ class ReplicaView:
     """How long the last update held its generation up."""
     reason: str
     """Why it is out."""
+    carrier: str = ""
+    """What brought its last version, or brings the one under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ def encode_fleet(fleet: FleetView) -> pb.FleetResponse:
                 last_sync_s=view.last_sync_s,
                 pause_s=view.pause_s,
                 reason=view.reason,
+                carrier=view.carrier,
             )
             for view in fleet.replicas
         ],
@@ -106,6 +109,7 @@ def decode_fleet(message: pb.FleetResponse) -> FleetView:
                 last_sync_s=info.last_sync_s,
                 pause_s=info.pause_s,
                 reason=info.reason,
+                carrier=info.carrier,
             )
             for info in message.replicas
         ),

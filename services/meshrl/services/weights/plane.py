@@ -28,12 +28,13 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.nouns import Version
 from meshrl.contract.ports import WeightSource
-from meshrl.services.weights.carrier import Link, Place, load_carrier
+from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import FleetView, ReplicaState
 from meshrl.services.weights.patience import first_ends
 from meshrl.services.weights.replica import PlaneLine, Replica, SourceError
 from meshrl.services.weights.transaction import Phase, Transaction
+from meshrl.services.weights.ways import Peer, Ways
 from meshrl.services.weights.wire import stamp, stamped_version
 from meshrl.v1 import weights_pb2 as pb
 
@@ -56,8 +57,7 @@ class WeightPlane:
         self._run = run
         self._epoch = epoch
         self._on_committed = on_committed
-        self._carrier = load_carrier(config, place)
-        self._endpoint = ""
+        self._ways = Ways(config, place)
         self._changed = asyncio.Condition()
         self._offered: WeightSource | None = None
         self._proposed: Transaction | None = None
@@ -73,7 +73,7 @@ class WeightPlane:
 
     async def start(self) -> None:
         """Open the carrier. Raises ConfigError when it cannot listen."""
-        self._endpoint = await self._carrier.listen()
+        await self._ways.start()
         self._task = asyncio.create_task(self._carry_versions(), name="weight-plane")
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class WeightPlane:
             self._show_out(generation, "the weight plane closes")
         await self._announce()
         await self._until(lambda: not self._doors)  # nobody refuses: see `serve`
-        await self._carrier.close()
+        await self._ways.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -200,24 +200,26 @@ class WeightPlane:
             )
         if self._closed:
             raise UnavailableError("the weight plane is closed")
+        peer = Peer(
+            name=hello.hello.replica,
+            host=hello.hello.host,
+            carriers=tuple(hello.hello.carriers),
+        )
+        self._ways.check(peer)
         before = self._replicas.get(hello.hello.replica)
         if before is not None:  # the process was restarted, or found its way back
             self._show_out(before.generation, "joined again")
         self._generation += 1
         link = Link(
-            run=self._run,
-            epoch=self._epoch,
-            generation=self._generation,
-            endpoint=self._endpoint,
-            rank=0,
+            run=self._run, epoch=self._epoch, generation=self._generation, endpoint="", rank=0
         )
         replica = Replica(
             hello,
-            generation=self._generation,
             version=stamped_version(hello.stamp) if hello.hello.serving else None,
             line=line,
-            cell=self._carrier.cell(link),
-            endpoint=self._endpoint,
+            link=link,
+            peer=peer,
+            ways=self._ways,
             config=self._config,
         )
         committed = self._committed.version if self._committed else None
@@ -302,22 +304,24 @@ class WeightPlane:
     async def _propose(self) -> None:
         source = self._offered
         assert source is not None
-        await self._carrier.stage(source)
         # Who is still on its way to the committed version is no member: it follows when it gets there.
         committed = self._committed.version if self._committed else None
         members = [
-            replica.generation
+            replica
             for replica in self._replicas.values()
             if replica.state is not ReplicaState.OUT
             and (committed is None or replica.version == committed)
         ]
+        await self._ways.stage(source, [replica.peer for replica in members])
+        # Who went out meanwhile must not be waited for.
+        present = [r.generation for r in members if r.state is not ReplicaState.OUT]
         if self._proposed is not None:
             logger.info(
                 "version %s replaces %s, which nobody took",
                 source.manifest.version,
                 self._proposed.version,
             )
-        self._proposed = Transaction(source, members, self._config.quorum)
+        self._proposed = Transaction(source, present, self._config.quorum)
         self._offered = None
 
     async def _conclude(self) -> None:
@@ -326,6 +330,7 @@ class WeightPlane:
         if transaction.phase is Phase.COMMITTED:
             # From here on joiners get it; the queue hears of it only now that engines serve it.
             self._committed = transaction
+            self._ways.committed(transaction.source)
             await self._on_committed(transaction.version)
             logger.info("version %s is committed", transaction.version)
         self._proposed = None

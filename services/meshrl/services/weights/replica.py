@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from meshrl.contract.errors import CorruptError, InfraError, from_wire
+from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_wire
 from meshrl.contract.nouns import Version, WeightManifest
 from meshrl.contract.ports import WeightSource
-from meshrl.services.weights.carrier import Cell
+from meshrl.services.weights.carrier import Cell, Link
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import ReplicaState, ReplicaView
 from meshrl.services.weights.patience import together, within
+from meshrl.services.weights.ways import Peer, Way, Ways
 from meshrl.services.weights.wire import Line, digest, manifest_message, stamp
 from meshrl.v1 import weights_pb2 as pb
 
@@ -29,15 +31,16 @@ class Replica:
         self,
         hello: pb.ReplicaMessage,
         *,
-        generation: int,
         version: Version | None,
         line: PlaneLine,
-        cell: Cell,
-        endpoint: str,
+        link: Link,
+        peer: Peer,
+        ways: Ways,
         config: WeightsConfig,
     ) -> None:
         self.name = hello.hello.replica
-        self.generation = generation
+        self.generation = link.generation
+        self.peer = peer
         self.version = version
         self.line = line
         self.state = ReplicaState.JOINING
@@ -47,10 +50,15 @@ class Replica:
         self.pause_s = 0.0
         self._run = hello.stamp.run
         self._commit_s = max(hello.hello.commit_deadline_s, config.commit_s)
-        self._cell = cell
-        self._endpoint = endpoint
+        self._link = link
+        self._ways = ways
         self._config = config
-        self._opened = False
+        self._cells: dict[str, Cell] = {}
+        """By carrier; open, but for the one that `_meet` is at."""
+        self._way: Way | None = None
+        """Of the last version, or of the one under way."""
+        self._moving = False
+        """Between PROPOSE and the last RECEIVED: what fails now may be the carrier's doing."""
 
     @property
     def view(self) -> ReplicaView:
@@ -64,6 +72,7 @@ class Replica:
             last_sync_s=self.last_sync_s,
             pause_s=self.pause_s,
             reason=self.reason,
+            carrier=self._way.carrier if self._way else "",
         )
 
     async def prepare(self, source: WeightSource) -> None:
@@ -75,19 +84,21 @@ class Replica:
         """
         manifest = source.manifest
         self._began = time.monotonic()
-        message = pb.PlanePropose(manifest=manifest_message(manifest), endpoint=self._endpoint)
+        way = self._way = await self._ways.choose(self.peer, source)
+        message = pb.PlanePropose(
+            manifest=manifest_message(manifest), endpoint=way.endpoint, carrier=way.carrier
+        )
         await self._tell(manifest.version, propose=message)
-        await within(self._meet(), self._config.ready_s, f"{self.name}: READY", self._late)
-        wanted: Sequence[int] = range(len(manifest.bucket_bytes))
-        for _ in range(1 + self._config.resends):
-            wanted = await self._transfer(source, wanted)
-            if not wanted:
-                break
-        else:
-            raise CorruptError(
-                f"{self.name}: buckets {list(wanted)} of weights {manifest.version} arrived corrupted "
-                f"{1 + self._config.resends} times"
-            )
+        self._moving = True
+        try:
+            await self._carry(source, way)
+        except SourceError:
+            raise
+        except MeshError:
+            self._blame_way()
+            raise
+        finally:
+            self._moving = False
         served = manifest.served
         prepared = await self._expect("prepared", self._config.deadline_s(served.total_bytes))
         if tuple(prepared.prepared.hashes) != served.bucket_hashes:
@@ -100,7 +111,8 @@ class Replica:
         await self._tell(version, commit=pb.PlaneCommit())
         committed = await self._expect("committed", self._commit_s)
         self.version = version
-        self._cell.committed(version)
+        for cell in self._cells.values():
+            cell.committed(version)
         self.state = ReplicaState.SERVING
         self.pause_s = committed.committed.pause_s
         self.last_sync_s = time.monotonic() - self._began
@@ -112,30 +124,51 @@ class Replica:
     def out(self, reason: str) -> None:
         """Given up: whatever is still moving to it is cut."""
         self.state, self.suspect, self.reason = ReplicaState.OUT, False, reason
-        self._cell.abort()
+        for cell in self._cells.values():
+            cell.abort()
 
     def overhear(self, message: pb.ReplicaMessage) -> None:
         """Raise at once what the replica says has failed, whatever is being waited for."""
         if message.WhichOneof("body") == "failed":
+            self._blame_way()
             raise from_wire(message.failed.code, f"{self.name}: {message.failed.message}", {})
 
-    async def _meet(self) -> None:
+    async def _carry(self, source: WeightSource, way: Way) -> None:
+        """READY … RECEIVED of the last bucket, whole."""
+        version = source.manifest.version
+        await within(self._meet(way), self._config.ready_s, f"{self.name}: READY", self._late)
+        began = time.monotonic()
+        cell = self._cells[way.carrier]
+        wanted: Sequence[int] = range(len(source.manifest.bucket_bytes))
+        for _ in range(1 + self._config.resends):
+            wanted = await self._transfer(cell, source, wanted)
+            if not wanted:
+                break
+        else:
+            raise CorruptError(
+                f"{self.name}: buckets {list(wanted)} of weights {version} arrived corrupted "
+                f"{1 + self._config.resends} times"
+            )
+        self._ways.observe(way, version, time.monotonic() - began)
+
+    async def _meet(self, way: Way) -> None:
         """Open both ends of the cell; the replica is ready when its end is."""
-        if self._opened:
+        if way.carrier in self._cells:
             await self._hear("ready")
         else:
-            await together(self._cell.open(self._config.ready_s), self._hear("ready"))
-            self._opened = True
+            cell = self._ways.cell(way, replace(self._link, endpoint=way.endpoint))
+            self._cells[way.carrier] = cell
+            await together(cell.open(self._config.ready_s), self._hear("ready"))
         self.suspect = False
 
-    async def _transfer(self, source: WeightSource, wanted: Sequence[int]) -> list[int]:
+    async def _transfer(self, cell: Cell, source: WeightSource, wanted: Sequence[int]) -> list[int]:
         """Send `wanted` buckets; returns those that arrived corrupted."""
         manifest = source.manifest
         spoiled: list[int] = []
 
         async def send() -> None:
             for index in wanted:
-                await self._cell.send(manifest, index, source.bucket(index))
+                await cell.send(manifest, index, source.bucket(index))
 
         async def acknowledge() -> None:
             for index in wanted:
@@ -171,6 +204,11 @@ class Replica:
     async def _tell(self, version: Version, **body: object) -> None:
         about = stamp(self._run, self.generation, version)
         await self.line.tell(pb.PlaneMessage(stamp=about, **body))  # type: ignore[arg-type]
+
+    def _blame_way(self) -> None:
+        if self._moving and self._way is not None:
+            self._moving = False
+            self._ways.failed(self._way)
 
     def _late(self) -> None:
         self.suspect = True

@@ -13,11 +13,13 @@ from meshrl.contract.errors import (
     FencedError,
     InfraError,
     MeshError,
+    UnavailableError,
+    UserError,
     from_wire,
 )
 from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSink
-from meshrl.services.weights.carrier import Carrier, Cell, Link
+from meshrl.services.weights.carrier import Carriers, Cell, Link
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.merging import Merger
 from meshrl.services.weights.wire import Line, digest, manifest_noun, stamp, stamped_version
@@ -36,7 +38,7 @@ class Session:
         *,
         welcome: pb.PlaneMessage,
         line: AgentLine,
-        carrier: Carrier,
+        carriers: Carriers,
         engine: WeightSink,
         version: Callable[[], Version | None],
         commit: Callable[[Version], Awaitable[float]],
@@ -47,12 +49,14 @@ class Session:
         self._epoch = welcome.stamp.epoch
         self._generation = welcome.stamp.generation
         self._line = line
-        self._carrier = carrier
+        self._carriers = carriers
         self._engine = engine
         self._version = version
         self._commit_engine = commit
         self._merger = merger
+        self._cells: dict[str, Cell] = {}
         self._cell: Cell | None = None
+        """The one that brings the proposed version."""
         self._manifest: WeightManifest | None = None
         self._buckets: list[Uint8] = []
         self._missing: set[int] = set()
@@ -90,8 +94,8 @@ class Session:
 
     async def close(self) -> None:
         """Forget what is not committed; idempotent."""
-        if self._cell is not None:
-            await self._cell.close()
+        for cell in self._cells.values():
+            await cell.close()
         await self._discard()
 
     async def _answer(self, message: pb.PlaneMessage, body: str, version: Version) -> None:
@@ -116,17 +120,29 @@ class Session:
         # Fresh memory for each version: an engine may keep these very arrays until, and after, the commit.
         self._buckets = [np.empty(nbytes, dtype=np.uint8) for nbytes in manifest.bucket_bytes]
         self._missing = set(range(len(self._buckets)))
-        if self._cell is None:
-            link = Link(
-                run=self._run,
-                epoch=self._epoch,
-                generation=self._generation,
-                endpoint=message.propose.endpoint,
-                rank=1,
-            )
-            self._cell = self._carrier.cell(link)
-            await self._cell.open(self._config.ready_s)
+        self._cell = await self._meet(message.propose)
         await self._tell(manifest.version, ready=pb.ReplicaReady())
+
+    async def _meet(self, proposed: pb.PlanePropose) -> Cell:
+        """This end of the cell by the carrier that the plane chose, open."""
+        cell = self._cells.get(proposed.carrier)
+        if cell is not None:
+            return cell
+        link = Link(
+            run=self._run,
+            epoch=self._epoch,
+            generation=self._generation,
+            endpoint=proposed.endpoint,
+            rank=1,
+        )
+        cell = self._cells[proposed.carrier] = self._carriers[proposed.carrier].cell(link)
+        try:
+            await cell.open(self._config.ready_s)
+        except UserError as error:
+            if len(self._carriers.names) == 1:
+                raise
+            raise UnavailableError(str(error)) from error  # there are other carriers to be tried
+        return cell
 
     async def _transfer(self, version: Version, indices: Sequence[int]) -> None:
         manifest = self._manifest
@@ -135,7 +151,9 @@ class Session:
         for index in indices:
             found = ""
             try:
-                await self._cell.receive(manifest, index, self._buckets[index])
+                lent = await self._cell.receive(manifest, index, self._buckets[index])
+                if lent is not None:
+                    self._buckets[index] = lent
                 found = await asyncio.to_thread(digest, self._buckets[index])
             except CorruptError:
                 found = ""  # reported as a hash that no bucket has: the plane sends it again
@@ -170,8 +188,8 @@ class Session:
                 )
             self._staged = None
             pause_s = await self._commit_engine(version)
-        if self._cell is not None:
-            self._cell.committed(version)
+        for cell in self._cells.values():
+            cell.committed(version)
         await self._tell(version, committed=pb.ReplicaCommitted(pause_s=pause_s))
 
     async def _discard(self) -> None:

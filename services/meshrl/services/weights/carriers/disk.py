@@ -20,6 +20,9 @@ from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.lane import Lane
 
+REACH = "directory"
+RATE = 0.5e9
+
 FOLDER = "weights"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _COMPANIONS = (

@@ -24,6 +24,10 @@ from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.lane import Lane
 
+REACH = "network"
+NEEDS = ("torch",)
+RATE = 1e9
+
 c10d: Any = torch.distributed
 """torch's stubs leave out the stores, `send`, `recv` and the options of gloo."""
 

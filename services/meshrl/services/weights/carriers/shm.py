@@ -1,0 +1,282 @@
+"""Weights through shared memory of one host: written once per version, mapped by every replica, copied by none.
+
+    trainer    stage ─▶ /dev/shm/meshrl-<nonce>-<run>-<epoch>.<step>.weights ◀─mmap─ replica, replica, …
+
+A version is one file, a bucket a page-aligned part of it. Every generation reads the same file. A replica is lent its
+pages (private, copy on write), so the engine gets the very memory that was hashed, and a file that is unlinked stays
+whole for those who mapped it.
+
+**What is left behind.** Nothing by a replica: it makes no file. A trainer holds a lock on each of its files, which
+ends with it; whoever comes next sweeps files without a lock: the trainer that takes over (`listen`), and the replicas
+that lost theirs (`close`). At most `weights.keep` versions lie there at once.
+
+**One host.** The endpoint offers an empty arena of the trainer's (boot id and an unguessable name); a replica that
+cannot open it is on another host, in another container without this /dev/shm, or another user, and refuses.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import mmap
+import os
+import re
+import secrets
+from pathlib import Path
+
+import numpy as np
+
+from meshrl.contract.codec.arena import FOLDER, Arena, Lent, Offer, boot_id, sweep
+from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.ports import WeightSource
+from meshrl.services.weights.carrier import Cell, Link, Place
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.lane import Lane
+
+REACH = "host"
+NEEDS: tuple[str, ...] = ()
+RATE = 4e9
+
+PATTERN = "meshrl-*.weights"
+_PROBE_BYTES = 64
+_NONCE = re.compile(r"[0-9a-f]{16}")
+
+
+class Carrier:
+    """On the trainer's side, the files; on a replica's, nothing."""
+
+    def __init__(self, config: WeightsConfig, place: Place) -> None:
+        self._keep = config.keep
+        self._lane = Lane("weights-shm")
+        self._nonce = secrets.token_hex(8)
+        self._probe: Arena | None = None
+        self._segments: dict[Version, Segment] = {}
+
+    async def listen(self) -> str:
+        """Sweep what the dead have left; returns what a replica of this host can prove. Raises ConfigError."""
+        sweep(FOLDER, PATTERN)
+        try:
+            self._probe = Arena.create(_PROBE_BYTES)
+        except CapacityError as error:
+            raise ConfigError(f"weights.carrier=shm: {error}") from error
+        offer = self._probe.offer
+        return json.dumps({"boot": offer.boot_id, "probe": offer.name, "nonce": self._nonce})
+
+    async def stage(self, source: WeightSource) -> None:
+        """Write the version, once for all replicas. Raises CapacityError when it does not fit."""
+        await self._lane.run(self._stage, source)
+
+    def cell(self, link: Link) -> Cell:
+        """One end of a cell."""
+        return ShmWriter(self, link) if link.rank == 0 else ShmReader(link)
+
+    async def close(self) -> None:
+        """Unlink everything; what replicas have mapped stays theirs."""
+        self._lane.close()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        if self._probe is not None:
+            self._probe.close()
+
+    def path(self, manifest: WeightManifest) -> Path:
+        """Where a version lies."""
+        return segment_path(self._nonce, manifest)
+
+    async def write(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """One bucket of a version that is gone by now, or was read corrupted."""
+        await self._lane.run(lambda: self._segment(manifest).write(index, bucket))
+
+    def holds(self, version: Version) -> bool:
+        """Whether the version lies in memory as it was staged."""
+        return version in self._segments
+
+    def _stage(self, source: WeightSource) -> None:
+        segment = self._segment(source.manifest)
+        for index in range(len(source.manifest.bucket_bytes)):
+            segment.write(index, source.bucket(index))
+
+    def _segment(self, manifest: WeightManifest) -> Segment:
+        segment = self._segments.get(manifest.version)
+        if segment is None:
+            segment = Segment(self.path(manifest), manifest)
+            self._segments[manifest.version] = segment
+            for old in sorted(self._segments)[: -self._keep]:
+                self._segments.pop(old).close()
+        return segment
+
+
+class Segment:
+    """The file of one version, locked for as long as its owner lives. Written, never mapped, by the owner."""
+
+    def __init__(self, path: Path, manifest: WeightManifest) -> None:
+        """Make it. Raises CapacityError."""
+        self._path = path
+        self._offsets = offsets(manifest)
+        self._size = self._offsets[-1]
+        path.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(path, flags, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # at most a sweeper's moment
+            os.truncate(self._descriptor, self._size)
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def write(self, index: int, bucket: Uint8) -> None:
+        """Put one bucket at its place. Raises CapacityError: a full /dev/shm is told here, by no signal."""
+        view, at = bucket.data, self._offsets[index]
+        try:
+            while view:
+                written = os.pwrite(self._descriptor, view, at)
+                view, at = view[written:], at + written
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def close(self) -> None:
+        """Unlink."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _no_room(self, error: OSError) -> CapacityError:
+        return CapacityError(
+            f"no room for {self._size} bytes of weights in {FOLDER}: {error.strerror}; "
+            "make it larger (containers: --shm-size) or set weights.carrier=gloo"
+        )
+
+
+class ShmWriter:
+    """The trainer's end: nothing to do but to repair."""
+
+    def __init__(self, carrier: Carrier, link: Link) -> None:
+        self._carrier = carrier
+        self._sent: set[tuple[Version, int]] = set()
+
+    async def open(self, deadline_s: float) -> None:
+        """Nobody to meet: the memory is there or is not."""
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Nothing the first time, because the version is staged; a second time, write the bucket again."""
+        key = (manifest.version, index)
+        if key in self._sent or not self._carrier.holds(manifest.version):
+            try:
+                await self._carrier.write(manifest, index, bucket)
+            except CapacityError as error:
+                raise UnavailableError(str(error)) from error
+        self._sent.add(key)
+
+    def committed(self, version: Version) -> None:
+        """Nothing: every version is there whole."""
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        """Only replicas receive."""
+        raise UnavailableError("the trainer's end of a cell does not receive")
+
+    def abort(self) -> None:
+        """Nothing is held."""
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class ShmReader:
+    """A replica's end: maps versions and lends them."""
+
+    def __init__(self, link: Link) -> None:
+        self._endpoint = link.endpoint
+        self._nonce = ""
+        self._mapped: tuple[Version, mmap.mmap] | None = None
+        self._lent: set[tuple[Version, int]] = set()
+
+    async def open(self, deadline_s: float) -> None:
+        """Prove that the trainer's memory is here. Raises ConfigError when it is not."""
+        offer, self._nonce = _read_endpoint(self._endpoint)
+        accepted = Lent.accept(offer)
+        if accepted is None:
+            here = boot_id()
+            why = (
+                f"this host's boot id is {here}, the trainer's {offer.boot_id}"
+                if here != offer.boot_id
+                else f"{FOLDER / offer.name} cannot be opened here: another container or another user"
+            )
+            raise ConfigError(
+                f"weights.carrier=shm wants trainer and rollout on one host, with one {FOLDER}: {why}; "
+                "set weights.carrier=gloo or auto"
+            )
+        accepted[0].close()
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Only the trainer sends."""
+        raise UnavailableError("a replica's end of a cell does not send")
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8:
+        """The bucket where it lies, uncopied: a private mapping, valid for as long as the array is held.
+
+        Raises:
+            CorruptError: the version is not there, or not all of it.
+        """
+        key = (manifest.version, index)
+        if key in self._lent:
+            self._mapped = None  # it was wrong, and is written again, perhaps in another file
+        self._lent.add(key)
+        places = offsets(manifest)
+        memory = self._map(manifest, places[-1])
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        return whole[places[index] : places[index] + manifest.bucket_bytes[index]]
+
+    def committed(self, version: Version) -> None:
+        """Nothing: every version is there whole."""
+
+    def abort(self) -> None:
+        """Let go of the memory, and unlink what a trainer that died has left."""
+        self._mapped = None
+        sweep(FOLDER, PATTERN)
+
+    async def close(self) -> None:
+        """The same."""
+        self.abort()
+
+    def _map(self, manifest: WeightManifest, size: int) -> mmap.mmap:
+        if self._mapped is not None and self._mapped[0] == manifest.version:
+            return self._mapped[1]
+        path = segment_path(self._nonce, manifest)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise CorruptError(f"{path}: {error.strerror}") from error
+        try:
+            found = os.fstat(descriptor).st_size
+            if found != size:  # a shorter file would answer a read with a signal
+                raise CorruptError(f"{path}: {found} bytes, the manifest says {size}")
+            memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        self._mapped = manifest.version, memory
+        return memory
+
+
+def offsets(manifest: WeightManifest) -> list[int]:
+    """Where the buckets begin, each at a page, and, last, how long the file is (a page at least)."""
+    sizes = (-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for nbytes in manifest.bucket_bytes)
+    places = list(itertools.accumulate(sizes, initial=0))
+    places[-1] = max(places[-1], mmap.PAGESIZE)
+    return places
+
+
+def segment_path(nonce: str, manifest: WeightManifest) -> Path:
+    """The file of a version; what a file name cannot carry of the run's name is left out."""
+    run = re.sub(r"[^A-Za-z0-9_-]", "_", manifest.run)[:64]
+    return FOLDER / f"meshrl-{nonce}-{run}-{manifest.version}.weights"
+
+
+def _read_endpoint(endpoint: str) -> tuple[Offer, str]:
+    try:
+        said = json.loads(endpoint)
+        offer, nonce = Offer(boot_id=said["boot"], name=said["probe"]), said["nonce"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnavailableError(f"{endpoint!r} is no endpoint of shared memory") from error
+    if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
+        raise UnavailableError(f"{endpoint!r} is no endpoint of shared memory")
+    return offer, nonce

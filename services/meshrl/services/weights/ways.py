@@ -1,0 +1,194 @@
+"""The trainer's end of all carriers: which of them takes a version to which replica, ready to be used.
+
+With one configured carrier there is nothing to choose; `auto` asks `carriers/auto.py`. A carrier listens when it is
+chosen first, and writes a version down (`stage`) once, when it is first chosen for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshrl.contract.errors import MeshError, UserError
+from meshrl.contract.nouns import Version
+from meshrl.contract.ports import WeightSource
+from meshrl.services.weights.carrier import Carriers, Cell, Link, Place
+from meshrl.services.weights.carriers.auto import Chooser
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.traits import Traits, host_id, traits
+
+logger = logging.getLogger(__name__)
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_ITEM = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """What a replica has said of itself."""
+
+    name: str
+    host: str
+    """See `traits.host_id`."""
+    carriers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How one version gets to one replica."""
+
+    carrier: str
+    endpoint: str
+    receivers: str
+    """The class that the replica belongs to."""
+    work: float
+    """Bytes that the carrier is expected to handle; see `carriers/auto.py`."""
+
+
+class Ways:
+    """Belongs to the plane's event loop."""
+
+    def __init__(self, config: WeightsConfig, place: Place) -> None:
+        self._carriers = Carriers(config, place)
+        self._traits: dict[str, Traits] = {name: traits(name) for name in self._carriers.names}
+        self._host = host_id()
+        self._chooser = Chooser()
+        self._endpoints: dict[str, str] = {}
+        self._staged = {name: deque[Version](maxlen=config.keep) for name in self._traits}
+        self._staging_s: dict[tuple[str, Version], float] = {}
+        self._locks = {name: asyncio.Lock() for name in self._traits}
+        self._chosen: dict[str, tuple[Version, Way]] = {}
+        """By class: replicas of one class get a version in one way."""
+        self._committed: WeightSource | None = None
+
+    async def start(self) -> None:
+        """Listen, where there is only one way. Raises ConfigError when it cannot."""
+        if len(self._carriers.names) == 1:
+            await self._endpoint(self._carriers.names[0])
+
+    async def close(self) -> None:
+        """Free everything; idempotent."""
+        await self._carriers.close()
+
+    def check(self, peer: Peer) -> None:
+        """Raises UserError, saying why, for a replica that no carrier reaches."""
+        if not self._reaching(peer):
+            raise UserError(
+                f"no carrier of weights reaches {peer.name}: the trainer can {_listed(self._traits)}, it can "
+                f"{_listed(peer.carriers)}, and it is on {'this' if peer.host == self._host else 'another'} host; "
+                "set weights.carrier to auto, or to the same one on both sides (gloo reaches other hosts)"
+            )
+
+    async def stage(self, source: WeightSource, peers: Iterable[Peer]) -> None:
+        """Choose for those who take part from the start, and write down what must be. Raises MeshError."""
+        if len(self._traits) == 1:  # also while there is nobody: who joins later finds it ready
+            await self._prepare(self._carriers.names[0], source)
+        for peer in peers:
+            await self.choose(peer, source)
+
+    async def choose(self, peer: Peer, source: WeightSource) -> Way:
+        """The way of a version to a replica, ready to be used. Raises MeshError when none can be made ready."""
+        reaching = self._reaching(peer)
+        receivers = f"{'here' if peer.host == self._host else 'elsewhere'}: {_listed(reaching)}"
+        version = source.manifest.version
+        chosen = self._chosen.get(receivers)
+        if chosen is not None and chosen[0] == version:
+            return chosen[1]
+        work = self._work(reaching, source)
+        rates = {name: each.rate for name, each in self._traits.items()}
+        for last in reversed(range(len(work))):
+            name = self._chooser.choose(receivers, work, rates)
+            try:
+                endpoint = await self._prepare(name, source)
+            except MeshError as error:
+                self._chooser.failed(receivers, name)
+                if last == 0:
+                    raise
+                logger.warning("weights cannot go by %s: %s", name, error)
+                del work[name]
+                continue
+            way = Way(carrier=name, endpoint=endpoint, receivers=receivers, work=work[name])
+            self._chosen[receivers] = (version, way)
+            return way
+        raise UserError(f"no carrier of weights reaches {peer.name}")
+
+    def cell(self, way: Way, link: Link) -> Cell:
+        """This end of a cell."""
+        return self._carriers[way.carrier].cell(link)
+
+    def observe(self, way: Way, version: Version, seconds: float) -> None:
+        """A version has arrived `seconds` after its transfer began."""
+        seconds += self._staging_s.get((way.carrier, version), 0.0)
+        self._chooser.observe(way.receivers, way.carrier, way.work, seconds)
+
+    def failed(self, way: Way) -> None:
+        """A version has not arrived, and the carrier may be why: the next attempt chooses anew."""
+        self._chooser.failed(way.receivers, way.carrier)
+        self._chosen.pop(way.receivers, None)
+
+    def committed(self, source: WeightSource) -> None:
+        """What changes of the next version are counted from."""
+        self._committed = source
+        version = source.manifest.version
+        self._staging_s = {k: s for k, s in self._staging_s.items() if k[1] >= version}
+
+    def _reaching(self, peer: Peer) -> list[str]:
+        here = peer.host == self._host != ""
+        return [
+            name
+            for name, each in self._traits.items()
+            if name in peer.carriers and (here or each.reach != "host")
+        ]
+
+    def _work(self, names: Iterable[str], source: WeightSource) -> dict[str, float]:
+        total = float(source.manifest.total_bytes)
+        work = dict.fromkeys(names, total)
+        sparse = [name for name in work if self._traits[name].sparse]
+        if len(work) > 1 and sparse and self._committed is not None:
+            # Scanning and applying, and what is sent: about 1.5 bytes for each that changed.
+            changed = density(self._committed, source)
+            work |= dict.fromkeys(sparse, total * min(1.0, 0.3 + 1.5 * changed))
+        return work
+
+    async def _prepare(self, name: str, source: WeightSource) -> str:
+        endpoint = await self._endpoint(name)
+        async with self._locks[name]:
+            version = source.manifest.version
+            if version not in self._staged[name]:
+                began = time.monotonic()
+                await self._carriers[name].stage(source)
+                self._staging_s[name, version] = time.monotonic() - began
+                self._staged[name].append(version)
+        return endpoint
+
+    async def _endpoint(self, name: str) -> str:
+        async with self._locks[name]:
+            if name not in self._endpoints:
+                self._endpoints[name] = await self._carriers[name].listen()
+            return self._endpoints[name]
+
+
+def density(base: WeightSource, source: WeightSource) -> float:
+    """Share of elements that differ between two versions, by samples; 1.0 when they are laid out differently."""
+    old, new = base.manifest, source.manifest
+    if old.tensors != new.tensors or not new.tensors:
+        return 1.0
+    tensors = new.tensors[:: -(-len(new.tensors) // _SAMPLES)]
+    changed = total = 0
+    for tensor in tensors:
+        item = _ITEM.get(tensor.dtype, np.uint8)
+        part = slice(tensor.offset, tensor.offset + min(tensor.nbytes, _SAMPLE_BYTES))
+        before = base.bucket(tensor.bucket)[part].view(item)
+        after = source.bucket(tensor.bucket)[part].view(item)
+        changed += int(np.count_nonzero(before != after))
+        total += after.size
+    return changed / total if total else 1.0
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
