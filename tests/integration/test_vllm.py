@@ -22,7 +22,8 @@ from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.nouns import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
 from meshrl.contract.ports import Engine
 from meshrl.rollout.engines import torch as torch_engine
-from meshrl.rollout.engines.vllm import VllmEngine, build
+from meshrl.rollout.engines._server.engine import ServerEngine
+from meshrl.rollout.engines.vllm import build
 from meshrl.rollout.sampling import Response, sample
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
@@ -81,7 +82,7 @@ def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def owner(checkpoint: Path, staging: Path) -> AsyncIterator[VllmEngine]:
+async def owner(checkpoint: Path, staging: Path) -> AsyncIterator[ServerEngine]:
     """The engine whose child everybody uses."""
     options = {"python": str(PYTHON), "dtype": "float32", "extra_args": SMALL_CPU_SERVER}
     options |= {"log": str(checkpoint / "vllm.log"), "eos_token_ids": [], "staging": str(staging)}
@@ -92,7 +93,7 @@ async def owner(checkpoint: Path, staging: Path) -> AsyncIterator[VllmEngine]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(owner: VllmEngine, checkpoint: Path) -> AsyncIterator[VllmEngine]:
+async def engine(owner: ServerEngine, checkpoint: Path) -> AsyncIterator[ServerEngine]:
     options = {"url": owner.url, "eos_token_ids": [], "stream_interval": 4}
     attached = build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
     await attached.start()
@@ -116,7 +117,7 @@ class TestContract(EngineSuite):
         return pack(tied(), version)
 
 
-async def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: VllmEngine) -> None:
+async def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: ServerEngine) -> None:
     model = tied(seed=3)  # not the checkpoint's weights: the update is part of what is compared
     await commit(engine, model, Version(1, 0))
     asked = prompts(8)
@@ -137,7 +138,7 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: Vllm
     ids=str,
 )
 async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
-    engine: VllmEngine, sampling: dict[str, Any]
+    engine: ServerEngine, sampling: dict[str, Any]
 ) -> None:
     model = tied(seed=3)
     await commit(engine, model, Version(1, 0))
@@ -151,7 +152,7 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
 
 
 async def test_the_torch_engine_gives_the_same_greedy_answers(
-    engine: VllmEngine, checkpoint: Path
+    engine: ServerEngine, checkpoint: Path
 ) -> None:
     options = {"device": "cpu", "eos_token_ids": []}
     twin = torch_engine.build(options, model=checkpoint, slots=SLOTS)
@@ -173,7 +174,7 @@ async def test_the_torch_engine_gives_the_same_greedy_answers(
 
 
 async def test_a_response_ends_with_its_stop_token_or_the_token_that_completes_its_stop_string(
-    engine: VllmEngine,
+    engine: ServerEngine,
 ) -> None:
     await commit(engine, tied(), Version(1, 0))
     whole = await sample(engine, request("a", [5, 6, 7], max_tokens=60))
@@ -189,7 +190,7 @@ async def test_a_response_ends_with_its_stop_token_or_the_token_that_completes_i
 
 
 async def _swapped(
-    engine: VllmEngine,
+    engine: ServerEngine,
     asked: Sequence[Sequence[int]],
     models: tuple[Any, Any],
     step: int,
@@ -214,7 +215,7 @@ async def _swapped(
 
 @pytest.mark.parametrize("on_update", [OnUpdate.IN_FLIGHT, OnUpdate.INTERRUPT])
 async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_weights(
-    engine: VllmEngine, on_update: OnUpdate
+    engine: ServerEngine, on_update: OnUpdate
 ) -> None:
     first, second = tied(seed=1), tied(seed=2)
     asked = prompts(SLOTS, seed=5)
@@ -242,7 +243,7 @@ async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_we
 
 
 async def test_weights_that_do_not_fit_are_refused_before_the_server_hears_of_them(
-    engine: VllmEngine,
+    engine: ServerEngine,
 ) -> None:
     await commit(engine, tied(), Version(1, 0))
     other = make_model("Qwen3", head_dim=16, tie_word_embeddings=True)
@@ -252,7 +253,7 @@ async def test_weights_that_do_not_fit_are_refused_before_the_server_hears_of_th
 
 
 async def test_tokens_of_weights_that_somebody_else_loaded_are_never_given_a_version(
-    engine: VllmEngine, owner: VllmEngine
+    engine: ServerEngine, owner: ServerEngine
 ) -> None:
     await commit(engine, tied(), Version(1, 0))
     await commit(owner, tied(seed=7), Version(9, 9))
@@ -272,7 +273,7 @@ async def lose_newest_file(staging: Path) -> None:
 
 
 async def test_a_server_that_allows_less_than_the_engine_promises_is_refused(
-    owner: VllmEngine, tmp_path: Path
+    owner: ServerEngine, tmp_path: Path
 ) -> None:
     longer = make_model("Qwen3", head_dim=32, max_position_embeddings=4 * LONG)
     longer.save_pretrained(tmp_path)
@@ -295,7 +296,7 @@ def server_pid(log: Path) -> int:
 
 
 async def test_a_killed_server_fails_what_ran_and_comes_back_with_the_served_version(
-    owner: VllmEngine, checkpoint: Path
+    owner: ServerEngine, checkpoint: Path
 ) -> None:
     model = tied(seed=4)
     await commit(owner, model, Version(10, 0))
@@ -316,7 +317,7 @@ async def test_a_killed_server_fails_what_ran_and_comes_back_with_the_served_ver
 
 
 async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until_the_next_version(
-    owner: VllmEngine, checkpoint: Path, staging: Path
+    owner: ServerEngine, checkpoint: Path, staging: Path
 ) -> None:
     await commit(owner, tied(), Version(11, 0))
     half_loaded = server_pid(checkpoint / "vllm.log")
@@ -335,7 +336,7 @@ async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until
 
 
 async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
-    owner: VllmEngine, checkpoint: Path, tmp_path: Path
+    owner: ServerEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
     options = {"url": owner.url, "staging": str(tmp_path)}
     engine = build(options, model=checkpoint, slots=SLOTS)

@@ -11,11 +11,10 @@ import pytest
 
 from meshrl.contract.nouns import GenerateDelta, GenerateRequest, OnUpdate, Version
 from meshrl.rollout.decoder.stopping import StopStrings
-from meshrl.rollout.engines._vllm.answer import Answer
-from meshrl.rollout.engines._vllm.checkpoint import Checkpoint as VllmCheckpoint
-from meshrl.rollout.engines._vllm.client import Chunk
-from meshrl.rollout.engines._vllm.config import Config as VllmConfig
-from meshrl.rollout.engines._vllm.request import ended_before, sampling_params
+from meshrl.rollout.engines._server.answer import Answer, Chunk
+from meshrl.rollout.engines._server.checkpoint import Checkpoint as CheckpointFacts
+from meshrl.rollout.engines._server.config import ServerConfig
+from meshrl.rollout.engines._server.request import Ask, ended_before, read_request
 from meshrl.rollout.recorder import continuation
 from meshrl.rollout.sampling import closing, sample, version_spans
 
@@ -125,33 +124,35 @@ async def test_continued_and_new_requests_share_a_batch(
         assert answer.tokens.tolist() == undisturbed.tokens[5 * (i % 3) :].tolist()
 
 
-def vllm_params(asked: GenerateRequest) -> Any:
-    checkpoint = VllmCheckpoint(
-        **{field: None for field in VllmCheckpoint.__dataclass_fields__}
+def server_ask(asked: GenerateRequest) -> Ask:
+    checkpoint = CheckpointFacts(
+        **{field: None for field in CheckpointFacts.__dataclass_fields__}
         | {"vocab_size": 61, "eos_token_ids": (2,)}
     )
-    return sampling_params(asked, VllmConfig(), checkpoint, max_length=30, finds_strings=True)
+    return read_request(asked, ServerConfig(), checkpoint, max_length=30, finds_strings=True)
 
 
-def test_vllm_is_asked_for_the_rest_with_draws_of_its_own() -> None:
+def test_a_server_is_asked_for_the_rest_with_draws_of_its_own() -> None:
     asked = request("a", PROMPT, max_tokens=20, seed=3)
-    whole, rest = vllm_params(asked), vllm_params(after(asked, [7, 8]))
-    assert (whole["max_tokens"], rest["max_tokens"]) == (20, 18)
-    assert whole["seed"] != rest["seed"] == vllm_params(after(asked, [9, 9]))["seed"]
-    assert vllm_params(after(asked, [9] * 27))["max_tokens"] == 0
+    whole, rest = server_ask(asked), server_ask(after(asked, [7, 8]))
+    assert (whole.max_tokens, rest.max_tokens) == (20, 18)
+    assert whole.seed != rest.seed == server_ask(after(asked, [9, 9])).seed
+    assert server_ask(after(asked, [9] * 27)).max_tokens == 0
 
 
 @pytest.mark.parametrize(
     ("tokens", "reason"), [([7, 2], "stop"), ([7] * 20, "length"), ([7], ""), ([7, 10, 11], "stop")]
 )
-def test_vllm_is_not_asked_for_a_response_that_has_ended(tokens: list[int], reason: str) -> None:
+def test_a_server_is_not_asked_for_a_response_that_has_ended(
+    tokens: list[int], reason: str
+) -> None:
     text = Letters().decode([10, 11])[1:3]
     asked = after(request("a", PROMPT, max_tokens=20, stop=(text,)), tokens)
     strings = StopStrings((text,), Letters(), {})
-    assert ended_before(asked, vllm_params(asked), strings) == reason
+    assert ended_before(asked, server_ask(asked), strings) == reason
 
 
-def test_vllms_answer_finds_a_stop_string_that_began_before_it() -> None:
+def test_a_servers_answer_finds_a_stop_string_that_began_before_it() -> None:
     text = Letters().decode([10, 11])[1:3]
     answer = Answer(FIRST, StopStrings((text,), Letters(), {}), before=[7, 10])
     assert (

@@ -1,1 +1,1 @@
-"""The parts of the `vllm` engine: the checkpoint's facts, the server's process, its HTTP routes, one answer."""
+"""The parts of the `vllm` engine that are vLLM's own: its HTTP routes, its start, the plugin in its workers."""

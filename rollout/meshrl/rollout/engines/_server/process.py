@@ -1,4 +1,4 @@
-"""The process of one vLLM server: started as a child that cannot outlive its parent, read out when it fails."""
+"""The process of one server: started as a child that cannot outlive its parent, read out when it fails."""
 
 from __future__ import annotations
 
@@ -13,23 +13,6 @@ from pathlib import Path
 
 from meshrl.contract.errors import InfraError
 
-PLUGIN_DIR = Path(__file__).with_name("plugin")
-"""Goes on the server's PYTHONPATH: the folder of `meshrl_vllm`."""
-PLUGIN_ARGUMENTS = (
-    *("--worker-extension-cls", "meshrl_vllm.Worker"),
-    *("--weight-transfer-config", '{"backend": "mesh"}'),
-    *("--logprobs-mode", "processed_logprobs"),
-    "--enable-scale-out",
-)
-"""What any server must be started with to be driven by the mesh."""
-PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-CHILD_ENVIRONMENT = {
-    # On a CPU: a second engine would be pinned to the first one's cores, and threads of neighbours spin.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""Defaults; what the parent's environment or `rollout.engine.env` says wins."""
 STOP_S = 30.0
 """The guard kills what has not ended 5 s after being asked; the rest is for a busy machine."""
 TAIL_BYTES = 64 << 10
@@ -105,19 +88,13 @@ class Server:
             await asyncio.wait_for(self.ended(), STOP_S)
         except TimeoutError as error:
             os.killpg(process.pid, signal.SIGKILL)
-            raise InfraError(f"vLLM (pid {process.pid}) did not end within {STOP_S:g} s") from error
+            raise InfraError(
+                f"the server (pid {process.pid}) did not end within {STOP_S:g} s"
+            ) from error
 
     def last_words(self) -> str:
         """The line of the log that says best why the server failed."""
         return last_fault(_tail(self._log))
-
-
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: this process's, with what the server needs and the user's `extra`."""
-    merged = {**CHILD_ENVIRONMENT, **os.environ, **PLUGIN_ENVIRONMENT, **extra}
-    paths = (str(PLUGIN_DIR), merged.get("PYTHONPATH", ""))
-    merged["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return merged
 
 
 def last_fault(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The parts of the vllm engine that need no vLLM: files, processes, borders between versions, a log's last words."""
+"""What engines over servers share and needs no server: files, processes, borders of versions, a log's last words."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from safetensors.torch import load_file
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.nouns import Version
-from meshrl.rollout.engines._vllm import guard
-from meshrl.rollout.engines._vllm.answer import Answer
-from meshrl.rollout.engines._vllm.checkpoint import check_version, read_checkpoint, write_version
-from meshrl.rollout.engines._vllm.client import Chunk
-from meshrl.rollout.engines._vllm.server import Server, environment, last_fault
-from meshrl.rollout.engines._vllm.staging import PREFIX, Staging
+from meshrl.rollout.engines._server import guard
+from meshrl.rollout.engines._server.answer import Answer, Chunk
+from meshrl.rollout.engines._server.checkpoint import check_version, read_checkpoint, write_version
+from meshrl.rollout.engines._server.process import Server, last_fault
+from meshrl.rollout.engines._server.staging import PREFIX, Staging
 
 from ..unit.rollout.checkpoints import VOCAB, make_model, pack
 
@@ -129,7 +128,7 @@ def test_staging_leaves_nothing_behind_and_clears_what_a_killed_process_left(
     tmp_path: Path,
 ) -> None:
     script = (
-        "import os, pathlib; from meshrl.rollout.engines._vllm.staging import Staging;"
+        "import os, pathlib; from meshrl.rollout.engines._server.staging import Staging;"
         f"Staging(pathlib.Path({str(tmp_path)!r}), version_bytes=1).new().path.mkdir();"
         "os._exit(9)"
     )
@@ -173,7 +172,7 @@ time.sleep(600)
 
 
 async def test_a_server_and_its_children_end_when_it_is_stopped(tmp_path: Path) -> None:
-    server = Server([sys.executable, "-c", FAMILY], environment({}), tmp_path / "log")
+    server = Server([sys.executable, "-c", FAMILY], dict(os.environ), tmp_path / "log")
     await server.start()
     grandchild = await first_number(server.log)
     assert alive(grandchild)
@@ -185,7 +184,7 @@ async def test_a_server_and_its_children_end_when_it_is_stopped(tmp_path: Path) 
 async def test_what_a_killed_guard_leaves_behind_is_killed_by_who_waits_for_it(
     tmp_path: Path,
 ) -> None:
-    server = Server([sys.executable, "-c", FAMILY], environment({}), tmp_path / "log")
+    server = Server([sys.executable, "-c", FAMILY], dict(os.environ), tmp_path / "log")
     await server.start()
     grandchild = await first_number(server.log)
     # The group's number is the guard's pid.

@@ -1,30 +1,48 @@
-"""One response on its way from vLLM's stream to the mesh: where it ends, and which version sampled which token."""
+"""One response on its way from a server's stream to the mesh: where it ends, which version sampled which token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.nouns import GenerateDelta, Version
 from meshrl.rollout.decoder.stopping import StopStrings
-from meshrl.rollout.engines._vllm.client import Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one event of a generate stream carries."""
+
+    tokens: Sequence[int]
+    """Those that no chunk before it had."""
+    logprobs: Sequence[float]
+    finish_reason: str
+    """Empty while running."""
+    spans: Sequence[tuple[str, int, int]] | None
+    """With the last chunk: (label, start, end) over the whole response, as the server stamped its steps."""
 
 
 class Answer:
     """Collects chunks, gives deltas.
 
-    vLLM says which version sampled which token with a response's last chunk only. What arrives before an update has
-    begun was certainly sampled by the version that the request started with, and goes on at once; what arrives later
-    may lie on either side of the border, and waits for the last chunk.
+    A server says which version sampled which token with a response's last chunk only. What arrives before an update
+    has begun was certainly sampled by the version that the request started with, and goes on at once; what arrives
+    later may lie on either side of the border, and waits for the last chunk.
     """
 
     def __init__(
-        self, version: Version, stop_strings: StopStrings | None, before: Sequence[int] = ()
+        self,
+        version: Version,
+        stop_strings: StopStrings | None,
+        before: Sequence[int] = (),
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         """`before`: response tokens that a continued request begins with."""
         self._version = version
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._stop_strings = stop_strings
         self._response = list(before)
         self._tokens: list[int] = []
@@ -35,7 +53,7 @@ class Answer:
     def add(self, chunk: Chunk) -> int:
         """Take a chunk; returns how many of its tokens belong to the response.
 
-        After a stop string none does: the engine samples on until it hears of it.
+        After a stop none does: the server samples on until it hears of it.
         """
         before = len(self._tokens)
         for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
@@ -43,14 +61,15 @@ class Answer:
                 break
             self._tokens.append(token)
             self._logprobs.append(logprob)
+            self._stopped = token in self._stop_token_ids
             if self._stop_strings is not None:
                 self._response.append(token)
-                self._stopped = self._stop_strings.completed_by(self._response)
+                self._stopped |= self._stop_strings.completed_by(self._response)
         return len(self._tokens) - before
 
     @property
     def stopped(self) -> bool:
-        """A stop string is complete: the rest of the stream is not wanted."""
+        """A stop token has come, or a stop string is complete: the rest of the stream is not wanted."""
         return self._stopped
 
     def certain(self) -> GenerateDelta | None:
@@ -68,7 +87,7 @@ class Answer:
         """
         reason = "stop" if self._stopped else last.finish_reason
         if reason not in ("stop", "length"):
-            raise InfraError(f"vLLM ended a request by itself: {reason}")
+            raise InfraError(f"the server ended a request by itself: {reason}")
         deltas = []
         for label, start, end in self._spans(last):
             version = _version(label)
@@ -81,15 +100,15 @@ class Answer:
             if end > self._sent:
                 deltas.append(self._give(end, version, ""))
         if self._sent != len(self._tokens):
-            raise InfraError(f"vLLM says who sampled {self._sent} of {len(self._tokens)} tokens")
+            raise InfraError(
+                f"the server says who sampled {self._sent} of {len(self._tokens)} tokens"
+            )
         deltas.append(self._give(self._sent, self._version, reason))
         return deltas
 
     def _spans(self, last: Chunk) -> Sequence[tuple[str, int, int]]:
         if last.spans is None and self._tokens:
-            raise InfraError(
-                "vLLM does not say which weights sampled the tokens (want 0.32 or newer)"
-            )
+            raise InfraError("the server does not say which weights sampled the tokens")
         return last.spans or ()
 
     def _give(self, end: int, version: Version, reason: str) -> GenerateDelta:

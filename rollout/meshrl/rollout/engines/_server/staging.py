@@ -13,7 +13,7 @@ from typing import IO
 from meshrl.contract.errors import UserError
 
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "meshrl-vllm-"
+PREFIX = "meshrl-staging-"
 VERSIONS_AT_ONCE = 3
 """The served one (a restarted server needs it), the staged one, and one being written."""
 

@@ -1,0 +1,100 @@
+"""A request of the mesh, checked: what any server has to be told of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import GenerateRequest
+from meshrl.rollout.decoder.stopping import StopStrings
+from meshrl.rollout.engines._server.checkpoint import Checkpoint
+from meshrl.rollout.engines._server.config import ServerConfig
+from meshrl.rollout.streams import check_request, response_before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One response to be sampled, in no server's words yet."""
+
+    token_ids: Sequence[int]
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    top_k: int
+    """-1: all."""
+    max_tokens: int
+    """0 for a continued request that has its length already."""
+    stop_token_ids: tuple[int, ...]
+    """All that end the response; no other token does."""
+    seed: int
+    """Of this request alone, 63 bits."""
+    stream_interval: int
+    """Decode steps between two chunks."""
+
+
+def read_request(
+    request: GenerateRequest,
+    config: ServerConfig,
+    checkpoint: Checkpoint,
+    *,
+    max_length: int,
+    finds_strings: bool,
+) -> Ask:
+    """What the server is asked for.
+
+    Stop strings are not part of it: the engine looks for them itself (`finds_strings`), as every engine of the mesh
+    does, and the server needs no tokenizer.
+
+    Raises:
+        UserError: the request cannot be run.
+    """
+    sampling, prompt, name = request.sampling, request.prompt_ids, request.request_id
+    check_request(request)
+    room = max_length - len(prompt)
+    if room < (0 if request.continued else 1):
+        raise UserError(
+            f"request {name}: {len(prompt)} prompt tokens leave no room for a response in {max_length} "
+            "(rollout.engine.max_model_len)"
+        )
+    if prompt.min() < 0 or prompt.max() >= checkpoint.vocab_size:
+        raise UserError(
+            f"request {name}: prompt ids go from {prompt.min()} to {prompt.max()}, the model knows 0 to "
+            f"{checkpoint.vocab_size - 1}: prompt and model have different tokenizers"
+        )
+    if sampling.stop and not finds_strings:
+        raise UserError("stop strings need a tokenizer, and the engine was built without one")
+    eos = checkpoint.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+    return Ask(
+        token_ids=prompt.tolist(),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=min(sampling.max_tokens, room),
+        stop_token_ids=tuple(sorted({*eos, *sampling.stop_token_ids})),
+        seed=_seed(sampling.seed, name, request.continued),
+        stream_interval=config.stream_interval,
+    )
+
+
+def ended_before(request: GenerateRequest, ask: Ask, stop_strings: StopStrings | None) -> str:
+    """Why a continued response needs no more tokens; empty where it does."""
+    tokens = response_before(request)
+    if not tokens:
+        return ""
+    if tokens[-1] in ask.stop_token_ids or (
+        stop_strings is not None and stop_strings.completed_by(tokens)
+    ):
+        return "stop"
+    return "" if ask.max_tokens else "length"
+
+
+def _seed(seed: int, request_id: str, continued: int) -> int:
+    """A seed of the request's own: its draws depend on nothing that runs beside it.
+
+    A server's draws count from a request's first token: one that goes on needs others than those it was begun with.
+    """
+    name = f"{seed}:{request_id}" + (f":{continued}" if continued else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # both servers take 63 bits

@@ -1,0 +1,116 @@
+"""What a vLLM server is: how one is started, and whether it is one that the mesh can drive."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from meshrl.contract.errors import InfraError, UserError
+from meshrl.rollout.engines._server.checkpoint import Checkpoint
+from meshrl.rollout.engines._server.request import Ask
+from meshrl.rollout.engines._vllm.client import Client
+from meshrl.rollout.engines._vllm.config import Config
+
+PLUGIN_DIR = Path(__file__).with_name("plugin")
+"""Goes on the server's PYTHONPATH: the folder of `meshrl_vllm`."""
+PLUGIN_ARGUMENTS = (
+    *("--worker-extension-cls", "meshrl_vllm.Worker"),
+    *("--weight-transfer-config", '{"backend": "mesh"}'),
+    *("--logprobs-mode", "processed_logprobs"),
+    "--enable-scale-out",
+)
+"""What any server must be started with to be driven by the mesh."""
+PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+CHILD_ENVIRONMENT = {
+    # On a CPU: a second engine would be pinned to the first one's cores, and threads of neighbours spin.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Defaults; what the parent's environment or `rollout.engine.env` says wins."""
+ALMOST_ZERO = 1e-3
+
+
+class Vllm:
+    """Satisfies `meshrl.rollout.engines._server.host.Kind`."""
+
+    name = "vLLM"
+    package = "vllm"
+    # Not the `vllm` command, which vllm-cpu 0.32.0 ships broken.
+    module: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
+    plugin = PLUGIN_DIR
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def arguments(
+        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+    ) -> Sequence[str]:
+        """Of a server that is started."""
+        return (
+            *("--model", str(checkpoint.path)),
+            *("--host", "127.0.0.1", "--port", port),
+            *("--dtype", self._config.dtype),
+            *("--max-model-len", str(max_length)),
+            *("--max-num-seqs", str(slots)),
+            # Requests carry everything themselves: ids in, ids out, no default of the checkpoint applied.
+            *("--skip-tokenizer-init", "--generation-config", "vllm"),
+            *PLUGIN_ARGUMENTS,
+            *self._config.extra_args,
+        )
+
+    def environment(self) -> Mapping[str, str]:
+        """Of a server that is started; `rollout.engine.env` comes on top."""
+        return {**CHILD_ENVIRONMENT, **os.environ, **PLUGIN_ENVIRONMENT}
+
+    def client(self, url: str) -> Client:
+        """Speaks to the server there."""
+        return Client(url, silence_s=self._config.silence_s, update_s=self._config.update_s)
+
+    async def check(self, client: Client, checkpoint: Checkpoint, max_length: int) -> None:
+        """Ask for everything that generation and updates will need; also pays for the first request's warm-up.
+
+        Raises:
+            UserError: naming the option that the server was started without, or its limit below `max_length`.
+        """
+        try:
+            await client.label()
+        except UserError as error:
+            raise _without(client, "the environment variable VLLM_SERVER_DEV_MODE=1") from error
+        try:
+            await client.call("POST", "/init_weight_transfer_engine", json={"init_info": {}})
+        except InfraError as error:
+            options = " ".join(PLUGIN_ARGUMENTS[:4])
+            raise _without(client, f"{options} and PYTHONPATH={PLUGIN_DIR}") from error
+        (card, *_) = (await client.call("GET", "/v1/models"))["data"]
+        allowed = card.get("max_model_len") or max_length
+        if allowed < max_length:
+            raise UserError(
+                f"the vLLM server at {client.url} allows {allowed} tokens of prompt and response, the engine "
+                f"{max_length}: set rollout.engine.max_model_len"
+            )
+        try:
+            chunks = [chunk async for chunk in client.generate(uuid.uuid4().hex, PROBE, "probe")]
+        except UserError as error:
+            raise _without(client, f"--enable-scale-out ({error})") from error
+        # Of one token alone the processed probability is 1; the raw one is not.
+        if any(logprob < -ALMOST_ZERO for chunk in chunks for logprob in chunk.logprobs):
+            raise _without(client, "--logprobs-mode processed_logprobs")
+
+
+PROBE = Ask(
+    token_ids=[1, 2, 3],
+    temperature=1.0,
+    top_p=1.0,
+    top_k=1,
+    max_tokens=1,
+    stop_token_ids=(),
+    seed=0,
+    stream_interval=1,
+)
+
+
+def _without(client: Client, what: str) -> UserError:
+    return UserError(f"the vLLM server at {client.url} was started without {what}")
