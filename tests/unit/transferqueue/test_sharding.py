@@ -286,6 +286,27 @@ async def test_an_admission_of_a_turn_that_is_over_is_refused(shards: list[Shard
     assert (await actors.ledger()).admitted == 0
 
 
+async def test_a_turn_waits_for_the_one_before_it(shards: list[ShardQueue]) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start()
+    await shards[0].room("run", turn="mine")
+    waiting = asyncio.create_task(shards[0].room("run", turn="yours", wait_s=60))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert await shards[0].admit_in_turn("run", tasks(1), cursor="", turn="mine") == 1
+    assert (await waiting).open_groups == 1
+    assert await shards[0].admit_in_turn("run", [], cursor=None, turn="yours") == 0
+    await shards[0].room("run", turn="third", wait_s=60)
+
+
+async def test_the_turn_of_a_feeder_that_died_is_taken_from_it(shards: list[ShardQueue]) -> None:
+    actors = Actors(ShardedQueue(shards))
+    await actors.start()
+    await shards[0].room("run", turn="dead")
+    await shards[0].room("run", turn="mine", wait_s=0.01)
+    assert await shards[0].admit_in_turn("run", tasks(1), cursor="", turn="mine") == 1
+
+
 # --- leases
 
 

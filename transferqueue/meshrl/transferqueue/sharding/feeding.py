@@ -1,6 +1,7 @@
 """Admission over several shards: credits are counted over all of them, then spent where each task lives.
 
-    turn begins on every shard, which tells its open groups and the tasks it knows
+    turn begins on shard 0 once the one before it is over, then on every other shard; each tells its open groups and
+    the tasks it knows
       └▶ room = limit - sum of open groups; the longest prefix of unknown tasks that fits
            └▶ admitted on their shards under this turn ──▶ shard 0 last, with the cursor
 
@@ -10,6 +11,9 @@ turns one has, on each shard where it admitted, done so before the other was tol
 other has counted it. Hence open groups over all shards never exceed `limit` by admission. What else opens groups (a
 rewind, a replay) does so without asking, on one queue as on several. A group that leaves gives its credit back by no
 longer being counted: credits are nowhere stored, so no restart can leak one.
+
+**Turns stand in line** at shard 0, so that feeders do not fence each other for ever. A turn is over with its
+admission on shard 0, which is its last; that of a feeder that died is over after TURN_S.
 
 **Staleness** does not rest on it: each shard lets a group that is too old for a step leave in `take`, and gives
 rollout rows only to engines fresh enough, as a single queue does.
@@ -37,6 +41,9 @@ from meshrl.transferqueue.sharding.port import Room, Rows, Shard
 if TYPE_CHECKING:
     from meshrl.transferqueue.run import Run
 
+TURN_S = 2.0
+"""A turn that lasts longer is taken away: its feeder is slow or dead, and if it comes back it is fenced."""
+
 
 def free(
     spec: RunSpec, told: Sequence[Room] | Sequence[Rows], groups: int = 0, size: int = 0
@@ -63,20 +70,26 @@ class Feeding:
         asked = self._asked(tasks)
         while True:
             turn = uuid.uuid4().hex
-            rooms = await all_of(
-                shard.room(self.spec.run, turn=turn, tasks=asked.get(number, ()))
-                for number, shard in enumerate(self.shards)
-            )
+            rooms = await self._begin(turn, asked)
             prefix, new = self._fitting(tasks, rooms)
-            if prefix or not tasks:
-                try:
-                    admitted = await self._spend(tasks[:prefix], new, turn, cursor, len(tasks))
-                except FencedError:
-                    continue  # another turn has begun: count anew, with what it admitted
-                if admitted or not tasks:
-                    return admitted
-            else:
+            try:
+                admitted = await self._spend(tasks[:prefix], new, turn, cursor, len(tasks))
+            except FencedError:
+                continue  # another turn has begun: count anew, with what it admitted
+            if admitted or not tasks:
+                return admitted
+            if not prefix:
                 await self._until_room(rooms, deadline - clock())
+
+    async def _begin(self, turn: str, asked: Mapping[int, Sequence[str]]) -> list[Room]:
+        """What every shard tells as the turn begins there."""
+        first, *others = self.shards
+        room = await first.room(self.spec.run, turn=turn, tasks=asked.get(0, ()), wait_s=TURN_S)
+        rooms = await all_of(
+            shard.room(self.spec.run, turn=turn, tasks=asked.get(number, ()))
+            for number, shard in enumerate(others, start=1)
+        )
+        return [room, *rooms]
 
     def _asked(self, tasks: Sequence[Task]) -> Mapping[int, Sequence[str]]:
         """Which shards may know which tasks."""
@@ -110,7 +123,7 @@ class Feeding:
     async def _spend(
         self, prefix: Sequence[Task], new: Sequence[Task], turn: str, cursor: str, wanted: int
     ) -> int:
-        """Admit the new tasks where they live, shard 0 last; the length of the prefix that is in.
+        """Admit the new tasks where they live, shard 0 last, which ends the turn; how much of the prefix is in.
 
         Raises:
             FencedError: another turn has begun meanwhile.
@@ -128,11 +141,9 @@ class Feeding:
             for task in parts[number][count:]
         ]
         last = parts.get(0, ())
-        whole = len(prefix) == wanted and not missing
-        if last or whole:
-            moved = cursor if whole else None
-            count = await self.shards[0].admit_in_turn(run, last, cursor=moved, turn=turn)
-            missing += last[count:]
+        moved = cursor if len(prefix) == wanted and not missing else None
+        count = await self.shards[0].admit_in_turn(run, last, cursor=moved, turn=turn)
+        missing += last[count:]
         lost = {task.task_id for task in missing}
         return next(
             (count for count, task in enumerate(prefix) if task.task_id in lost), len(prefix)

@@ -1,7 +1,7 @@
 """Leases from several shards: one shard after the other while there is work, a question to all when there is none.
 
     sweep   each shard in turn until the limit is reached, without a wait; the next call begins with the next shard
-    park    every shard is asked when it has rows, which grants none ──▶ the first that has some: sweep again
+    park    every shard is asked when it has rows, which grants none ──▶ sweep those that have some
 
 A lease is granted only by a call that nobody cancels for another's answer: one whose answer is lost holds its rows
 until its time to live is over, and costs them an attempt. A shard that does not answer a sweep soon (it restarts) is
@@ -78,18 +78,17 @@ class Leasing:
         deadline = asyncio.get_running_loop().time() + max(0.0, wait_s)
         if ask.at_least > 1:
             return await self._fixed(ask, specs, deadline)
-        lease = await self._sweep(ask, specs)
+        first, self._next = self._next, self._next + 1
+        turns = [(first + turn) % len(self._shards) for turn in range(len(self._shards))]
+        lease = await self._sweep(ask, specs, turns)
         return lease if lease is not None else await self._park(ask, specs, deadline)
 
     # --- any rows
 
     async def _sweep(
-        self, ask: Ask, specs: Mapping[str, RunSpec], first: int | None = None
+        self, ask: Ask, specs: Mapping[str, RunSpec], turns: Sequence[int]
     ) -> Lease | None:
-        """Rows that are there now, of the run with the highest priority that has some on any shard."""
-        if first is None:
-            first, self._next = self._next, self._next + 1
-        turns = [(first + turn) % len(self._shards) for turn in range(len(self._shards))]
+        """Rows that are there now, of the run with the highest priority that has some on any shard of `turns`."""
         ranked = sorted(ask.runs, key=lambda run: -_priority(specs, run))
         for _, equals in groupby(ranked, key=lambda run: _priority(specs, run)):
             parts = await self._gathered(ask, tuple(equals), turns)
@@ -164,7 +163,7 @@ class Leasing:
                 for task in asked:
                     task.cancel()
                 await asyncio.gather(*asked, return_exceptions=True)
-            lease = await self._sweep(ask, specs, asked[next(iter(done))])
+            lease = await self._sweep(ask, specs, [asked[task] for task in done])
             if lease is not None:
                 return lease
             if left <= 0:

@@ -93,14 +93,15 @@ class Shard(Queue, Protocol):
         """How full the run is, and which of `tasks` it knows. A `turn` begins: earlier turns may admit no more.
 
         With `fewer_than` the answer waits until fewer groups are open (or the feed is closed); `why` is what
-        `why_waiting` says meanwhile. Raises WaitTimeoutError.
+        `why_waiting` says meanwhile. Raises WaitTimeoutError. Without it, a turn waits for the one before it to be
+        over, and begins after `wait_s` all the same.
         """
         ...
 
     async def admit_in_turn(
         self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
     ) -> int:
-        """`admit` without a wait; 0 where there is no room. None leaves the cursor where it is.
+        """`admit` without a wait, which ends the turn here; 0 where there is no room. None leaves the cursor alone.
 
         Raises FencedError when another turn has begun.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class ShardQueue(TransferQueue):
         super().__init__(store)
         self._turns: dict[str, str] = {}
         """Whose turn it is to admit, by run. In RAM: after a restart nobody has the turn, and feeders begin anew."""
+        self._turn_over = Bell()
 
     async def follow(self, state: RunState, owner: str) -> None:
         """See the port."""
@@ -65,6 +67,8 @@ class ShardQueue(TransferQueue):
                 ("admit", (run,), "feeder", why),
                 wait_s,
             )
+        elif turn:
+            await self._until_turn(run, wait_s)
         state = self._run(run)
         if turn:
             self._turns[run] = turn
@@ -78,6 +82,14 @@ class ShardQueue(TransferQueue):
         await self._journal.flush()
         return answer
 
+    async def _until_turn(self, run: str, wait_s: float) -> None:
+        """Return once nobody has the turn, or after `wait_s`."""
+        wait = ("admit", (run,), "feeder", "the turn of another feeder to end")
+        with suppress(WaitTimeoutError):
+            await self._until(
+                lambda: run not in self._turns, lambda: [self._turn_over], wait, wait_s
+            )
+
     def _has_room(self, run: str, fewer_than: int) -> bool:
         state = self._run(run)
         return state.feed_closed or admission.unconsumed(state) < fewer_than
@@ -88,13 +100,19 @@ class ShardQueue(TransferQueue):
         """See the port."""
         if self._turns.get(run) != turn:
             raise FencedError(f"run {run}: another feeder has begun to admit", turn=turn)
-        if cursor is None:
-            cursor = self._run(run).cursor
         try:
+            if cursor is None:
+                if not tasks:
+                    return 0
+                cursor = self._run(run).cursor
             # Nothing is awaited between this check and the transition.
             return await self.admit(run, tasks, cursor=cursor, wait_s=0.0)
         except WaitTimeoutError:
             return 0
+        finally:
+            if self._turns.get(run) == turn:
+                del self._turns[run]
+                self._turn_over.ring()
 
     async def groups(
         self,
