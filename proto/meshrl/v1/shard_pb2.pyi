@@ -58,7 +58,7 @@ class RoomRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     turn: _builtins.str
-    """Begins a turn; empty begins none."""
+    """Begins a turn, once the one before it is over or after wait_s; empty begins none."""
     fewer_than: _builtins.int
     """Wait until fewer groups are open or the feed is closed; negative does not wait."""
     why: _builtins.str

@@ -91,7 +91,7 @@ class ShardServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AdmitInTurn(self, request_iterator, context):
-        """Queue.Admit without a wait, refused as fenced once another turn has begun.
+        """Queue.Admit without a wait, which ends the turn; refused as fenced once another turn has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

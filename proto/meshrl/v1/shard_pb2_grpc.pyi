@@ -23,7 +23,7 @@ class ShardStub:
     Room: _aio.UnaryUnaryMultiCallable[_shard_pb2.RoomRequest, _shard_pb2.RoomResponse]
     """How full a run is, and which tasks it knows; may wait until groups have left."""
     AdmitInTurn: _aio.StreamUnaryMultiCallable[_shard_pb2.AdmitInTurnRequest, _queue_pb2.AdmitResponse]
-    """Queue.Admit without a wait, refused as fenced once another turn has begun."""
+    """Queue.Admit without a wait, which ends the turn; refused as fenced once another turn has begun."""
     Groups: _aio.UnaryUnaryMultiCallable[_shard_pb2.GroupsRequest, _shard_pb2.GroupsResponse]
     """Which groups a take would get; may wait until there are more."""
     PlanOf: _aio.UnaryUnaryMultiCallable[_shard_pb2.PlanOfRequest, _shard_pb2.PlanOfResponse]
@@ -56,7 +56,7 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_shard_pb2.AdmitInTurnRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_shard_pb2.AdmitInTurnRequest], _abc.Awaitable[_queue_pb2.AdmitResponse]],
     ) -> _abc.Awaitable[_queue_pb2.AdmitResponse]:
-        """Queue.Admit without a wait, refused as fenced once another turn has begun."""
+        """Queue.Admit without a wait, which ends the turn; refused as fenced once another turn has begun."""
 
     @_abc_1.abstractmethod
     def Groups(
