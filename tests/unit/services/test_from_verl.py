@@ -99,6 +99,7 @@ MOST_WRITTEN = [
     ),
     (f"{A}.policy_loss.loss_mode=gspo", {"actor.policy_loss.loss_mode": "gspo"}),
     (f"{A}.fsdp_config.param_offload=False {A}.fsdp_config.optimizer_offload=False", {}),
+    (f"{A}.fsdp_config.optimizer_offload=True", {"actor.optim.offload": True}),
     (f"{A}.fsdp_config.ulysses_sequence_parallel_size=1", {}),
     (f"{R}.name=vllm", {"rollout.name": "vllm", "rollout.deterministic": False}),
     (f"{R}.n=5", {"rollout.n": 5}),
@@ -134,6 +135,7 @@ MOST_WRITTEN = [
         {"reference.max_tokens_per_batch": 4800},
     ),
     (f"{F}.fsdp_config.param_offload=True", {}),
+    ("critic.model.fsdp_config.optimizer_offload=True", {"critic.optim.offload": True}),
     (
         "critic.optim.lr=3e-5 critic.model.path=/c critic.cliprange_value=0.4",
         {"critic.optim.lr": 3e-5, "critic.path": Path("/c"), "critic.cliprange_value": 0.4},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from meshrl.trainer.config import ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.export import export_policy
 from meshrl.trainer.model import Policy, build_policy, load_hf, random_hf
-from meshrl.trainer.optim import Optimizers
+from meshrl.trainer.optim import Optimizers, move_state
 from meshrl.trainer.packing import pack
 from meshrl.trainer.snapshot import take_snapshot
 
 from . import tiny
 
 PROMPT = 2
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def learned(world: World, config: Any, steps: int, **changes: Any) -> dict[str, torch.Tensor]:
@@ -51,6 +53,45 @@ def test_a_memory_option_changes_no_weight(world: World, option: str) -> None:
     saving = learned(world, tiny.config(), 3, **{option: True})
     for name, weight in plain.items():
         torch.testing.assert_close(saving[name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])]
+)
+def test_an_offloaded_optimizer_learns_the_same_bits_and_lies_on_the_cpu_between_steps(
+    name: Any, device: str
+) -> None:
+    torch.manual_seed(0)
+    start = torch.nn.Linear(8, 4).to(device)
+    models = [copy.deepcopy(start) for _ in range(2)]
+    made = [
+        Optimizers(model, OptimConfig(name=name, lr=1e-2, offload=offload))
+        for model, offload in zip(models, (False, True), strict=True)
+    ]
+    for step in range(4):
+        if step == 2:  # a resume in between
+            again = Optimizers(models[1], OptimConfig(name=name, lr=1e-2, offload=True))
+            for old, part in zip(made[1].parts, again.parts, strict=True):
+                part.load_state_dict(old.state_dict())
+            made[1] = again
+        for model, optimizers in zip(models, made, strict=True):
+            model(torch.ones(3, 8, device=device) * (step + 1)).square().sum().backward()
+            assert optimizers.step(1e-2) > 0
+        kept = [v for part in made[1].parts for s in part.state.values() for v in s.values()]
+        assert kept and all(value.device.type == "cpu" for value in kept)
+    for plain, offloaded in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert offloaded.device.type == device
+        assert torch.equal(plain, offloaded)
+
+
+def test_a_state_is_brought_to_where_its_parameter_is_but_for_the_count_of_steps() -> None:
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    part = torch.optim.AdamW([parameter])
+    part.state[parameter] = {"exp_avg": torch.zeros(3), "step": torch.tensor(1.0)}
+    move_state(part)
+    assert part.state[parameter]["exp_avg"].is_meta
+    assert not part.state[parameter]["step"].is_meta
 
 
 @pytest.mark.slow

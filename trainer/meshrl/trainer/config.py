@@ -112,6 +112,9 @@ class OptimConfig(Config):
     lr_warmup_steps: NonNegativeInt = 0
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     min_lr_ratio: NonNegativeFloat = 0.0
+    offload: bool = False
+    """Keep the optimizer's state in the CPU's memory but for the moment of a step, when activations are gone: it
+    travels to the device and back at every step, and no number changes. `model.param_offload` keeps it there."""
 
 
 class PfPpoConfig(Config):

@@ -56,6 +56,9 @@ class Optimizers:
                 weight_decay=config.weight_decay,
             )
             self.parts.append(adamw)
+        if config.offload:
+            for part in self.parts:
+                _offload_between_steps(part)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -89,6 +92,24 @@ class Trained:
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     """What is not frozen: with LoRA, the adapters."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _offload_between_steps(part: torch.optim.Optimizer) -> None:
+    """As hooks, so that a step that DCP makes, and a state that it loads, are treated alike."""
+    part.register_step_pre_hook(lambda stepped, *_: move_state(stepped))
+    part.register_step_post_hook(lambda stepped, *_: move_state(stepped, "cpu"))
+    part.register_load_state_dict_post_hook(lambda loaded: move_state(loaded, "cpu"))
+
+
+def move_state(part: torch.optim.Optimizer, device: str | None = None) -> None:
+    """Bring the tensors of an optimizer's state to `device`, or to where each one's parameter is.
+
+    The count of steps stays: AdamW keeps it in the CPU's memory always.
+    """
+    for parameter, state in part.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                state[name] = value.to(device or parameter.device)
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

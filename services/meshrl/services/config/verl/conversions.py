@@ -386,16 +386,6 @@ def staleness_threshold(value: Any, given: Given) -> Answer:
     )
 
 
-def optimizer_offload(value: Any, given: Given) -> Answer:
-    """Not apart from the weights."""
-    if not value:
-        return Answer(note="off")
-    if given.get(f"{ACTOR}.fsdp_config.param_offload"):
-        return Answer(note="model.param_offload moves the optimizer's state, too")
-    note = "not apart from the weights: model.param_offload moves both; the results are the same"
-    return Answer(status=Status.IGNORED, note=note)
-
-
 def correction_cap(value: Any, given: Given) -> Answer:
     """The older name of truncated importance sampling."""
     if value is None or float(value) <= 0:

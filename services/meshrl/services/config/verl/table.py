@@ -187,7 +187,7 @@ def _actor() -> Iterator[Rule]:
     yield within(f"{ACTOR}.calculate_sum_pi_squared", "computed when the estimator reads it")
     yield within(f"{ACTOR}.calculate_entropy", "always in the metrics")
     yield same(f"{ACTOR}.fsdp_config.param_offload", "model.param_offload")
-    yield rule(f"{ACTOR}.fsdp_config.optimizer_offload", to.optimizer_offload)
+    yield same(f"{ACTOR}.fsdp_config.optimizer_offload", "actor.optim.offload")
     for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
         yield same(f"{ACTOR}.{name}", "model.ulysses_sequence_parallel_size")
     yield refused(
@@ -242,6 +242,8 @@ def _critic() -> Iterator[Rule]:
             take_default=found.take_default,
         )
     for verl, ours in (
+        ("model.fsdp_config.optimizer_offload", "optim.offload"),
+        ("fsdp_config.optimizer_offload", "optim.offload"),
         ("cliprange_value", "cliprange_value"),
         ("ppo_epochs", "ppo_epochs"),
         ("loss_agg_mode", "loss_agg_mode"),
