@@ -269,6 +269,7 @@ class ReplicaHello(_message.Message):
     COMMIT_DEADLINE_S_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     CARRIERS_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     highest_epoch: _builtins.int
     """The highest epoch this process has seen: a plane of a lower one is refused."""
@@ -278,6 +279,8 @@ class ReplicaHello(_message.Message):
     """How long this engine may take to commit (a drain lasts as long as a rollout)."""
     host: _builtins.str
     """Names the kernel and its shared memory: equal on both sides, one host. Empty when it cannot be told."""
+    address: _builtins.str
+    """host:port of its own service, for those who look after the fleet."""
     @_builtins.property
     def carriers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Carriers that this process can be reached by."""
@@ -291,10 +294,11 @@ class ReplicaHello(_message.Message):
         commit_deadline_s: _builtins.float = ...,
         host: _builtins.str = ...,
         carriers: _abc.Iterable[_builtins.str] | None = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carriers", b"carriers", "commit_deadline_s", b"commit_deadline_s", "highest_epoch", b"highest_epoch", "host", b"host", "replica", b"replica", "serving", b"serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carriers", b"carriers", "commit_deadline_s", b"commit_deadline_s", "highest_epoch", b"highest_epoch", "host", b"host", "replica", b"replica", "serving", b"serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +639,7 @@ class ReplicaInfo(_message.Message):
     PAUSE_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CARRIER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     state: Global___ReplicaState.ValueType
     generation: _builtins.int
@@ -646,6 +651,8 @@ class ReplicaInfo(_message.Message):
     """Why it is out."""
     carrier: _builtins.str
     """What brought its last version, or brings the one under way; empty before the first."""
+    address: _builtins.str
+    """host:port of its service; empty when it did not say."""
     def __init__(
         self,
         *,
@@ -657,10 +664,11 @@ class ReplicaInfo(_message.Message):
         pause_s: _builtins.float = ...,
         reason: _builtins.str = ...,
         carrier: _builtins.str = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "generation", b"generation", "last_sync_s", b"last_sync_s", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carrier", b"carrier", "generation", b"generation", "last_sync_s", b"last_sync_s", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

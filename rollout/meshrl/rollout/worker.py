@@ -34,6 +34,7 @@ from meshrl.rollout.journal import Journal
 from meshrl.rollout.library import Programs
 from meshrl.rollout.ports import Generator, GiveBackError, TogetherEngine
 from meshrl.rollout.recorder import Recorder
+from meshrl.rollout.report import NO_BREAKER, WorkerReport
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
 from meshrl.rollout.wave import Wave
@@ -137,6 +138,20 @@ class RolloutWorker:
     def held(self) -> int:
         """Rows held now."""
         return self._loop.held
+
+    def report(self) -> WorkerReport:
+        """How it does now; never blocks."""
+        breaker = self.breaker
+        return WorkerReport(
+            held=self.held,
+            slots=self._slots,
+            rows=replace(self.stats),
+            breaker=breaker.state if breaker else NO_BREAKER,
+            error_rate=breaker.error_rate if breaker else 0.0,
+            last_fault=breaker.last_fault if breaker else "",
+            opened=breaker.opened if breaker else 0,
+            draining=self._draining.is_set(),
+        )
 
     def drain(self) -> None:
         """Lease no more; `run` returns when what runs is done, or its grace is over."""

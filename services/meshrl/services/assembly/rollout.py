@@ -1,8 +1,8 @@
 """A rollout service: an engine, the worker that leases rows for it, the agent that keeps its weights current.
 
 queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── WeightAgent ◀──Join── trainer
-                                              ▲
-                                         RolloutDoor (Generate, GetStats)
+                                   ▲          ▲
+                 MemberDoor (GetReport, Drain)   RolloutDoor (Generate, GetStats)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.services import tls
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
+from meshrl.services.doors.member import MemberDoor
 from meshrl.services.doors.rollout import RolloutDoor
 from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Server
@@ -27,17 +28,13 @@ async def run(recipe: Recipe, site: Site) -> None:
     trainer = site.peer("trainer")
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
-    async with (
-        connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue,
-        Server(site.settings, [RolloutDoor(engine)]) as server,
-    ):
-        runs = await open_runs(queue, recipe)
+    async with connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue:
         max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,
             engine,
             tokenizer,
-            runs=runs,
+            runs=await open_runs(queue, recipe),
             worker=site.name,
             slots=recipe.rollout.slots,
             deterministic=is_deterministic(recipe.rollout, max_staleness),
@@ -46,22 +43,25 @@ async def run(recipe: Recipe, site: Site) -> None:
             breaker=recipe.rollout.breaker,
             serving=lambda: agent.serving(),
         )
-        agent = WeightAgent(
-            recipe.weights,
-            run=recipe.run.name,
-            replica=site.name,
-            engine=engine,
-            on_update=recipe.rollout.on_update,
-            place=Place(directory=recipe.run.path, model_path=recipe.model.path),
-            connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
-            drain_s=recipe.rollout.deadline_s,
-            pause_s=lambda: engine.stats().update_pause_s,
-        )
-        try:
-            await engine.start()
-            await server.ready()
-            await work_until_stopped(
-                server, worker.run(grace_s=STAGE_GRACE_S), worker.drain, beside=agent.run()
+        member = MemberDoor(worker, engine, leave=lambda: server.stop())
+        async with Server(site.settings, [RolloutDoor(engine), member]) as server:
+            agent = WeightAgent(
+                recipe.weights,
+                run=recipe.run.name,
+                replica=site.name,
+                engine=engine,
+                on_update=recipe.rollout.on_update,
+                place=Place(directory=recipe.run.path, model_path=recipe.model.path),
+                connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
+                drain_s=recipe.rollout.deadline_s,
+                pause_s=lambda: engine.stats().update_pause_s,
+                address=server.reachable,
             )
-        finally:
-            await engine.close()
+            try:
+                await engine.start()
+                await server.ready()
+                await work_until_stopped(
+                    server, worker.run(grace_s=STAGE_GRACE_S), worker.drain, beside=agent.run()
+                )
+            finally:
+                await engine.close()

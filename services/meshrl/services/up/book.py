@@ -62,6 +62,11 @@ class AddressBook:
         """A copy in which `name` listens elsewhere."""
         return replace(self, services={**self.services, name: entry})
 
+    def without(self, name: str) -> AddressBook:
+        """A copy in which there is no `name`."""
+        left = {each: entry for each, entry in self.services.items() if each != name}
+        return replace(self, services=left)
+
     def save(self, path: Path) -> None:
         """Write the book; a reader sees the old one or this one, never a part."""
         fields = {

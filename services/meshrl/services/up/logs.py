@@ -62,7 +62,9 @@ class MergedLog:
                 self._show("up", f"error: logs are shown but not kept: {self._directory}: {why}")
 
     def _show(self, name: str, line: str) -> None:
-        style = "bold" if name == "up" else self._colour.get(name, "white")
+        # A worker that was added later takes the next colour.
+        colour = self._colour.setdefault(name, COLOURS[len(self._colour) % len(COLOURS)])
+        style = "bold" if name == "up" else colour
         text = Text(f"{name:>{self._width}} │ ", style=style)
         text.append(Text.from_ansi(line, style="" if not TELLING.search(line) else "bold red"))
         self._console.print(text, soft_wrap=True)

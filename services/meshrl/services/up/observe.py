@@ -90,11 +90,18 @@ class Observer:
                 await asyncio.sleep(EVERY_S)
 
     async def _ask_fleet(self) -> None:
-        names = list(self._book().of_kind("rollout"))
-        self._board.fleet.update(dict.fromkeys(names))
+        asked: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
-            for name in names:
-                group.create_task(self._ask_replica(name), name=f"observe-{name}")
+            while True:
+                names = self._book().of_kind("rollout").keys()
+                for name in names - asked.keys():
+                    self._board.fleet[name] = None
+                    task = group.create_task(self._ask_replica(name), name=f"observe-{name}")
+                    asked[name] = task
+                for name in asked.keys() - names:
+                    asked.pop(name).cancel()
+                    self._board.fleet.pop(name, None)
+                await asyncio.sleep(EVERY_S)
 
     async def _ask_replica(self, name: str) -> None:
         await self._until_ready(name)

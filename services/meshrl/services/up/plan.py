@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from meshrl.contract.errors import UserError
 from meshrl.services.config.recipe import Recipe, needs_reference
@@ -27,6 +28,7 @@ class Rule:
     drain_s: float
     finite: bool = False
     leads: bool = False
+    removable: bool = False
 
 
 RULES: Mapping[str, Rule] = {
@@ -34,11 +36,12 @@ RULES: Mapping[str, Rule] = {
     "reward": Rule(wave=1, drain_wave=1, drain_s=30),
     "reference": Rule(wave=1, drain_wave=1, drain_s=30),
     "trainer": Rule(wave=1, drain_wave=0, drain_s=300, finite=True, leads=True),
-    "rollout": Rule(wave=2, drain_wave=1, drain_s=30),
+    "rollout": Rule(wave=2, drain_wave=1, drain_s=30, removable=True),
     "feeder": Rule(wave=2, drain_wave=1, drain_s=30, finite=True),
 }
 
 
+ProbeOf: TypeAlias = Callable[[Callable[[], Entry]], Probe]
 FORGETFUL = "queue.store is memory, so its rows went with it; queue.store=disk survives"
 
 
@@ -86,13 +89,28 @@ class Plan:
             self._choose(name)
         self.book.save(book_path)
 
-    def services(self, probe_of: Callable[[Callable[[], Entry]], Probe]) -> list[Service]:
+    def services(self, probe_of: ProbeOf) -> list[Service]:
         """What the supervisor runs. `probe_of` makes a probe of whatever address the book then has."""
         return [self._service(name, kind, probe_of) for name, kind in self._kinds.items()]
 
-    def _service(
-        self, name: str, kind: str, probe_of: Callable[[Callable[[], Entry]], Probe]
-    ) -> Service:
+    def add_rollout(self, probe_of: ProbeOf) -> Service:
+        """One more rollout worker, in the book from here on. Names are not used twice."""
+        numbers = [int(name.removeprefix("rollout-")) for name in self._of_kind("rollout")]
+        name = f"rollout-{1 + max(numbers, default=-1)}"
+        self._kinds[name] = "rollout"
+        self._choose(name)
+        self.book.save(self._path)
+        return replace(self._service(name, "rollout", probe_of), expendable=True)
+
+    def remove(self, name: str) -> None:
+        """Nobody listens there any more."""
+        self.book = self.book.without(name)
+        self.book.save(self._path)
+
+    def _of_kind(self, kind: str) -> list[str]:
+        return [name for name, each in self._kinds.items() if each == kind]
+
+    def _service(self, name: str, kind: str, probe_of: ProbeOf) -> Service:
         rule = RULES[kind]
         argv = (
             *(sys.executable, "-m", "meshrl.services.cli", "serve", kind, str(self.book.recipe)),
@@ -107,6 +125,7 @@ class Plan:
             drain_s=rule.drain_s,
             finite=rule.finite,
             leads=rule.leads,
+            removable=rule.removable,
             cannot_restart=FORGETFUL if kind == "queue" and self._forgetful else "",
             on_port_taken=None if name in self._fixed else lambda: self._replace(name),
         )

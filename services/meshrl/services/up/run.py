@@ -18,6 +18,8 @@ from meshrl.services.config.load import save_recipe
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.up.board import Board
 from meshrl.services.up.book import BOOK_NAME, run_lock
+from meshrl.services.up.control import control_door
+from meshrl.services.up.fleet import Fleet
 from meshrl.services.up.health import health_probe
 from meshrl.services.up.logs import MergedLog
 from meshrl.services.up.observe import Observer
@@ -84,7 +86,9 @@ async def _supervise(
             loop.add_signal_handler(number, partial(_on_signal, supervisor, board, log, number))
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
         showing = _live(board, console) if live else _lines(board, log)
-        async with observer.observing(), showing:
+        fleet = Fleet(plan, supervisor, health_probe, partial(log, "up"))
+        door = control_door(recipe.run.path, fleet.verbs)
+        async with observer.observing(), showing, door:
             verdict = await supervisor.run()
     return verdict, board
 

@@ -37,6 +37,10 @@ class Service:
     """True: exit code 0 means that its work is done. False: it should not have ended."""
     leads: bool = False
     """True: when it is done, the run is done."""
+    removable: bool = False
+    """True: it may be drained while the run goes on."""
+    expendable: bool = False
+    """True: the run goes on without it where it cannot be started or keeps failing."""
     cannot_restart: str = ""
     """Why it must not be started again after a crash; empty where it may."""
     on_port_taken: Callable[[], None] | None = None

@@ -1,6 +1,7 @@
 """Starts services in waves, restarts what crashes, ends the run once, drains in order, leaves nothing behind.
 
     start:  wave 0 ──ready──▶ wave 1 ──ready──▶ ...        one `_keep` task per service owns its processes
+    fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
     drain:  drain wave 0 ──ended──▶ drain wave 1 ──▶ ...   SIGTERM, then SIGKILL after each service's own deadline
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from meshrl.contract.errors import MeshError
+from meshrl.contract.errors import ConflictError, MeshError, NotFoundError, UserError
 from meshrl.services.up.child import Child, LineSink
 from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
@@ -37,7 +38,17 @@ PROBE_EVERY_S = 0.1
 PORT_TRIES = 5
 BEFORE_DRAIN_S = 15.0
 
-Phase = Literal["waiting", "starting", "ready", "restarting", "draining", "done", "stopped"]
+Phase = Literal[
+    "waiting",
+    "starting",
+    "ready",
+    "restarting",
+    "draining",
+    "drained",
+    "failed",
+    "done",
+    "stopped",
+]
 
 
 @dataclass(slots=True)
@@ -74,10 +85,14 @@ class Supervisor:
         before_drain: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.states = {service.name: State() for service in services}
-        self._services = services
+        self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
         self._children: dict[str, Child] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Event] = {}
+        self._signalled: set[int] = set()
+        """Processes that were asked to drain: a second signal would end them at once."""
         self._ready = {service.name: asyncio.Event() for service in services}
         self._over = asyncio.Event()
         self._kill = asyncio.Event()
@@ -97,10 +112,9 @@ class Supervisor:
 
     async def run(self) -> Verdict:
         """Start, watch, drain; returns when no process of ours is left."""
-        keepers: list[asyncio.Task[None]] = []
         with self._sweeper:
             try:
-                await self._start_waves(keepers)
+                await self._start_waves()
                 await self._over.wait()
                 if self._before_drain and not self._kill.is_set():
                     await self._last_look(self._before_drain)
@@ -110,27 +124,74 @@ class Supervisor:
                 for child in self._children.values():
                     if child.running:
                         child.sweep()
-                for keeper in keepers:
+                for keeper in self._keepers.values():
                     keeper.cancel()
-                await asyncio.gather(*keepers, return_exceptions=True)
+                await asyncio.gather(*self._keepers.values(), return_exceptions=True)
                 await asyncio.gather(*(child.done for child in self._children.values()))
         assert self._verdict is not None
         return self._verdict
+
+    def add(self, service: Service) -> None:
+        """Start one more service now.
+
+        Raises:
+            ConflictError: the run is over, or has a service of this name.
+        """
+        self.check_running()
+        if service.name in self.states:
+            raise ConflictError(f"this mesh has a {service.name} already")
+        self.states[service.name] = State()
+        self._services.append(service)
+        self._keep_alive(service)
+
+    async def drain(self, name: str) -> bool:
+        """End one service for good; the run goes on. True when it drained in time, False when it had to be killed.
+
+        Draining twice is draining once.
+
+        Raises:
+            NotFoundError: no such service. UserError: the run cannot do without it. ConflictError: the run is over.
+        """
+        service = next((each for each in self._services if each.name == name), None)
+        if service is None:
+            raise NotFoundError(
+                f"this mesh has no service {name} (it has: {', '.join(self.states)})"
+            )
+        if not service.removable:
+            raise UserError(f"{name} cannot be drained: the run cannot go on without it")
+        self.check_running()
+        if name not in self._keepers:
+            raise ConflictError(f"{name} has not been started yet: try again in a moment")
+        self._leaving[name].set()
+        self._ready[name].set()  # whoever waits for its wave must not wait for this one
+        await asyncio.shield(self._keepers[name])
+        child = self._children.get(name)
+        return child is None or child.done.result() != -signal.SIGKILL
+
+    def check_running(self) -> None:
+        """Raises ConflictError once the run is over."""
+        if self._over.is_set():
+            raise ConflictError("the run is over and drains")
+
+    def _keep_alive(self, service: Service) -> None:
+        self._ready.setdefault(service.name, asyncio.Event())
+        self._leaving[service.name] = asyncio.Event()
+        keeper = asyncio.create_task(self._keep(service), name=f"keep-{service.name}")
+        keeper.add_done_callback(self._keeper_ended)
+        self._keepers[service.name] = keeper
 
     def _end(self, verdict: Verdict) -> None:
         if self._verdict is None:
             self._verdict = verdict
         self._over.set()
 
-    async def _start_waves(self, keepers: list[asyncio.Task[None]]) -> None:
+    async def _start_waves(self) -> None:
         ordered = sorted(self._services, key=lambda service: service.wave)
         for _, wave in groupby(ordered, key=lambda service: service.wave):
             names = []
             for service in wave:
                 names.append(service.name)
-                task = asyncio.create_task(self._keep(service), name=f"keep-{service.name}")
-                task.add_done_callback(self._keeper_ended)
-                keepers.append(task)
+                self._keep_alive(service)
             all_ready = asyncio.gather(*(self._ready[name].wait() for name in names))
             await first_of(all_ready, self._over.wait())
             if self._over.is_set():
@@ -141,18 +202,23 @@ class Supervisor:
             self._end(Verdict(code=Exit.FAILED, line=f"{keeper.get_name()}: {error}"))
 
     async def _keep(self, service: Service) -> None:
-        """Keep one service alive until the run is over or its work is done."""
-        state = self.states[service.name]
+        """Keep one service alive until the run is over, its work is done, or it is to leave."""
+        state, leaving = self.states[service.name], self._leaving[service.name]
         quick, ports_tried = 0, 0
-        while not self._over.is_set():
+        while not self._over.is_set() and not leaving.is_set():
             state.phase = "starting"
             child = await self._start(service)
             ready = await self._until_ready(child)
+            await first_of(asyncio.shield(child.done), leaving.wait())
+            if leaving.is_set() and child.running:
+                await self._drain_one(child)
             code = await asyncio.shield(child.done)
             self._sweeper.remove(child.pid)
             if self._over.is_set():
                 state.phase = "stopped"
                 return
+            if leaving.is_set():
+                break
             if code == Exit.DONE and service.finite:
                 state.phase = "done"
                 self._ready[service.name].set()
@@ -161,7 +227,7 @@ class Supervisor:
                 return
             if code == Exit.USER_ERROR:
                 line = f"{service.name}: {child.last_error.removeprefix('error: ')}"
-                self._end(Verdict(code=Exit.USER_ERROR, line=line))
+                self._fail(service, Verdict(code=Exit.USER_ERROR, line=line))
                 return
             if code == Exit.PORT_IN_USE and service.on_port_taken and ports_tried < PORT_TRIES:
                 ports_tried += 1
@@ -177,14 +243,22 @@ class Supervisor:
             quick = quick + 1 if not ready or alive_s < QUICK_S else 1
             if quick >= QUICK_FAILURES:
                 line = f"{service.name} failed {quick} times in a row; it last said: {child.last_error}"
-                self._end(Verdict(code=Exit.FAILED, line=line))
+                self._fail(service, Verdict(code=Exit.FAILED, line=line))
                 return
             state.phase = "restarting"
             state.restarts += 1
             backoff = min(FIRST_BACKOFF_S * 2**quick, LONGEST_BACKOFF_S)
             self._sink("up", f"{service.name} {_how(code)}; starting it again in {backoff:.1f} s")
-            await first_of(self._over.wait(), timeout_s=backoff)
-        state.phase = "stopped"
+            await first_of(self._over.wait(), leaving.wait(), timeout_s=backoff)
+        state.phase = "drained" if leaving.is_set() else "stopped"
+
+    def _fail(self, service: Service, verdict: Verdict) -> None:
+        """A service that is not coming back: the end of the run, unless that can go on without it."""
+        if not service.expendable:
+            self._end(verdict)
+            return
+        self.states[service.name].phase = "failed"
+        self._sink("up", f"the run goes on without it: {verdict.line}")
 
     async def _start(self, service: Service) -> Child:
         child = await Child.start(service, self._sink)
@@ -197,7 +271,8 @@ class Supervisor:
         """True when the probe says so; False when the process ended, or took too long and was killed."""
         service = child.service
         clock = asyncio.get_running_loop().time
-        while child.running and not self._over.is_set():
+        leaving = self._leaving[service.name]
+        while child.running and not self._over.is_set() and not leaving.is_set():
             if await service.probe():
                 child.ready_at = clock()
                 self.states[service.name].phase = "ready"
@@ -228,7 +303,9 @@ class Supervisor:
         """SIGTERM, a deadline, SIGKILL; a second `stop` skips to the end."""
         name = child.service.name
         self.states[name].phase = "draining"
-        child.signal(signal.SIGTERM)
+        if child.pid not in self._signalled:
+            self._signalled.add(child.pid)
+            child.signal(signal.SIGTERM)
         ended = asyncio.shield(child.done)
         await first_of(ended, self._kill.wait(), timeout_s=child.service.drain_s)
         if child.running:

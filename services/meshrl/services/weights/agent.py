@@ -58,6 +58,7 @@ class WeightAgent:
         connect: Callable[[], grpc.aio.Channel],
         drain_s: float = 0.0,
         pause_s: Callable[[], float] | None = None,
+        address: str = "",
     ) -> None:
         """Nothing happens before `run`.
 
@@ -70,6 +71,7 @@ class WeightAgent:
             place: the run's directory as this process sees it.
             connect: a fresh channel to the trainer's process.
             drain_s: how long running requests may keep a drained commit waiting.
+            address: host:port of this process's service, for those who look after the fleet.
             pause_s: how long the last update held generation up; None takes the duration of the commit.
         """
         self._config = config
@@ -80,6 +82,7 @@ class WeightAgent:
         self._connect = connect
         self._commit_s = config.commit_s + (drain_s if on_update is OnUpdate.DRAIN else 0.0)
         self._pause_s = pause_s
+        self._address = address
         self._carriers = Carriers(config, place)
         self._merger = Merger(place.model_path)
         self._highest_epoch = 0
@@ -168,6 +171,7 @@ class WeightAgent:
             commit_deadline_s=self._commit_s,
             host=host_id(),
             carriers=self._carriers.names,
+            address=self._address,
         )
         return pb.ReplicaMessage(stamp=stamp(self._run, 0, self._version), hello=hello)
 

@@ -47,6 +47,8 @@ class ReplicaView:
     """Why it is out."""
     carrier: str = ""
     """What brought its last version, or brings the one under way."""
+    address: str = ""
+    """Where its own service listens; empty when it did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ def encode_fleet(fleet: FleetView) -> pb.FleetResponse:
                 pause_s=view.pause_s,
                 reason=view.reason,
                 carrier=view.carrier,
+                address=view.address,
             )
             for view in fleet.replicas
         ],
@@ -110,6 +113,7 @@ def decode_fleet(message: pb.FleetResponse) -> FleetView:
                 pause_s=info.pause_s,
                 reason=info.reason,
                 carrier=info.carrier,
+                address=info.address,
             )
             for info in message.replicas
         ),

@@ -39,6 +39,7 @@ class Replica:
         config: WeightsConfig,
     ) -> None:
         self.name = hello.hello.replica
+        self.address = hello.hello.address
         self.generation = link.generation
         self.peer = peer
         self.version = version
@@ -73,6 +74,7 @@ class Replica:
             pause_s=self.pause_s,
             reason=self.reason,
             carrier=self._way.carrier if self._way else "",
+            address=self.address,
         )
 
     async def prepare(self, source: WeightSource) -> None:

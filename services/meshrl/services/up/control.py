@@ -1,0 +1,132 @@
+"""The control door of a running `up`: a Unix socket in the run's directory that only its owner can open.
+
+    meshrl fleet ── {"verb": …} line ──▶ up.sock ──▶ Fleet        one request and one answer per connection
+                 ◀── {"answer": …} or {"error": …} ──
+
+waits for: a client's line, ASK_S; the verb itself. unblocked by: the client, or the end of `up`, whose answer is then
+an end of file. A socket that a killed `up` left behind is replaced by the next one: the run's lock says who lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+from meshrl.contract.errors import MeshError, UnavailableError, UserError, from_wire
+
+SOCKET_NAME = "up.sock"
+ASK_S = 5.0
+"""A client that connects has this long to say what it wants."""
+
+Answer: TypeAlias = Mapping[str, object]
+Verb: TypeAlias = Callable[[Mapping[str, object]], Awaitable[Answer]]
+
+
+@asynccontextmanager
+async def control_door(run_dir: Path, verbs: Mapping[str, Verb]) -> AsyncIterator[None]:
+    """Answer `verbs` while the body runs. The caller holds the run's lock.
+
+    Raises:
+        UserError: the directory's file system has no sockets.
+    """
+    running: set[asyncio.Task[None]] = set()
+
+    def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(_serve(reader, writer, verbs), name="up-control")
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    (run_dir / SOCKET_NAME).unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with short_path(run_dir) as path:
+            mask = os.umask(0o177)
+            try:
+                listener.bind(path)
+            finally:
+                os.umask(mask)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"{run_dir}: no control socket can be made here: {error}") from error
+    server = await asyncio.start_unix_server(on_client, sock=listener)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        (run_dir / SOCKET_NAME).unlink(missing_ok=True)
+
+
+async def _serve(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, verbs: Mapping[str, Verb]
+) -> None:
+    try:
+        async with asyncio.timeout(ASK_S):
+            line = await reader.readline()
+        answer = await _answer(line, verbs)
+        writer.write(json.dumps(answer).encode() + b"\n")
+        await writer.drain()
+    except (OSError, TimeoutError, ValueError):
+        pass  # the client went away, said nothing, or never ended its line: nobody is there to be told
+    finally:
+        writer.close()
+
+
+async def _answer(line: bytes, verbs: Mapping[str, Verb]) -> Mapping[str, object]:
+    try:
+        try:
+            request = json.loads(line)
+            verb = verbs[request["verb"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"this `up` knows the verbs {', '.join(verbs)}") from error
+        return {"answer": await verb(request)}
+    except MeshError as error:
+        return {"error": {"code": error.code, "message": str(error)}}
+
+
+async def ask_up(run_dir: Path, verb: str, *, timeout_s: float, **arguments: object) -> Answer:
+    """What the `up` of `run_dir` answers.
+
+    Raises:
+        UnavailableError: none answers within `timeout_s`. MeshError: what the verb raised there.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            with short_path(run_dir) as path:
+                reader, writer = await asyncio.open_unix_connection(path)
+            try:
+                writer.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+                told = json.loads(await reader.readline())
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except TimeoutError as error:
+        raise UnavailableError(
+            f"`up` in {run_dir} did not answer within {timeout_s:.0f} s"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"`up` in {run_dir} does not answer; has it ended?") from error
+    if "error" in told:
+        raise from_wire(told["error"]["code"], told["error"]["message"], {})
+    answer: Answer = told["answer"]
+    return answer
+
+
+@contextmanager
+def short_path(run_dir: Path) -> Iterator[str]:
+    """The socket's path in at most 108 bytes, which is all that a Unix socket's address holds."""
+    directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{SOCKET_NAME}"
+    finally:
+        os.close(directory)
