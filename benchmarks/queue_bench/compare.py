@@ -21,6 +21,8 @@ SEED = 0
 WARM_UP = 2 * BATCH // GROUP
 """Groups of the pass that is not counted."""
 PEER = "peer"
+TUNING = ("groups", "in_flight", "admit", "resident_batches", "shards", "shared_memory_mb")
+"""Of ours."""
 Opener = Callable[[Path], AbstractAsyncContextManager[System]]
 
 
@@ -49,6 +51,9 @@ def parse(description: str) -> argparse.Namespace:
     tuning.add_argument("--in-flight", type=int, default=2, help="calls of each client")
     tuning.add_argument("--admit", type=int, default=128, help="tasks of one call")
     tuning.add_argument("--resident-batches", type=int, default=16, help="bound of admission")
+    tuning.add_argument(
+        "--shared-memory-mb", type=int, default=0, help="that each client lends (%(default)s)"
+    )
     tuning.add_argument("--shards", type=int, default=1, help="queue processes (%(default)s)")
     tuning = parser.add_argument_group("tuning of the peer")
     tuning.add_argument("--peer-in-flight", type=int, default=2, help="calls of each client")
@@ -71,13 +76,7 @@ def parse(description: str) -> argparse.Namespace:
 
 def openers(arguments: argparse.Namespace) -> list[tuple[Opener, dict[str, dict[str, int]]]]:
     """How each system is started, and what is measured on it: names, and what their passes are told."""
-    tuning = {
-        "groups": arguments.groups,
-        "in_flight": arguments.in_flight,
-        "admit": arguments.admit,
-        "resident_batches": arguments.resident_batches,
-        "shards": arguments.shards,
-    }
+    tuning = {name: getattr(arguments, name) for name in TUNING}
     found: list[tuple[Opener, dict[str, dict[str, int]]]] = [
         (partial(systems.ours, store, seed=SEED, tuning=tuning), {store: {}})
         for store in arguments.store.split(",")
@@ -118,8 +117,7 @@ async def compare(arguments: argparse.Namespace) -> None:
             "tuning": {
                 key: value
                 for key, value in vars(arguments).items()
-                if key in ("groups", "in_flight", "admit", "resident_batches", "shards")
-                or key.startswith("peer_")
+                if key in TUNING or key.startswith("peer_")
             },
             "systems": figures,
             "ratios": ratios(figures),

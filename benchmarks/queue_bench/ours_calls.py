@@ -23,6 +23,7 @@ from meshrl.contract.nouns import (
 )
 from meshrl.contract.ports import Queue
 from meshrl.services.wires import QueueWire
+from meshrl.services.wires.queue import WireOptions
 from meshrl.services.wires.shard import ShardWire
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
@@ -31,11 +32,12 @@ ANNOTATE = StageSpec(name="annotate", reads=("tokens",), writes=("reward", "ref_
 COLUMNS = (*ROLLOUT.writes, *ANNOTATE.writes)
 
 
-def connect(addresses: str) -> Queue:
+def connect(addresses: str, shared_memory_bytes: int = 0) -> Queue:
     """A queue service, or the router over several, their addresses separated by commas."""
+    options: WireOptions = {"shared_memory_bytes": shared_memory_bytes}
     if "," not in addresses:
-        return QueueWire(addresses)
-    return ShardedQueue([ShardWire(address) for address in addresses.split(",")])
+        return QueueWire(addresses, **options)
+    return ShardedQueue([ShardWire(address, **options) for address in addresses.split(",")])
 
 
 def run_spec(run: str, *, group_size: int, batch_groups: int, batches: int) -> RunSpec:

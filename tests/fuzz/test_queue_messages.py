@@ -95,6 +95,8 @@ async def recorded(address: str) -> dict[str, list[Request]]:
     try:
         async with QueueWire(f"127.0.0.1:{port}", patience_s=1) as wire:
             await every_verb(wire)
+        async with QueueWire(f"127.0.0.1:{port}", shared_memory_bytes=1 << 16) as lending:
+            await lending.fetch("run", [], ["tokens"])
     finally:
         await proxy.stop(None)
         await recorder.close()

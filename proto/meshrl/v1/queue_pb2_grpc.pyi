@@ -63,6 +63,8 @@ class QueueStub:
     """Admit dead-lettered rows again as further attempts."""
     WhyWaiting: _aio.UnaryUnaryMultiCallable[_queue_pb2.RunRequest, _queue_pb2.WaitingList]
     """Everything that blocks now, the longest wait first."""
+    Lend: _aio.UnaryUnaryMultiCallable[_queue_pb2.LendRequest, _queue_pb2.LendResponse]
+    """Offer memory of this host, for frames to go through; answered with a proof, or without where it is another host."""
 
 class QueueServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -247,5 +249,13 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_queue_pb2.RunRequest, _abc.Awaitable[_queue_pb2.WaitingList]],
     ) -> _abc.Awaitable[_queue_pb2.WaitingList]:
         """Everything that blocks now, the longest wait first."""
+
+    @_abc_1.abstractmethod
+    def Lend(
+        self,
+        request: _queue_pb2.LendRequest,
+        context: _aio.ServicerContext[_queue_pb2.LendRequest, _abc.Awaitable[_queue_pb2.LendResponse]],
+    ) -> _abc.Awaitable[_queue_pb2.LendResponse]:
+        """Offer memory of this host, for frames to go through; answered with a proof, or without where it is another host."""
 
 def add_QueueServicer_to_server(servicer: QueueServicer, server: _aio.Server) -> None: ...

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.services.config.recipe import Recipe
+from meshrl.services.site import Site
 from meshrl.services.wires.peer import STAGE_PATIENCE_S
-from meshrl.services.wires.queue import QueueWire
+from meshrl.services.wires.queue import QueueWire, WireOptions
 from meshrl.services.wires.shard import ShardWire
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.sharding.router import ShardedQueue
@@ -21,23 +22,39 @@ from meshrl.transferqueue.store import Store
 
 @asynccontextmanager
 async def connect_queue(
-    addresses: str, *, patience_s: float = STAGE_PATIENCE_S, compression: Mode = "auto"
+    addresses: str,
+    *,
+    patience_s: float = STAGE_PATIENCE_S,
+    compression: Mode = "auto",
+    shared_memory_bytes: int = 0,
 ) -> AsyncIterator[Queue]:
     """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas."""
     found = [address.strip() for address in addresses.split(",")]
+    manner: WireOptions = {
+        "patience_s": patience_s,
+        "compression": compression,
+        "shared_memory_bytes": shared_memory_bytes,
+    }
     if len(found) == 1:
-        async with QueueWire(found[0], patience_s=patience_s, compression=compression) as queue:
+        async with QueueWire(found[0], **manner) as queue:
             yield queue
         return
     async with AsyncExitStack() as stack:
-        wires = [
-            ShardWire(address, patience_s=patience_s, compression=compression) for address in found
-        ]
+        wires = [ShardWire(address, **manner) for address in found]
         for wire in wires:
             await stack.enter_async_context(wire)
         router = ShardedQueue(wires)
         stack.push_async_callback(router.close)
         yield router
+
+
+def queue_of(recipe: Recipe, site: Site) -> AbstractAsyncContextManager[Queue]:
+    """The queue of a service's own mesh, as its recipe says."""
+    return connect_queue(
+        site.peer("queue"),
+        compression=recipe.queue.compression,
+        shared_memory_bytes=recipe.queue.shared_memory_bytes,
+    )
 
 
 def shard_number(recipe: Recipe, name: str) -> int:

@@ -43,7 +43,7 @@ def test_a_written_frame_is_taken_as_it_was_put(arena: Arena, lent: Lent) -> Non
 def test_a_fetched_frame_is_viewed_without_a_copy(arena: Arena, lent: Lent) -> None:
     region = arena.reserve(3000)
     assert region is not None
-    given = lent.give(region, [frame(1), frame(2, 10_000), frame(3)])
+    given, _ = lent.give(region, [frame(1), frame(2, 10_000), frame(3)])
     assert given[1] == frame(2, 10_000), "what does not fit comes inline"
     for slot, number in ((given[0], 1), (given[2], 3)):
         assert isinstance(slot, Slot)

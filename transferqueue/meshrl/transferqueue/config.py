@@ -58,6 +58,8 @@ class QueueConfig(Config):
     """Holds the password, which then need not stand in the URL."""
     compression: Literal["auto", "off", "zstd"] = "auto"
     """Of payload on the way: `auto` between hosts, and not on loopback; lossless, about 2.5 times fewer bytes."""
+    shared_memory_bytes: NonNegativeInt = 0
+    """That each service lends to a queue on its host (in /dev/shm), for payload to go around gRPC; 0: none."""
     max_staleness: Staleness = 1
     """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
     lease_ttl_s: PositiveFloat = 30.0

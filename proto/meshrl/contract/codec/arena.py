@@ -72,6 +72,11 @@ class Offer:
     boot_id: str
     name: str
 
+    @classmethod
+    def here(cls, name: str) -> Self:
+        """Of an arena on this very host."""
+        return cls(boot_id(), name)
+
 
 def boot_id() -> str:
     """Of the running kernel; empty where there is none to be read."""
@@ -81,11 +86,24 @@ def boot_id() -> str:
         return ""
 
 
+def arena_name(arena: bytes) -> str:
+    """The file of an arena, by its eight bytes."""
+    return f"meshrl-{arena.hex()}.arena"
+
+
+def arena_id(name: str) -> bytes:
+    """The inverse of `arena_name`. Raises UserError."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{name!r} is no name of an arena")
+    return bytes.fromhex(name[len("meshrl-") : -len(".arena")])
+
+
 class Arena:
     """Memory that this process lends. Made by `create`; use it as a context manager, or `close` it."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self._path = path
+        self.size = size
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, size)
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -102,7 +120,7 @@ class Arena:
             CapacityError: there is no such folder, or no room in it.
         """
         sweep(folder)
-        path = folder / f"meshrl-{secrets.token_hex(8)}.arena"
+        path = folder / arena_name(secrets.token_bytes(8))
         size = _aligned(size) + HEAD_BYTES
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -123,7 +141,7 @@ class Arena:
     @property
     def offer(self) -> Offer:
         """For the queue's `Lent.accept`."""
-        return Offer(boot_id=boot_id(), name=self._path.name)
+        return Offer.here(self._path.name)
 
     def is_proved_by(self, answer: bytes) -> bool:
         """Whether a queue that answered the offer so has read this file."""
@@ -172,6 +190,14 @@ class Arena:
             raise CorruptError(f"{slot} is outside of {region}")
         frame = memoryview(self._map).toreadonly()[slot.offset : slot.offset + slot.size]
         return _checked(frame, slot)
+
+    def copy(self, slot: Slot) -> bytes:
+        """The frame in a slot of any region that is in use. Raises CorruptError."""
+        if slot.offset < HEAD_BYTES or slot.size < 0 or slot.offset + slot.size > self.size:
+            raise CorruptError(f"{slot} is outside of the arena")
+        frame = self._map[slot.offset : slot.offset + slot.size]
+        _checked(memoryview(frame), slot)
+        return frame
 
     def free(self, held: Slot | Region) -> None:
         """The memory may be used again: the call was answered, and no view is left. Twice is once."""
@@ -223,8 +249,7 @@ class Lent:
         Raises:
             UserError: the name is none of an arena.
         """
-        if not _NAME.fullmatch(offer.name):
-            raise UserError(f"{offer.name!r} is no name of an arena")
+        arena_id(offer.name)
         if not offer.boot_id or offer.boot_id != boot_id():
             return None
         try:
@@ -251,14 +276,8 @@ class Lent:
         _checked(memoryview(frame), slot)
         return frame
 
-    def give(
-        self, region: Region, frames: Iterable[bytes | memoryview]
-    ) -> list[Slot | bytes | memoryview]:
-        """Write frames into a region, one after the other; those that do not fit come back as they are.
-
-        Raises:
-            CorruptError: the region is outside of the arena.
-        """
+    def check(self, region: Region) -> None:
+        """Raises CorruptError for a region outside of the arena."""
         end = region.offset + region.size
         if (
             region.offset < HEAD_BYTES
@@ -266,6 +285,20 @@ class Lent:
             or end > os.fstat(self._descriptor).st_size
         ):
             raise CorruptError(f"{self._name}: {region} is outside of the arena")
+
+    def give(
+        self, region: Region, frames: Iterable[bytes | memoryview]
+    ) -> tuple[list[Slot | bytes | memoryview], Region]:
+        """Write frames into a region, one after the other; those that do not fit come back as they are.
+
+        Returns:
+            For each frame its slot or itself, and what is left of the region.
+
+        Raises:
+            CorruptError: the region is outside of the arena.
+        """
+        self.check(region)
+        end = region.offset + region.size
         given: list[Slot | bytes | memoryview] = []
         at = region.offset
         for frame in frames:
@@ -275,7 +308,7 @@ class Lent:
             os.pwrite(self._descriptor, frame, at)
             given.append(Slot(at, len(frame), _SEAL.unpack_from(frame)[0]))
             at += _aligned(len(frame))
-        return given
+        return given, Region(at, end - at)
 
     def close(self) -> None:
         """Idempotent."""

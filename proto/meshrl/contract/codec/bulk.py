@@ -72,14 +72,20 @@ def serialize(bulk: Bulk[M]) -> bytes:
     return bulk.SerializeToString()
 
 
-def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
-    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError."""
+def parser(
+    kind: type[M], fetched: Callable[[Frame], Frame] | None = None
+) -> Callable[[bytes], Bulk[M]]:
+    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
+
+    `fetched` gets the frame that another stands for (lending.py).
+    """
 
     def parse(data: bytes) -> Bulk[M]:
         rest, frames = _apart(memoryview(data))
         size = len(data)
         for number, frame in enumerate(frames):
-            frames[number] = whole = _plain(frame, MAX_PLAIN_BYTES + len(frame) - size)
+            inline = frame if fetched is None else fetched(frame)
+            frames[number] = whole = _plain(inline, MAX_PLAIN_BYTES + len(frame) - size)
             size += len(whole) - len(frame)
         return Bulk(kind.FromString(rest), frames, size)
 

@@ -7,7 +7,7 @@ import asyncio
 from meshrl.services.assembly._parts import open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe, train_sampling, train_spec
 from meshrl.services.prompts import read_prompts
-from meshrl.services.queues import connect_queue
+from meshrl.services.queues import queue_of
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
 from meshrl.trainer.data.feeder import Feeder
@@ -26,7 +26,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         deadline_s=recipe.rollout.deadline_s,
     )
     async with (
-        connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue,
+        queue_of(recipe, site) as queue,
         Server(site.settings, []) as server,
     ):
         await open_runs(queue, recipe)

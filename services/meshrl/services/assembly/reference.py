@@ -7,7 +7,7 @@ import asyncio
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reference import ReferenceDoor
-from meshrl.services.queues import connect_queue
+from meshrl.services.queues import queue_of
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
@@ -29,7 +29,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     )
     try:
         async with (
-            connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue,
+            queue_of(recipe, site) as queue,
             Server(site.settings, [ReferenceDoor(model)]) as server,
         ):
             await open_runs(queue, recipe)

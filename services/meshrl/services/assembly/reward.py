@@ -21,7 +21,7 @@ from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reward import RewardDoor
 from meshrl.services.doors.reward_registry import RewardRegistryDoor, caller_of
 from meshrl.services.interceptor import Around, Context
-from meshrl.services.queues import connect_queue
+from meshrl.services.queues import queue_of
 from meshrl.services.rewards.app import build_app
 from meshrl.services.rewards.audit import AuditLog
 from meshrl.services.rewards.auth import Guard, Role, TokenBook
@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 async def run(recipe: Recipe, site: Site) -> None:
     """Serve until stopped."""
-    address = site.peer("queue")
     config = recipe.reward.registry
     settings = site.settings.model_copy(update={"authenticated": config.tokens is not None})
     guard = _guard(config, settings)
@@ -48,9 +47,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
         audit = stack.enter_context(closing(AuditLog(directory / "audit.jsonl")))
         desk = RewardDesk(registry, guard, audit)
-        queue = await stack.enter_async_context(
-            connect_queue(address, compression=recipe.queue.compression)
-        )
+        queue = await stack.enter_async_context(queue_of(recipe, site))
         doors: list[Door] = [RewardDoor(registry.judge, registry.judge)]
         if submissions:
             doors.append(RewardRegistryDoor(desk))

@@ -15,7 +15,7 @@ from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.member import MemberDoor
 from meshrl.services.doors.rollout import RolloutDoor
-from meshrl.services.queues import connect_queue
+from meshrl.services.queues import queue_of
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
 from meshrl.services.transport import CHANNEL_OPTIONS
@@ -28,7 +28,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     trainer = site.peer("trainer")
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
-    async with connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue:
+    async with queue_of(recipe, site) as queue:
         max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,

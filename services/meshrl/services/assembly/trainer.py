@@ -30,7 +30,7 @@ from meshrl.services.config.recipe import (
 )
 from meshrl.services.doors.trainer import TrainerDoor
 from meshrl.services.prompts import eval_tasks, read_prompts
-from meshrl.services.queues import connect_queue
+from meshrl.services.queues import queue_of
 from meshrl.services.runtime import Door, Server
 from meshrl.services.site import Site
 from meshrl.services.weights.carrier import Place
@@ -66,7 +66,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     )
     compute = Compute(world.device)
     try:
-        async with connect_queue(site.peer("queue"), compression=recipe.queue.compression) as queue:
+        async with queue_of(recipe, site) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, site)
             learner = await compute.run(partial(build_learner, recipe, setting, world))

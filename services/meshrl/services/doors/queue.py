@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from meshrl.contract import codec
+from meshrl.contract.codec.arena import Offer, Region
 from meshrl.contract.codec.compression import TAKES_SQUEEZED
+from meshrl.contract.codec.lending import Borrower, Page
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import JournalGroup
 from meshrl.contract.ports import Queue
@@ -28,11 +30,13 @@ class QueueDoor(rpc.QueueServicer):
 
     service: Final = full_name(pb.DESCRIPTOR, "Queue")
     waits: Final = frozenset({"Admit", "Lease", "Take"})
-    parsers: Final = dict.fromkeys(("Write", "Append"), codec.parser(pb.WriteRequest))
     serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
+        self._borrower = Borrower()
+        parse = codec.parser(pb.WriteRequest, self._borrower.plain)
+        self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
     def attach(self, server: grpc.aio.Server) -> None:
         rpc.add_QueueServicer_to_server(self, server)
@@ -63,6 +67,7 @@ class QueueDoor(rpc.QueueServicer):
     async def Lease(  # type: ignore[override]  # payload beside the message
         self, request: pb.LeaseRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.LeaseResponse]]:
+        page = self._page(request)
         lease = await self._queue.lease(
             list(request.runs),
             request.stage,
@@ -72,8 +77,8 @@ class QueueDoor(rpc.QueueServicer):
             version=codec.decode_version(request.version) if request.HasField("version") else None,
             wait_s=bounded(request.wait_s),
         )
-        for message in codec.encode_lease(lease):
-            yield _for_caller(message, context)
+        for message in self._bulk(codec.encode_lease(lease), page, context):
+            yield message
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
         uids = codec.decode_uids(request.uids)
@@ -126,10 +131,11 @@ class QueueDoor(rpc.QueueServicer):
     async def Fetch(  # type: ignore[override]  # payload beside the message
         self, request: pb.FetchRowsRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
+        page = self._page(request)
         asked = codec.decode_rows(request.rows)
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
-        for message in codec.encode_fetched(groups):
-            yield _for_caller(message, context)
+        for message in self._bulk(codec.encode_fetched(groups), page, context):
+            yield message
 
     async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:
         uids = codec.decode_uids(request.uids)
@@ -169,9 +175,26 @@ class QueueDoor(rpc.QueueServicer):
         waits = await self._queue.why_waiting(request.run)
         return pb.WaitingList(waits=map(codec.encode_waiting, waits))
 
+    async def Lend(self, request: pb.LendRequest, context: Context) -> pb.LendResponse:
+        offer = Offer(boot_id=request.boot_id, name=request.arena)
+        return pb.LendResponse(proof=self._borrower.accept(offer))
 
-def _for_caller(message: codec.Bulk[M], context: Context) -> codec.Bulk[M]:
-    """Squeezed for a caller that asks for it: across hosts it does, on one it does not."""
-    return (
-        message.squeezed() if TAKES_SQUEEZED in (context.invocation_metadata() or ()) else message
-    )
+    def _page(self, request: pb.LeaseRequest | pb.FetchRowsRequest) -> Page | None:
+        """Asked for before anything is handed out: a caller's mistake must cost no lease. Raises UserError."""
+        if not request.HasField("lent"):
+            return None
+        region = Region(request.lent.offset, request.lent.size)
+        return self._borrower.page(request.lent.arena, region)
+
+    @staticmethod
+    def _bulk(
+        messages: Iterable[codec.Bulk[M]],
+        page: Page | None,
+        context: Context,
+    ) -> Iterator[codec.Bulk[M]]:
+        """As the caller wants its frames: across hosts squeezed, on one in memory that it lends, or as they are."""
+        if page is not None:
+            return map(page.refer, messages)
+        if TAKES_SQUEEZED in (context.invocation_metadata() or ()):
+            return (message.squeezed() for message in messages)
+        return iter(messages)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict, Unpack
 
 from meshrl.contract import codec
-from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode
-from meshrl.contract.codec.compression import wanted as compression_wanted
+from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode, wanted
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -25,10 +25,22 @@ from meshrl.contract.nouns import (
     Waiting,
 )
 from meshrl.contract.rowwise import RowVerbs
+from meshrl.services.wires.lending import BulkCalls
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
+
+
+class WireOptions(TypedDict, total=False):
+    """How to call a queue."""
+
+    patience_s: float
+    """How long to wait for one that is away."""
+    compression: Mode
+    """Of payload on the way."""
+    shared_memory_bytes: int
+    """Lent to a queue on this host for payload to go through; 0 lends nothing."""
 
 
 class QueueWire(Wire, RowVerbs):
@@ -38,22 +50,20 @@ class QueueWire(Wire, RowVerbs):
     is not taken twice: nobody renews it, so its rows come back after their time to live.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        patience_s: float = STAGE_PATIENCE_S,
-        compression: Mode = "auto",
-    ) -> None:
-        self._squeezes = compression_wanted(compression, address)
-        metadata = (TAKES_SQUEEZED,) if self._squeezes else ()
-        super().__init__("queue", address, patience_s, metadata)
+    def __init__(self, address: str, **options: Unpack[WireOptions]) -> None:
+        compression = options.get("compression", "auto")
+        patience_s = options.get("patience_s", STAGE_PATIENCE_S)
+        squeezes = wanted(compression, address)
+        super().__init__("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ())
         self._stub = rpc.QueueStub(self._peer.channel)
+        self._bulk = BulkCalls(
+            self._peer, squeezes=squeezes, lends_bytes=options.get("shared_memory_bytes", 0)
+        )
         channel = self._peer.channel
         self._lease = channel.unary_stream(
             "/meshrl.v1.Queue/Lease",
             pb.LeaseRequest.SerializeToString,
-            codec.parser(pb.LeaseResponse),
+            codec.parser(pb.LeaseResponse, self._bulk.plain),
         )
         self._write = channel.stream_unary(
             "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
@@ -64,8 +74,13 @@ class QueueWire(Wire, RowVerbs):
         self._fetch = channel.unary_stream(
             "/meshrl.v1.Queue/Fetch",
             pb.FetchRowsRequest.SerializeToString,
-            codec.parser(pb.FetchRowsResponse),
+            codec.parser(pb.FetchRowsResponse, self._bulk.plain),
         )
+
+    async def close(self) -> None:
+        """See Wire."""
+        await super().close()
+        self._bulk.close()
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """See Queue."""
@@ -123,9 +138,7 @@ class QueueWire(Wire, RowVerbs):
                 version=codec.encode_version(version) if version else None,
                 wait_s=seconds,
             )
-            return await self._peer.ask_for_stream(
-                self._lease, request, codec.decode_lease, wait_s=seconds
-            )
+            return await self._bulk.ask(self._lease, request, codec.decode_lease, wait_s=seconds)
 
         return await self._peer.poll(wait_s, ask)
 
@@ -139,15 +152,12 @@ class QueueWire(Wire, RowVerbs):
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        messages = codec.encode_write(call)
-        if self._squeezes:
-            messages = [message.squeezed() for message in messages]
-        await self._peer.tell_stream(self._write, messages, nothing)
+        await self._bulk.tell(self._write, codec.encode_write(call))
 
     async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        await self._peer.tell_stream(self._append, codec.encode_write(call), nothing)
+        await self._bulk.tell(self._append, codec.encode_write(call))
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         """See Queue. Asked again after a lost answer it finds less to do, and returns less."""
@@ -193,7 +203,7 @@ class QueueWire(Wire, RowVerbs):
     ) -> Sequence[PayloadGroup]:
         """See Queue."""
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
-        return await self._peer.ask_for_stream(
+        return await self._bulk.ask(
             self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 from meshrl.contract import codec
-from meshrl.contract.codec.compression import Mode
 from meshrl.contract.nouns import RunState, Task, Version
-from meshrl.services.wires.peer import STAGE_PATIENCE_S, nothing
-from meshrl.services.wires.queue import QueueWire
+from meshrl.services.wires.peer import nothing
+from meshrl.services.wires.queue import QueueWire, WireOptions
 from meshrl.transferqueue.sharding.port import Groups, Room, Rows
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
@@ -17,14 +17,8 @@ from meshrl.v1 import shard_pb2_grpc as rpc
 class ShardWire(QueueWire):
     """A Shard elsewhere. Everything is asked again when the shard goes away before it answers."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        patience_s: float = STAGE_PATIENCE_S,
-        compression: Mode = "auto",
-    ) -> None:
-        super().__init__(address, patience_s=patience_s, compression=compression)
+    def __init__(self, address: str, **options: Unpack[WireOptions]) -> None:
+        super().__init__(address, **options)
         self._shard = rpc.ShardStub(self._peer.channel)
 
     async def follow(self, state: RunState, owner: str) -> None:
