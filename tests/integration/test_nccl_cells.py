@@ -182,7 +182,7 @@ async def test_a_library_that_another_version_joins_says_so_too() -> None:
 async def test_a_process_that_hangs_while_it_joins_is_killed_at_the_deadline(
     make: Any, at: str, end: int
 ) -> None:
-    hangs = {"fault": {"at": at, "do": "hang"}, "deaf": True}
+    hangs = {"faults": [{"at": at, "do": "hang"}], "deaf": True}
     ends = await make(*([hangs, {"deaf": True}] if end == 0 else [{"deaf": True}, hangs]))
     first, second = ends.pair()
     said = await asyncio.gather(first.open(1.5), second.open(1.5), return_exceptions=True)
@@ -201,7 +201,7 @@ async def test_a_replica_that_does_not_come_is_waited_for_until_the_deadline(mak
 async def test_a_broadcast_that_hangs_ends_at_the_deadline_of_its_bucket_at_both_ends(
     make: Any, end: int
 ) -> None:
-    hangs, waits = {"fault": {"at": "middle", "do": "hang"}, "deaf": True}, {"deaf": True}
+    hangs, waits = {"faults": [{"at": "middle", "do": "hang"}], "deaf": True}, {"deaf": True}
     ends = await make(*([hangs, waits] if end == 0 else [waits, hangs]), base_s=1.0)
     cells = await ends.opened()
     # So much that half of it fills no socket.
@@ -212,7 +212,7 @@ async def test_a_broadcast_that_hangs_ends_at_the_deadline_of_its_bucket_at_both
 
 
 async def test_an_error_that_nccl_reports_is_known_long_before_the_deadline(make: Any) -> None:
-    cells = await (await make({"fault": {"at": "bucket", "nth": 2, "do": "error"}})).opened()
+    cells = await (await make({"faults": [{"at": "bucket", "nth": 2, "do": "error"}]})).opened()
     source = MadeSource("run", Version(1, 0))
     assert np.array_equal(await carry(cells, source, 0), source.bucket(0))
     said = await failures(cells, source, 1)

@@ -6,7 +6,7 @@ stream is a thread, collectives on it are asynchronous. Two ways of being strict
 differ fail with both named instead of hanging, and so does a communicator that was not warmed up.
 
 The environment variable MESHRL_NCCL_STUB holds JSON: `version` (a NCCL of that version), `deaf` (the loss of a rank
-is not noticed, which is what NCCL over a network does), and `fault`, which strikes one process:
+is not noticed, which is what NCCL over a network does), and `faults`, a list of what strikes a process:
 
     {"at": "middle", "nth": 2, "do": "stop", "once": "/tmp/struck"}
 
@@ -14,7 +14,7 @@ is not noticed, which is what NCCL over a network does), and `fault`, which stri
     nth   of the process's passages, 1 by default
     do    hang | error | kill (SIGKILL) | stop (SIGSTOP)
     rank  strikes this rank only
-    once  a file: whoever creates it is struck, all others are not
+    once  a file: whoever creates it is struck, all others are not; holds the pid of who was
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Library:
         settings = json.loads(os.environ.get(VARIABLE, "{}"))
         self.version: str = settings.get("version", "2.30.7")
         self._deaf: bool = settings.get("deaf", False)
-        self._fault = Fault(settings.get("fault"))
+        self._faults = Faults(settings.get("faults", []))
         self._stream = Stream()
         self._listener: socket.socket | None = None
 
@@ -67,7 +67,7 @@ class Library:
 
     def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
         """Rank 0 waits for all others, the others for rank 0. Raises StubError when versions differ."""
-        self._fault.strike("join", rank)
+        self._faults.strike("join", rank)
         port, nonce = unique_id.rstrip(b"\0").split(b" ")
         if rank == 0:
             if self._listener is None:
@@ -75,7 +75,7 @@ class Library:
             peers = _gather(self._listener, size, nonce, self.version)
         else:
             peers = {0: _call(int(port), nonce, rank, self.version)}
-        return Communicator(rank, peers, self._stream, self._fault, deaf=self._deaf)
+        return Communicator(rank, peers, self._stream, self._faults, deaf=self._deaf)
 
     def buffer(self, memory: mmap.mmap) -> Buffer:
         """As much again."""
@@ -138,14 +138,14 @@ class Communicator:
         rank: int,
         peers: dict[int, socket.socket],
         stream: Stream,
-        fault: Fault,
+        faults: Faults,
         *,
         deaf: bool,
     ) -> None:
         self._rank = rank
         self._peers = peers
         self._stream = stream
-        self._fault = fault
+        self._faults = faults
         self._deaf = deaf
         self._warm = False
 
@@ -173,7 +173,7 @@ class Communicator:
             peer.close()
 
     def _warm_up(self) -> None:
-        self._fault.strike("warm_up", self._rank)
+        self._faults.strike("warm_up", self._rank)
         one = bytearray(_FLOAT_BYTES)
         self._agree(b"REDU", _FLOAT_BYTES)
         for peer in self._peers.values():
@@ -185,13 +185,13 @@ class Communicator:
     def _broadcast(self, view: memoryview) -> None:
         if not self._warm:
             raise StubError("a broadcast before the all-reduce of one float32: NCCL would hang")
-        self._fault.strike("bucket", self._rank)
+        self._faults.strike("bucket", self._rank)
         self._agree(b"CAST", len(view))
         half = len(view) // 2
         self._move(view[:half])
-        self._fault.strike("middle", self._rank)
+        self._faults.strike("middle", self._rank)
         self._move(view[half:])
-        self._fault.strike("between", self._rank)
+        self._faults.strike("between", self._rank)
 
     def _move(self, part: memoryview) -> None:
         for peer in self._peers.values():
@@ -231,39 +231,44 @@ class Communicator:
         )
 
 
-class Fault:
+class Faults:
     """What MESHRL_NCCL_STUB asks for."""
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
-        self._settings = settings or {}
+    def __init__(self, wanted: list[dict[str, Any]]) -> None:
+        self._wanted = wanted
         self._passages: Counter[str] = Counter()
 
     def strike(self, point: str, rank: int) -> None:
         """Called wherever a fault may be wanted."""
         self._passages[point] += 1
-        wanted = self._settings
-        if point != wanted.get("at") or rank != wanted.get("rank", rank):
-            return
-        if self._passages[point] != wanted.get("nth", 1) or not self._first():
-            return
-        match wanted["do"]:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "error":
-                raise StubError("NCCL_ERROR_SYSTEM_ERROR: on request")
-            case "hang":
-                threading.Event().wait()
+        here = (point, self._passages[point], rank)
+        for fault in self._wanted:
+            there = (fault["at"], fault.get("nth", 1), fault.get("rank", rank))
+            if here == there and _first(fault.get("once")):
+                _DEEDS[fault["do"]]()
 
-    def _first(self) -> bool:
-        if "once" not in self._settings:
-            return True
-        try:
-            Path(self._settings["once"]).touch(exist_ok=False)
-        except FileExistsError:
-            return False
+
+def _first(once: str | None) -> bool:
+    if once is None:
         return True
+    try:
+        with Path(once).open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fail() -> None:
+    raise StubError("NCCL_ERROR_SYSTEM_ERROR: on request")
+
+
+_DEEDS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "error": _fail,
+    "hang": lambda: threading.Event().wait(),
+}
 
 
 def _gather(
