@@ -339,6 +339,19 @@ async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantin
         assert ill.commits == []
 
 
+async def test_a_replica_whose_committed_was_lost_counts_when_it_comes_back(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        await fleet.carry(fleet.source(0))
+        assert fleet.published == []
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.port}") as channel:
+            call = weights_pb2_grpc.WeightsStub(channel).Join()
+            hello = pb.ReplicaHello(replica="one", serving=True, carriers=["disk"])
+            serves = pb.WeightStamp(run=RUN, epoch=1, step=0)
+            await call.write(pb.ReplicaMessage(stamp=serves, hello=hello))
+            await until(lambda: fleet.published == [Version(1, 0)])
+            assert fleet.state_of("one") is ReplicaState.SERVING
+
+
 class Rotten(MadeSource):
     """Its memory changed after the manifest was made."""
 
