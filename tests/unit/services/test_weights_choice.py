@@ -56,7 +56,7 @@ def test_auto_stays_within_a_tenth_of_the_best_fixed_carrier(truth: dict[str, fl
 def test_a_carrier_that_states_too_little_is_found_out_by_exploring() -> None:
     _, used = seconds_of(Chooser(), {"fast": 1e8, "slow": 9e8}, 4 * EXPLORE_EVERY)
     assert used[0] == "fast"
-    assert set(used[-EXPLORE_EVERY // 2 :]) == {"slow"}
+    assert used[-EXPLORE_EVERY:].count("slow") >= EXPLORE_EVERY - 1
 
 
 def test_exploring_costs_no_more_than_its_share() -> None:
