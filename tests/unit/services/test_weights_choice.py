@@ -17,9 +17,11 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.nouns import Version
+from meshrl.services.cli.commands.status import _weights_line
 from meshrl.services.weights.carrier import Carriers, Link, Place, load_carrier
 from meshrl.services.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
 from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.fleet import ReplicaState, ReplicaView
 from meshrl.services.weights.stub import MadeSource
 from meshrl.services.weights.traits import host_id, offered, traits
 from meshrl.services.weights.ways import Peer, Ways, density
@@ -181,3 +183,22 @@ async def test_a_full_shared_memory_is_one_line(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     await carrier.close()
+
+
+def test_status_says_how_a_replica_gets_its_weights_or_why_it_does_not() -> None:
+    view = ReplicaView(
+        name="rollout-0",
+        state=ReplicaState.SERVING,
+        generation=3,
+        version=Version(1, 4),
+        last_sync_s=0.31,
+        pause_s=0.004,
+        reason="",
+        carrier="shm",
+    )
+    assert _weights_line(view) == "weights: serving (by shm, 0.31 s, paused 0.00 s)"
+    out = replace(view, state=ReplicaState.OUT, reason="it died or went away")
+    assert _weights_line(out).startswith("weights: out: it died or went away (by shm")
+    assert (
+        _weights_line(replace(view, state=ReplicaState.JOINING, carrier="")) == "weights: joining"
+    )
