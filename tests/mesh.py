@@ -21,6 +21,7 @@ import yaml
 from meshrl.contract.nouns import Ledger
 from meshrl.services.demo.tiny_model import write_tiny_model
 from meshrl.services.demo.trace import programs
+from meshrl.services.up.pdeath import PARENT_VARIABLE
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -86,6 +87,17 @@ class Mesh:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
+
+    def serve(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """`meshrl serve rollout …` as a process of its own; it dies with this one. Output in serve.log."""
+        with (self.directory / "serve.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "meshrl.services.cli", "serve", *arguments],
+                stdout=log,
+                stderr=log,
+                cwd=self.directory,
+                env={**os.environ, "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())},
+            )
 
     def run(self, *overrides: str, timeout_s: float = 240) -> None:
         """Run `up` to its end; fails with its output unless it exits with 0."""

@@ -1,7 +1,9 @@
 """A trainer or a replica of the weight plane as a process of its own, with made-up weights, for the chaos tests.
 
-Speaks JSON lines: the trainer takes commands on stdin ({"publish": step} and what to kill at which bucket), both
-report events on stdout.
+Speaks JSON lines: the trainer takes commands on stdin ({"publish": step} and what to kill at which bucket, or {"arm":
+point, "step": …, "signal": …}), both report events on stdout. An armed process sends the signal to itself when it
+gets to that point of the protocol: "before ready" and "after ready" around a message that it sends, "heard commit"
+when one arrives, "opening" the carrier, "staging" and "published" are where they say.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
-from meshrl.contract.nouns import OnUpdate, Uint8, Version
+from meshrl.contract.nouns import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane
+from meshrl.services.weights.session import Session
 from meshrl.services.weights.stub import HashSink, MadeSource
+from meshrl.services.weights.wire import Line
 
 RUN = "chaos"
 
@@ -46,7 +52,62 @@ class Trap(MadeSource):
         return super().bucket(index)
 
 
+class Snare:
+    """Sends a signal to this very process when it reaches a point at a step, once."""
+
+    def __init__(self) -> None:
+        self.at = ""
+        self.step = -1
+        self.number = 0
+        self.joining = 1
+        """Which HELLO of this process opens the joining that is meant."""
+        self._hellos = 0
+
+    def arm(self, at: str, step: int, number: int, joining: int = 1) -> None:
+        self.at, self.step, self.number, self.joining = at, step, number, joining
+
+    def reach(self, point: str, step: int) -> None:
+        self._hellos += point == "before hello"
+        here = point == self.at and self._hellos in (0, self.joining)
+        if here and (step == self.step or self.step < 0):
+            self.at = ""
+            report(struck=point)
+            os.kill(os.getpid(), self.number)
+
+    def lay(self) -> None:
+        """Around every message, and around the opening of a carrier."""
+        tell, hear, meet = Line.tell, Line.hear, Session._meet
+
+        async def tell_(line: Any, message: Any) -> None:
+            self.reach(f"before {_label(message)}", message.stamp.step)
+            await tell(line, message)
+            self.reach(f"after {_label(message)}", message.stamp.step)
+
+        async def hear_(line: Any) -> Any:
+            message = await hear(line)
+            self.reach(f"heard {_label(message)}", message.stamp.step)
+            return message
+
+        async def meet_(session: Any, proposed: Any) -> Any:
+            self.reach("opening", session._manifest.version.step)
+            return await meet(session, proposed)
+
+        Line.tell, Line.hear, Session._meet = tell_, hear_, meet_  # type: ignore[method-assign]
+
+
+def _label(message: Any) -> str:
+    body = message.WhichOneof("body")
+    return f"received {message.received.bucket}" if body == "received" else str(body)
+
+
+snare = Snare()
+
+
 class ReportingSink(HashSink):
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        snare.reach("staging", manifest.version.step)
+        await super().stage_weights(manifest, buckets)
+
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
         await super().commit_weights(version, on_update)
         report(commit=str(version), hashes=self.hashes)
@@ -67,6 +128,7 @@ async def watch(plane: WeightPlane) -> None:
 async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
     async def on_committed(version: Version) -> None:
         report(published=str(version))
+        snare.reach("published", version.step)
 
     plane = WeightPlane(
         config,
@@ -83,6 +145,9 @@ async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
         watching = asyncio.create_task(watch(plane))
         while line := await asyncio.to_thread(sys.stdin.readline):
             command = json.loads(line)
+            if "arm" in command:
+                snare.arm(command["arm"], command["step"], command["signal"])
+                continue
             source = Trap(Version(args.epoch, command["publish"]), command)
             await plane.publish(source)
             report(carrying=str(source.manifest.version), hashes=source.manifest.bucket_hashes)
@@ -111,7 +176,12 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--name", default="")
+    parser.add_argument("--arm", default="", help="point,step,signal,joining")
     arguments = parser.parse_args()
+    snare.lay()
+    if arguments.arm:
+        point, *numbers = arguments.arm.split(",")
+        snare.arm(point, *map(int, numbers))
     settings = WeightsConfig.model_validate_json(arguments.config)
     role = trainer if arguments.role == "trainer" else replica
     asyncio.run(role(settings, arguments))

@@ -1,7 +1,8 @@
-"""The engine contract, against every embedded implementation."""
+"""The engine contract, against every implementation that runs everywhere."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from meshrl.contract.ports import Engine
 from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.config import RolloutConfig
 
+from .. import marked
 from ..unit.rollout.checkpoints import make_model, pack
 from .engine_suite import LONG, SLOTS, EngineSuite
 
@@ -51,3 +53,25 @@ class TestTorch(EngineSuite):
 
     def weights(self, version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
         return pack(self.model, version)
+
+
+class TestSglang(EngineSuite):
+    """Against a server of ours with SGLang's routes."""
+
+    @pytest.fixture
+    async def engine(self, tmp_path: Path) -> AsyncIterator[Engine]:
+        model = marked.make_checkpoint(tmp_path / "model", max_length=2 * LONG)
+        options = {
+            "command": [sys.executable, "-m", "meshrl.rollout.engines._sglang.fake"],
+            "eos_token_ids": [],
+            "stream_interval": 4,
+            "log": str(tmp_path / "log"),
+        }
+        config = RolloutConfig(name="sglang", slots=SLOTS, engine=options)
+        engine = build_engine(config, model=model, tokenizer=None)
+        await engine.start()
+        yield engine
+        await engine.close()
+
+    def weights(self, version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
+        return marked.weights(version)

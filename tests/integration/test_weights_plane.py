@@ -111,12 +111,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def opened(carrier: str, directory: Path, **options: object) -> AsyncIterator[Fleet]:
+    # No GPU is needed: the carrier's processes speak through sockets here.
+    options = {"nccl": {"library": "stub"}, **options}
     config = WeightsConfig.model_validate({"carrier": carrier, **options})
     async with Fleet(config, directory, epoch=1, port=0) as fleet:
         yield fleet
 
 
-@pytest.fixture(params=["gloo", "disk", "shm", "auto"])
+@pytest.fixture(params=["gloo", "disk", "shm", "auto", "nccl", "delta"])
 def carrier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -335,6 +337,70 @@ async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantin
         await fleet.carry(fleet.source(1))
         assert good.version == Version(1, 1)
         assert ill.commits == []
+
+
+async def test_a_replica_whose_committed_was_lost_counts_when_it_comes_back(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        await fleet.carry(fleet.source(0))
+        assert fleet.published == []
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.port}") as channel:
+            call = weights_pb2_grpc.WeightsStub(channel).Join()
+            hello = pb.ReplicaHello(replica="one", serving=True, carriers=["disk"])
+            serves = pb.WeightStamp(run=RUN, epoch=1, step=0)
+            await call.write(pb.ReplicaMessage(stamp=serves, hello=hello))
+            await until(lambda: fleet.published == [Version(1, 0)])
+            assert fleet.state_of("one") is ReplicaState.SERVING
+
+
+BROKEN = """
+from meshrl.contract.errors import UnavailableError
+
+RATE = 1e12
+
+
+class Carrier:
+    def __init__(self, config, place): ...
+    async def listen(self): return "nowhere"
+    async def stage(self, source): ...
+    def cell(self, link): return Cell()
+    async def close(self): ...
+
+
+class Cell:
+    async def open(self, deadline_s): ...
+    async def send(self, manifest, index, bucket): raise UnavailableError("the wire is cut")
+    async def receive(self, manifest, index, into): raise UnavailableError("the wire is cut")
+    def committed(self, version): ...
+    def abort(self): ...
+    async def close(self): ...
+"""
+
+
+async def test_auto_takes_the_next_carrier_when_one_failed_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_way").mkdir()
+    (tmp_path / "broken_way" / "wire.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    async with opened("auto", tmp_path, among=("broken_way.wire", "shm")) as fleet:
+        engine = fleet.join("one")
+        await fleet.carry(fleet.source(0))
+        await until(lambda: fleet.published == [Version(1, 0)])
+        (view,) = fleet.plane.fleet().replicas
+        assert (view.carrier, view.generation) == ("shm", 3)
+        assert engine.hashes == fleet.source(0).manifest.bucket_hashes
+
+
+async def test_a_replica_on_another_host_is_refused_where_only_this_host_is_reached(
+    tmp_path: Path,
+) -> None:
+    async with opened("shm", tmp_path) as fleet:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.port}") as channel:
+            call = weights_pb2_grpc.WeightsStub(channel).Join()
+            hello = pb.ReplicaHello(replica="far", host="elsewhere", carriers=["shm"])
+            await call.write(pb.ReplicaMessage(stamp=pb.WeightStamp(run=RUN), hello=hello))
+            answer = await call.read()
+        assert "no carrier of weights reaches far" in answer.abort.message
 
 
 class Rotten(MadeSource):

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from meshrl.v1 import rollout_pb2 as meshrl_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16meshrl/v1/member.proto\x12\tmeshrl.v1\x1a\x17meshrl/v1/rollout.proto\"\x12\n\x10GetReportRequest\"\xff\x01\n\x0cMemberReport\x12&\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.EngineStats\x12\x0c\n\x04held\x18\x02 \x01(\x05\x12\r\n\x05slots\x18\x03 \x01(\x05\x12\x0e\n\x06leased\x18\x04 \x01(\x03\x12\x0f\n\x07written\x18\x05 \x01(\x03\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\x03\x12\x10\n\x08returned\x18\x07 \x01(\x03\x12\x0c\n\x04lost\x18\x08 \x01(\x03\x12\x0f\n\x07\x62reaker\x18\t \x01(\t\x12\x12\n\nerror_rate\x18\n \x01(\x01\x12\x12\n\nlast_fault\x18\x0b \x01(\t\x12\x0e\n\x06opened\x18\x0c \x01(\x03\x12\x10\n\x08\x64raining\x18\r \x01(\x08\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\x87\x01\n\x06Member\x12\x41\n\tGetReport\x12\x1b.meshrl.v1.GetReportRequest\x1a\x17.meshrl.v1.MemberReport\x12:\n\x05\x44rain\x12\x17.meshrl.v1.DrainRequest\x1a\x18.meshrl.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16meshrl/v1/member.proto\x12\tmeshrl.v1\x1a\x17meshrl/v1/rollout.proto\"\x12\n\x10GetReportRequest\"\x92\x02\n\x0cMemberReport\x12&\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.EngineStats\x12\x0c\n\x04held\x18\x02 \x01(\x05\x12\r\n\x05slots\x18\x03 \x01(\x05\x12\x0e\n\x06leased\x18\x04 \x01(\x03\x12\x0f\n\x07written\x18\x05 \x01(\x03\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\x03\x12\x10\n\x08returned\x18\x07 \x01(\x03\x12\x0c\n\x04lost\x18\x08 \x01(\x03\x12\x0f\n\x07\x62reaker\x18\t \x01(\t\x12\x12\n\nerror_rate\x18\n \x01(\x01\x12\x12\n\nlast_fault\x18\x0b \x01(\t\x12\x0e\n\x06opened\x18\x0c \x01(\x03\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x11\n\tcontinued\x18\x0e \x01(\x03\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\x87\x01\n\x06Member\x12\x41\n\tGetReport\x12\x1b.meshrl.v1.GetReportRequest\x1a\x17.meshrl.v1.MemberReport\x12:\n\x05\x44rain\x12\x17.meshrl.v1.DrainRequest\x1a\x18.meshrl.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETREPORTREQUEST']._serialized_start=62
   _globals['_GETREPORTREQUEST']._serialized_end=80
   _globals['_MEMBERREPORT']._serialized_start=83
-  _globals['_MEMBERREPORT']._serialized_end=338
-  _globals['_DRAINREQUEST']._serialized_start=340
-  _globals['_DRAINREQUEST']._serialized_end=354
-  _globals['_DRAINRESPONSE']._serialized_start=356
-  _globals['_DRAINRESPONSE']._serialized_end=371
-  _globals['_MEMBER']._serialized_start=374
-  _globals['_MEMBER']._serialized_end=509
+  _globals['_MEMBERREPORT']._serialized_end=357
+  _globals['_DRAINREQUEST']._serialized_start=359
+  _globals['_DRAINREQUEST']._serialized_end=373
+  _globals['_DRAINRESPONSE']._serialized_start=375
+  _globals['_DRAINRESPONSE']._serialized_end=390
+  _globals['_MEMBER']._serialized_start=393
+  _globals['_MEMBER']._serialized_end=528
 # @@protoc_insertion_point(module_scope)

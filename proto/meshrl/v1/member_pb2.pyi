@@ -49,6 +49,7 @@ class MemberReport(_message.Message):
     LAST_FAULT_FIELD_NUMBER: _builtins.int
     OPENED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     held: _builtins.int
     """Rows held now, and the most that may be."""
     slots: _builtins.int
@@ -68,6 +69,8 @@ class MemberReport(_message.Message):
     """Times that the breaker opened."""
     draining: _builtins.bool
     """It leases no more and is about to go."""
+    continued: _builtins.int
+    """Tokens of responses that this worker took over from another."""
     @_builtins.property
     def engine(self) -> _rollout_pb2.EngineStats: ...
     def __init__(
@@ -86,10 +89,11 @@ class MemberReport(_message.Message):
         last_fault: _builtins.str = ...,
         opened: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        continued: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "draining", b"draining", "engine", b"engine", "error_rate", b"error_rate", "failed", b"failed", "held", b"held", "last_fault", b"last_fault", "leased", b"leased", "lost", b"lost", "opened", b"opened", "returned", b"returned", "slots", b"slots", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "continued", b"continued", "draining", b"draining", "engine", b"engine", "error_rate", b"error_rate", "failed", b"failed", "held", b"held", "last_fault", b"last_fault", "leased", b"leased", "lost", b"lost", "opened", b"opened", "returned", b"returned", "slots", b"slots", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

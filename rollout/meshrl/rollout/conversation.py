@@ -37,7 +37,7 @@ from meshrl.contract.nouns import (
     VersionSpan,
 )
 from meshrl.rollout import chat
-from meshrl.rollout.ports import Generator, Rollout
+from meshrl.rollout.ports import Generator, Replaying, Rollout
 from meshrl.rollout.sampling import Response, sample
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 
@@ -181,6 +181,13 @@ class Conversation:
             np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), sampled=False
         )
         return True
+
+    def replay(self, engine: Generator) -> bool:
+        """Append what was observed here before, where the row goes on after the death of a worker; False: nothing."""
+        if not isinstance(engine, Replaying):
+            return False
+        ids = engine.observed(self.tokens)
+        return len(ids) > 0 and self.observe_tokens(ids.tolist())
 
     def rollout(
         self, finish_reason: str | None = None, *, outcome: Outcome | None = None

@@ -37,6 +37,7 @@ from meshrl.contract.nouns import (
 )
 from meshrl.contract.ports import Queue
 from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.versions import UNSERVED
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ FLUSH_S = 5.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One running response. Tokens go from `unsent` over `sending` to the queue, which has `kept` of them."""
+    """One running row. Tokens go from `unsent` over `sending` to the queue, which has `kept` of them."""
 
     row: LeasedRow
     kept: int
@@ -77,7 +78,7 @@ class JournalStats:
     tokens: int = 0
     """That the queue took."""
     continued: int = 0
-    """Tokens that earlier holders sampled and responses went on from."""
+    """Tokens of earlier holders that rows went on from."""
 
 
 class Journal:
@@ -117,30 +118,31 @@ class Journal:
         except CorruptError as error:
             log.warning("%s is sampled from its start: %s", row.uid, error)
             return None
-        oldest = min(delta.version.step for delta in deltas)
+        sampled = [delta.version.step for delta in deltas if delta.version != UNSERVED]
+        oldest = min(sampled, default=now.step)
         if now.step - oldest > self._max_staleness:
             log.info("%s is sampled from its start: tokens of step %d are stale", row.uid, oldest)
             return None
         return deltas
 
     def begin(self, row: LeasedRow, kept: int) -> None:
-        """A response runs; the queue has its first `kept` tokens."""
+        """A row runs; the queue has the first `kept` tokens that follow its prompt."""
         self._entries[row.uid] = Entry(row=row, kept=kept)
         self.stats.continued += kept
 
     def record(self, uid: Uid, delta: GenerateDelta) -> None:
-        """More of a response that runs; for one that does not, nothing."""
+        """More of a row that runs; for one that does not, nothing. A turn that ends may be the last: no hurry."""
         entry = self._entries.get(uid)
         if entry is None or not len(delta.tokens):
             return
         entry.unsent.append(delta)
         entry.fresh += len(delta.tokens)
-        if self._enough and entry.fresh >= self._enough:
+        if self._enough and entry.fresh >= self._enough and not delta.finish_reason:
             self._due.set()
         self._set_timer()
 
     def keeps(self, uid: Uid) -> bool:
-        """True while the row's response runs: whoever holds the row next can go on with it."""
+        """True while the row runs: whoever holds it next can go on with it."""
         return uid in self._entries
 
     def drop(self, uids: Iterable[Uid]) -> None:

@@ -11,6 +11,7 @@ from meshrl.contract.nouns import (
     Columns,
     GenerateDelta,
     GenerateRequest,
+    Int32,
     Outcome,
     Task,
     Trajectory,
@@ -33,6 +34,15 @@ class Generator(Protocol):
     @property
     def version(self) -> Version:
         """The version that samples the next token."""
+        ...
+
+
+@runtime_checkable
+class Replaying(Generator, Protocol):
+    """A generator for a row that somebody else has worked on before."""
+
+    def observed(self, tokens: Int32) -> Int32:
+        """int32[k]: what the environment said then, after `tokens` int32[T]; empty where nothing is known."""
         ...
 
 
@@ -92,6 +102,11 @@ class Address:
 
 class Gateway(Protocol):
     """The door through which agents reach the sessions of a worker."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The longest prompt that a row of the run may have; None: any that fits the engine."""
+        ...
 
     def opened(self, session: Session) -> AbstractContextManager[Address]:
         """Let requests through to `session` while the context lasts."""

@@ -28,5 +28,7 @@ class WorkerReport:
     """Empty before the first."""
     opened: int
     """Times that the breaker opened."""
+    continued: int
+    """Tokens of responses that this worker took over from another."""
     draining: bool
     """It leases no more."""

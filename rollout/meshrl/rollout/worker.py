@@ -150,6 +150,7 @@ class RolloutWorker:
             error_rate=breaker.error_rate if breaker else 0.0,
             last_fault=breaker.last_fault if breaker else "",
             opened=breaker.opened if breaker else 0,
+            continued=self.journal.stats.continued if self.journal else 0,
             draining=self._draining.is_set(),
         )
 

@@ -36,6 +36,11 @@ def use(tls: TlsConfig) -> None:
         _in_use = tls
 
 
+def in_use() -> TlsConfig:
+    """What `use` was given: the certificates of this process."""
+    return _in_use
+
+
 def channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
     """A channel to a service of the mesh, as `use` said, or else as the environment says (MESHRL_TLS_CA ...)."""
     tls = _in_use if _in_use.on else _of_environment()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.contract.errors import ConflictError, UserError
 from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
 from meshrl.services.up.supervisor import Supervisor, Verdict
@@ -280,3 +281,82 @@ async def test_a_service_that_cannot_be_restarted_ends_the_run_and_says_why() ->
     assert verdict.line == (
         "queue was killed by SIGKILL and cannot be restarted: its rows were in memory"
     )
+
+
+async def test_a_drained_service_is_not_started_again_and_the_run_goes_on() -> None:
+    services = [process("queue", WORKS), process("rollout-0", WORKS, removable=True)]
+    supervisor = Supervisor(services, Log())
+    async with running(supervisor) as run:
+        await until(lambda: supervisor.states["rollout-0"].phase == "ready")
+        pid = supervisor.states["rollout-0"].pid
+        both = await asyncio.gather(supervisor.drain("rollout-0"), supervisor.drain("rollout-0"))
+        assert both == [True, True]
+        state = supervisor.states["rollout-0"]
+        assert (state.phase, state.pid, state.restarts) == ("drained", pid, 0)
+        assert not alive(pid) and not run.done()
+        assert await supervisor.drain("rollout-0")  # draining again is having drained
+
+
+async def test_a_service_that_will_not_drain_is_killed() -> None:
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    deaf = f"{ignores}; print('deaf', flush=True); time.sleep(600)"
+    log = Log()
+    service = process("rollout-0", deaf, removable=True, drain_s=0.2)
+    supervisor = Supervisor([service], log)
+    async with running(supervisor):
+        await until(lambda: log.of("rollout-0") == ["deaf"])
+        assert not await supervisor.drain("rollout-0")
+        assert supervisor.states["rollout-0"].phase == "drained"
+
+
+async def test_a_service_can_be_drained_while_it_starts_or_waits_to_be_started_again() -> None:
+    async def never() -> bool:
+        return False
+
+    services = [
+        process("starting", WORKS, removable=True, probe=never, drain_s=5),
+        process("crashing", "exit(3)", removable=True),
+    ]
+    supervisor = Supervisor(services, Log())
+    async with running(supervisor) as run:
+        await until(lambda: supervisor.states["crashing"].phase == "restarting")
+        await supervisor.drain("crashing")
+        await supervisor.drain("starting")
+        assert {state.phase for state in supervisor.states.values()} == {"drained"}
+        assert not run.done()
+
+
+async def test_what_cannot_be_drained_is_said() -> None:
+    supervisor = Supervisor([process("queue", WORKS)], Log())
+    async with running(supervisor):
+        await until(lambda: supervisor.states["queue"].phase == "ready")
+        with pytest.raises(UserError, match="queue cannot be drained"):
+            await supervisor.drain("queue")
+        with pytest.raises(UserError, match=r"no service rollout-7 \(it has: queue\)"):
+            await supervisor.drain("rollout-7")
+    with pytest.raises(ConflictError, match="the run is over"):
+        supervisor.add(process("rollout-1", WORKS))
+
+
+async def test_an_added_service_is_supervised_and_drained_like_the_others() -> None:
+    supervisor = Supervisor([process("queue", WORKS, drain_wave=1)], Log())
+    async with running(supervisor):
+        await until(lambda: supervisor.states["queue"].phase == "ready")
+        supervisor.add(process("rollout-1", WORKS, removable=True))
+        with pytest.raises(ConflictError, match="has a rollout-1 already"):
+            supervisor.add(process("rollout-1", WORKS))
+        await until(lambda: supervisor.states["rollout-1"].phase == "ready")
+        first = supervisor.states["rollout-1"].pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: supervisor.states["rollout-1"].pid != first)
+    assert not alive(supervisor.states["rollout-1"].pid)
+
+
+async def test_an_added_service_that_keeps_failing_does_not_end_the_run() -> None:
+    log = Log()
+    supervisor = Supervisor([process("queue", WORKS)], log)
+    async with running(supervisor) as run:
+        supervisor.add(process("rollout-1", "print('error: no model'); exit(2)", expendable=True))
+        await until(lambda: supervisor.states["rollout-1"].phase == "failed")
+        assert not run.done()
+    assert "the run goes on without it: rollout-1: no model" in log.of("up")

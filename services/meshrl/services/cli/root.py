@@ -43,6 +43,7 @@ KNOWN: Mapping[str, Lazy] = {
     "eval": Lazy(f"{COMMANDS}.evaluate:evaluate", "Score a checkpoint on held-out prompts."),
     "export": Lazy(f"{COMMANDS}.export:export", "Turn a checkpoint into a Hugging Face directory."),
     "status": Lazy(f"{COMMANDS}.status:status", "How a running mesh does."),
+    "fleet": Lazy(f"{COMMANDS}.fleet:fleet", "The rollout workers; `add` and `drain` some."),
     "ledger": Lazy(f"{COMMANDS}.ledger:ledger", "Where every admitted row is."),
     "why-waiting": Lazy(f"{COMMANDS}.why_waiting:why_waiting", "What blocks, since when, and who."),
     "dead-letters": Lazy(f"{COMMANDS}.dead_letters:dead_letters", "Rows given up; `replay` them."),

@@ -59,6 +59,7 @@ class MemberDoor(rpc.MemberServicer):
             error_rate=told.error_rate,
             last_fault=told.last_fault,
             opened=told.opened,
+            continued=told.continued,
             draining=told.draining,
         )
 

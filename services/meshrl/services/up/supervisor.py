@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from meshrl.contract.errors import ConflictError, MeshError, NotFoundError, UserError
+from meshrl.contract.errors import ConflictError, MeshError, UserError
 from meshrl.services.up.child import Child, LineSink
 from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
@@ -150,13 +150,11 @@ class Supervisor:
         Draining twice is draining once.
 
         Raises:
-            NotFoundError: no such service. UserError: the run cannot do without it. ConflictError: the run is over.
+            UserError: no such service, or the run cannot do without it. ConflictError: the run is over.
         """
         service = next((each for each in self._services if each.name == name), None)
         if service is None:
-            raise NotFoundError(
-                f"this mesh has no service {name} (it has: {', '.join(self.states)})"
-            )
+            raise UserError(f"this mesh has no service {name} (it has: {', '.join(self.states)})")
         if not service.removable:
             raise UserError(f"{name} cannot be drained: the run cannot go on without it")
         self.check_running()

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
+from meshrl.services.weights.nccl.config import NcclConfig
 
 CARRIERS = "meshrl.services.weights.carriers"
 
@@ -51,6 +52,12 @@ class WeightsConfig(Config):
     """Share of the live replicas that must hold a version before it is committed; the others follow."""
     keep: int = Field(default=2, ge=2)
     """Versions that the carriers disk and shm keep."""
+    nccl: NcclConfig = NcclConfig()
+    """The processes of the `nccl` carrier."""
+    bases: int = Field(default=2, ge=1, le=8)
+    """Older versions that the trainer keeps in memory for the carrier delta: of those that engines serve, the newest."""
+    max_density: float = Field(default=0.15, gt=0.0, le=1.0)
+    """Share of changed words above which a bucket is sent whole instead of as a patch."""
 
     def deadline_s(self, nbytes: int) -> float:
         """Seconds within which moving `nbytes` must show progress."""

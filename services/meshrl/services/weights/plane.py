@@ -167,6 +167,7 @@ class WeightPlane:
         beat = pb.PlaneMessage(stamp=stamp(self._run, generation, None), beat=pb.Beat())
         failure: MeshError = UnavailableError("it died or went away")
         try:
+            await self._announce()
             await self._welcome(replica)
             await first_ends(
                 line.pump(generation, replica.overhear),
@@ -223,8 +224,13 @@ class WeightPlane:
             config=self._config,
         )
         committed = self._committed.version if self._committed else None
+        proposed = self._proposed
         if replica.version is not None and replica.version == committed:
             replica.state = ReplicaState.SERVING
+        elif proposed is not None and replica.version == proposed.version:
+            # It switched, and its COMMITTED was lost with the stream that it would have come by.
+            replica.state = ReplicaState.SERVING
+            proposed.holds(replica.generation)
         self._replicas[replica.name] = replica
         return replica
 

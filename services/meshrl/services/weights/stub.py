@@ -28,6 +28,7 @@ class MadeSource:
         buckets: int = 4,
         bucket_bytes: int = 1 << 16,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        density: float = 1.0,
     ) -> None:
         """Lay out `buckets` buckets of two tensors each.
 
@@ -37,12 +38,19 @@ class MadeSource:
             buckets: how many.
             bucket_bytes: of each; a multiple of 16.
             dtype: of every tensor.
+            density: below 1, words move by one unit in the last place, this share of them from one step to the next,
+                whatever the epoch.
         """
-        random = np.random.default_rng([version.epoch, version.step])
+        sparse = density < 1.0
+        random = np.random.default_rng(0 if sparse else [version.epoch, version.step])
         self._buckets = [
             random.integers(0, 256, bucket_bytes, dtype=np.uint8) for _ in range(buckets)
         ]
         for bucket in self._buckets:
+            if sparse:  # each word's turn comes once in `period` steps
+                period, words = round(1 / density), bucket.view(f"u{_ITEM[dtype]}")
+                turns = (version.step + random.integers(0, period, len(words))) // period
+                words += turns.astype(words.dtype)
             bucket.flags.writeable = False
         half = bucket_bytes // 2
         tensors = tuple(

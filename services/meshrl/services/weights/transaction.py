@@ -74,6 +74,12 @@ class Transaction:
         self._committed.add(replica)
         self._advance()
 
+    def holds(self, replica: int) -> None:
+        """A replica that comes serves the version already."""
+        self._followers.add(replica)
+        self._prepared.add(replica)
+        self.committed(replica)
+
     def leave(self, replica: int) -> None:
         """A replica is out. That it once committed still counts: rows of this version may exist."""
         for group in (self._members, self._followers, self._prepared):

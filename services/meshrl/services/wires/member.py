@@ -53,6 +53,7 @@ def _decode(message: pb.MemberReport) -> MemberReport:
         error_rate=message.error_rate,
         last_fault=message.last_fault,
         opened=message.opened,
+        continued=message.continued,
         draining=message.draining,
     )
     return MemberReport(engine=codec.decode_engine_stats(message.engine), worker=worker)

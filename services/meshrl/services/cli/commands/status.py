@@ -18,6 +18,7 @@ from meshrl.services.cli.mesh import PATIENCE_S, Mesh, find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.queues import connect_queue
 from meshrl.services.up.view import clock, ledger_line
+from meshrl.services.weights.fleet import FleetView, ReplicaView, fetch_fleet
 from meshrl.services.wires.rollout import RolloutWire
 from meshrl.services.wires.trainer import TrainerWire
 
@@ -30,6 +31,7 @@ class Status:
     ledger: Ledger
     trainer: TrainerStatus | None
     fleet: dict[str, EngineStats | None]
+    weights: FleetView | None
 
 
 @click.command()
@@ -53,6 +55,7 @@ async def _ask(mesh: Mesh) -> Status:
         state=state,
         ledger=ledger,
         trainer=await _trainer(mesh.trainer) if mesh.trainer else None,
+        weights=await _weights(mesh.trainer) if mesh.trainer else None,
         fleet=dict(zip(mesh.fleet, answers, strict=True)),
     )
 
@@ -63,6 +66,13 @@ async def _trainer(address: str) -> TrainerStatus | None:
             return await wire.status()
         except MeshError:
             return None
+
+
+async def _weights(address: str) -> FleetView | None:
+    try:
+        return await fetch_fleet(address, PATIENCE_S)
+    except MeshError:
+        return None
 
 
 async def _replica(address: str) -> EngineStats | None:
@@ -90,6 +100,10 @@ def _json(found: Status) -> dict[str, Any]:
             name: asdict(stats) | {"version": str(stats.version)} if stats else None
             for name, stats in found.fleet.items()
         },
+        "weights": {
+            view.name: asdict(view) | {"version": str(view.version) if view.version else None}
+            for view in (found.weights.replicas if found.weights else ())
+        },
         "ledger": asdict(found.ledger) | {"balanced": found.ledger.balanced},
     }
 
@@ -112,8 +126,11 @@ def _table(mesh: Mesh, found: Status) -> Table:
         table.add_row("speed", f"{trainer.tokens_per_s:,.0f} tokens/s trained")
         if trainer.eta_s is not None:
             table.add_row("left", f"about {clock(trainer.eta_s)}")
+    views = {view.name: view for view in (found.weights.replicas if found.weights else ())}
     for name, stats in found.fleet.items():
         table.add_row(name, _replica_line(stats))
+        if name in views:
+            table.add_row("", _weights_line(views[name]))
     table.add_row("published", str(found.state.published))
     table.add_row("checkpoint", f"step {found.state.committed_step}")
     table.add_row("ledger", ledger_line(found.ledger))
@@ -127,3 +144,10 @@ def _replica_line(stats: EngineStats | None) -> str:
         f"version {stats.version}, {stats.running}/{stats.capacity} running, "
         f"{stats.tokens_per_s:,.0f} tokens/s"
     )
+
+
+def _weights_line(view: ReplicaView) -> str:
+    if not view.carrier:
+        return f"weights: {view.state}"
+    reason = f": {view.reason}" if view.reason else ""
+    return f"weights: {view.state}{reason} (by {view.carrier}, {view.last_sync_s:.2f} s, paused {view.pause_s:.2f} s)"

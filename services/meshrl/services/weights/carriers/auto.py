@@ -23,8 +23,6 @@ _NEWEST = 0.3
 """Weight of the newest measurement."""
 _STRIKES = 2
 _BARRED = 64
-_CAUTION = 3.0
-"""How much worse than stated an unmeasured carrier is taken to be when it is a trial that is paid for."""
 
 
 @dataclass(slots=True)
@@ -124,8 +122,5 @@ class Chooser:
         if not due:
             return None
         name = min(due, key=lambda each: found.records[each].used)
-        expected_s = found.predicted_s(name, others[name])
-        if found.records[name].seconds_per_byte is None:
-            expected_s *= _CAUTION
-        allowed_s = EXPLORE_SHARE * found.spent_s - found.explored_s
-        return name if expected_s - best_s <= allowed_s else None
+        extra_s = found.predicted_s(name, others[name]) - best_s
+        return name if extra_s <= EXPLORE_SHARE * found.spent_s - found.explored_s else None

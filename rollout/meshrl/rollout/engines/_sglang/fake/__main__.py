@@ -1,0 +1,77 @@
+"""`python -m meshrl.rollout.engines._sglang.fake --model-path DIR --port N …`: `sglang.launch_server`'s arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from meshrl.rollout.engines._server.checkpoint import read_checkpoint
+from meshrl.rollout.engines._sglang.fake.routes import Routes
+from meshrl.rollout.engines._sglang.fake.scheduler import Scheduler
+from meshrl.rollout.engines._sglang.fake.updates import Group, Updates
+
+VERSION = "0.5.23"
+"""Whose behaviour this is."""
+
+
+def main() -> None:
+    """Serve until told to end. Arguments of the real launcher that change nothing here are taken and forgotten."""
+    known, _ = _parser().parse_known_args()
+    facts = read_checkpoint(known.model_path)
+    scheduler = Scheduler(
+        slots=known.max_running_requests,
+        overlap=not known.disable_overlap_schedule,
+        vocabulary=facts.vocab_size,
+        eos=facts.eos_token_ids,
+        step_s=known.step_s,
+    )
+    updates = Updates(scheduler, loaders=known.custom_weight_loader, join=_join)
+    info = {
+        **{key: value for key, value in vars(known).items() if key != "model_path"},
+        "model_path": str(known.model_path),
+        "context_length": known.context_length or facts.max_length,
+        "version": VERSION,
+    }
+    app = Routes(scheduler, updates, info=info, die=_die).app()
+    uvicorn.run(app, host=known.host, port=known.port, log_level="warning", access_log=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--context-length", type=int)
+    parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--dp-size", "--data-parallel-size", type=int, default=1)
+    parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument("--weight-cache-mode", default="off")
+    parser.add_argument("--sampling-mask-max-tokens", type=int, default=4096)
+    parser.add_argument("--custom-weight-loader", nargs="*", default=[])
+    parser.add_argument("--disable-overlap-schedule", action="store_true")
+    parser.add_argument("--incremental-streaming-output", action="store_true")
+    parser.add_argument("--step-s", type=float, default=0.0, help="ours: time of a decode step")
+    return parser
+
+
+def _join(body: dict[str, Any]) -> Group:
+    from meshrl.rollout.engines._sglang.fake.group import GlooRank  # torch, for nothing else
+
+    return GlooRank(body)
+
+
+def _die(last_line: str) -> None:
+    """As a real server goes: its scheduler's exception, then the whole process group."""
+    print(f"Scheduler hit an exception: {last_line}", file=sys.stderr)
+    print(last_line, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""The fake's HTTP routes: SGLang 0.5.23's names, bodies, statuses and failure texts, and two of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from meshrl.rollout.engines._sglang.fake.scheduler import Request, Scheduler, spans
+from meshrl.rollout.engines._sglang.fake.updates import Died, Updates
+
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+    "Retract or finish them, then call /flush_cache."
+)
+Body = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Fault:
+    """What a route answers next instead of doing its work."""
+
+    status: int
+    message: str
+    times: int
+
+
+class Routes:
+    """Handlers over one scheduler."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        updates: Updates,
+        *,
+        info: Mapping[str, Any],
+        die: Callable[[str], None],
+    ) -> None:
+        """`info` is what /server_info says; `die` ends the process with a last line."""
+        self._scheduler = scheduler
+        self._updates = updates
+        self._info = dict(info)
+        self._increments = bool(info["incremental_streaming_output"])
+        self._die = die
+        self._faults: dict[str, Fault] = {}
+        self._calls: list[tuple[str, Body]] = []
+
+    def app(self) -> Starlette:
+        """Everything that is served; the scheduler runs as long as it does."""
+        get = {
+            "/health": self._health,
+            "/model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/v1/models": self._models,
+            "/fake/state": self._state,
+        }
+        post: dict[str, Callable[[Body], Awaitable[Response]]] = {
+            "/generate": self._generate,
+            "/abort_request": self._abort,
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/flush_cache": self._flush,
+            "/begin_weight_update": self._begin,
+            "/end_weight_update": self._end,
+            "/update_weights_from_tensor": self._from_tensor,
+            "/update_weights_from_disk": self._from_disk,
+            "/init_weights_update_group": self._init_group,
+            "/destroy_weights_update_group": self._destroy_group,
+            "/update_weights_from_distributed": self._from_distributed,
+            "/update_weight_version": self._relabel,
+            "/fake/fault": self._fault,
+        }
+        routes = [Route(path, _got(handler)) for path, handler in get.items()]
+        routes += [
+            Route(path, self._posted(path, handler), methods=["POST"])
+            for path, handler in post.items()
+        ]
+        return Starlette(routes=routes, lifespan=self._running)
+
+    @asynccontextmanager
+    async def _running(self, app: Starlette) -> AsyncIterator[None]:
+        steps = asyncio.create_task(self._scheduler.run())
+        yield
+        steps.cancel()
+
+    def _posted(
+        self, path: str, handler: Callable[[Body], Awaitable[Response]]
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def handle(request: HttpRequest) -> Response:
+            raw = await request.body()
+            body = orjson.loads(raw) if raw else {}
+            if path not in ("/generate", "/fake/fault"):
+                self._calls.append((path, body))
+            fault = self._faults.get(path)
+            if fault is not None:
+                fault.times -= 1
+                if fault.times <= 0:
+                    del self._faults[path]
+                return _failed(fault.message, fault.status)
+            try:
+                return await handler(body)
+            except Died as died:
+                self._die(str(died))
+                raise
+
+        return handle
+
+    # What is asked
+
+    async def _health(self) -> Response:
+        # A real server generates one token, which a pause holds up.
+        healthy = not self._scheduler.paused and not self._scheduler.stalled
+        return Response(status_code=200 if healthy else 503)
+
+    async def _model_info(self) -> Response:
+        return JSONResponse(
+            {"model_path": self._info["model_path"], "weight_version": self._scheduler.label}
+        )
+
+    async def _server_info(self) -> Response:
+        return JSONResponse(self._info)
+
+    async def _models(self) -> Response:
+        card = {"id": self._info["model_path"], "max_model_len": self._info["context_length"]}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _state(self) -> Response:
+        scheduler = self._scheduler
+        return JSONResponse(
+            {
+                "calls": self._calls,
+                "mark": scheduler.mark,
+                "label": scheduler.label,
+                "paused": scheduler.paused,
+                "requests": list(scheduler.requests),
+                "tokens": scheduler.tokens,
+            }
+        )
+
+    # Generation
+
+    async def _generate(self, body: Body) -> Response:
+        params = body["sampling_params"]
+        room = self._info["context_length"] - len(body["input_ids"])
+        if params["max_new_tokens"] > room:
+            # The real server cuts it short with a warning unless told otherwise; ours never asks for more.
+            return _error(f"Requested token count exceeds the context length: {room} are left.")
+        request = Request(
+            rid=body["rid"],
+            prompt=tuple(body["input_ids"]),
+            params=params,
+            salt=body.get("cache_salt") or "",
+        )
+        return StreamingResponse(self._events(request, body), media_type="text/event-stream")
+
+    async def _events(self, request: Request, body: Body) -> AsyncIterator[bytes]:
+        scheduler = self._scheduler
+        refusal = self._refusal(request, body)
+        if refusal:
+            reason = {"type": "abort", "message": refusal, "status_code": 400}
+            meta = {"id": request.rid, "finish_reason": reason}
+            yield b"data: " + orjson.dumps({"output_ids": [], "meta_info": meta}) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+            return
+        await scheduler.until(lambda: not scheduler.paused)
+        scheduler.add(request)
+        sent, last = 0, False
+        try:
+            while not last:
+                last = await request.out.get()
+                while not request.out.empty():
+                    last = request.out.get_nowait()
+                event = self._event(request, sent, cut=body.get("return_sampling_mask", False))
+                sent = len(request.tokens)
+                yield b"data: " + orjson.dumps(event) + b"\n\n"
+        finally:
+            scheduler.abort(request.rid, everything=False, reason={"type": "abort"})
+            await scheduler.notify()
+        yield b"data: [DONE]\n\n"
+
+    def _refusal(self, request: Request, body: Body) -> str:
+        cap, top_k = self._info["sampling_mask_max_tokens"], request.params.get("top_k", -1)
+        if body.get("return_sampling_mask") and not 1 <= top_k <= cap:
+            return (
+                "return_sampling_mask requires top_k=1 for greedy sampling or finite "
+                f"1 < top_k <= {cap}; got top_k={top_k}."
+            )
+        return ""
+
+    def _event(self, request: Request, sent: int, *, cut: bool) -> Body:
+        start = sent if self._increments else 0
+        tokens, logprobs = request.tokens[start:], request.logprobs[start:]
+        meta: Body = {
+            "id": request.rid,
+            "finish_reason": request.finish,
+            "completion_tokens": len(request.tokens),
+            # Of the moment of sending: no help to anybody who wants to know who sampled.
+            "weight_version": self._scheduler.label,
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(logprobs, tokens, strict=True)
+            ],
+        }
+        if cut:
+            meta["output_token_sampling_logprobs"] = [
+                0.0 if request.params["top_k"] == 1 else value for value in logprobs
+            ]
+        if request.finish is not None:
+            meta["weight_versions"] = spans(request)
+            meta["weight_version"] = request.closing_label
+        return {"output_ids": tokens, "meta_info": meta}
+
+    async def _abort(self, body: Body) -> Response:
+        rid, everything = body.get("rid") or "", bool(body.get("abort_all"))
+        if rid or everything:
+            reason = {"type": "abort", "message": "Abort in waiting queue"}
+            self._scheduler.abort(rid, everything=everything, reason=reason)
+            await self._scheduler.notify()
+        return Response(status_code=200)
+
+    async def _pause(self, body: Body) -> Response:
+        mode = body.get("mode", "abort")
+        if mode == "abort":
+            self._scheduler.paused = True
+            await self._abort({"abort_all": True})
+        else:
+            self._scheduler.pause(mode)
+        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, body: Body) -> Response:
+        self._scheduler.resume()
+        await self._scheduler.notify()
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush(self, body: Body) -> Response:
+        done = self._scheduler.flush()
+        text = "Cache flushed.\n" if done else "Flush cache failed.\n"
+        return Response(text, status_code=200 if done else 400)
+
+    # Weights
+
+    async def _begin(self, body: Body) -> Response:
+        return _answered(await self._updates.begin())
+
+    async def _end(self, body: Body) -> Response:
+        return _answered(await self._updates.end())
+
+    async def _from_tensor(self, body: Body) -> Response:
+        await self._abort({"abort_all": body.get("abort_all_requests", False)})
+        payloads = [_named_tensors(each) for each in body["serialized_named_tensors"]]
+        name, _ = payloads[0][0]
+        answer = await self._updates.from_loader(body.get("load_format"), Path(name))
+        return await self._loaded(answer, body)
+
+    async def _from_disk(self, body: Body) -> Response:
+        await self._abort({"abort_all": body.get("abort_all_requests", False)})
+        return await self._loaded(await self._updates.from_disk(Path(body["model_path"])), body)
+
+    async def _from_distributed(self, body: Body) -> Response:
+        await self._abort({"abort_all": body.get("abort_all_requests", False)})
+        return await self._loaded(await self._updates.from_group(body), body)
+
+    async def _init_group(self, body: Body) -> Response:
+        return _answered(await self._updates.join(body))
+
+    async def _destroy_group(self, body: Body) -> Response:
+        return _answered(await self._updates.leave(body["group_name"]))
+
+    async def _loaded(self, answer: tuple[bool, str], body: Body) -> Response:
+        """Label, then flush: a refused flush fails the call when the weights are in already."""
+        done, message = answer
+        if done:
+            label = body.get("weight_version")
+            if label is not None:
+                self._scheduler.relabel(label)
+                message += f" Weight version updated to {label}."
+            if body.get("flush_cache", True) and not self._scheduler.flush():
+                done, message = False, NOT_FLUSHED
+        return _answered((done, message))
+
+    async def _relabel(self, body: Body) -> Response:
+        await self._abort({"abort_all": body.get("abort_all_requests", True)})
+        self._scheduler.relabel(body["new_version"])
+        return _answered((True, f"Weight version updated to {body['new_version']}"))
+
+    # Ours
+
+    async def _fault(self, body: Body) -> Response:
+        """Break something.
+
+        `{"route", "status", "message", "times"}`: that route answers so; `{"die_at": tokens}`; `{"stalled": bool}`;
+        `{"partial": bool}`: the next load stops in the middle; `{"step_s": s}`; `{"says_mark": bool}`.
+        """
+        scheduler = self._scheduler
+        if "route" in body:
+            self._faults[body["route"]] = Fault(
+                status=body["status"], message=body["message"], times=body.get("times", 1)
+            )
+        scheduler.die_at = body.get("die_at", scheduler.die_at)
+        scheduler.says_mark = body.get("says_mark", scheduler.says_mark)
+        scheduler.step_s = body.get("step_s", scheduler.step_s)
+        scheduler.stalled = body.get("stalled", scheduler.stalled)
+        self._updates.partial = body.get("partial", self._updates.partial)
+        if not scheduler.stalled and not scheduler.paused:
+            scheduler.resume()
+        return JSONResponse({})
+
+
+class _Tensor:
+    """Stands for `torch.Tensor()`."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows one name. The real one knows some two hundred, this among them."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != ("torch", "Tensor"):
+            raise pickle.UnpicklingError(f"Blocked unsafe global ({module}.{name})")
+        return _Tensor
+
+
+def _named_tensors(payload: str) -> list[tuple[str, _Tensor]]:
+    found: list[tuple[str, _Tensor]] = _Unpickler(
+        io.BytesIO(base64.b64decode(payload, validate=True))
+    ).load()
+    return found
+
+
+def _got(
+    handler: Callable[[], Awaitable[Response]],
+) -> Callable[[HttpRequest], Awaitable[Response]]:
+    async def handle(request: HttpRequest) -> Response:
+        return await handler()
+
+    return handle
+
+
+def _answered(answer: tuple[bool, str]) -> Response:
+    done, message = answer
+    return JSONResponse({"success": done, "message": message}, status_code=200 if done else 400)
+
+
+def _failed(message: str, status: int) -> Response:
+    return JSONResponse({"success": False, "message": message}, status_code=status)
+
+
+def _error(message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status_code=400)

@@ -1,0 +1,128 @@
+"""The program `tools`: the policy calls tools and reads what they say, until it answers without a call.
+
+prompt (with the tools' schemas) ─▶ turn ─▶ calls? ──no──▶ the row
+                                      ▲        │yes
+                                      └─ results, loss mask 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from meshrl.contract import extend
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.nouns import Int32, Task, Uid
+from meshrl.rollout import chat
+from meshrl.rollout.conversation import Budget, Conversation
+from meshrl.rollout.options import read_options
+from meshrl.rollout.ports import Gateway, Generator, Rollout
+from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
+from meshrl.rollout.tools.assembly import Workshop
+from meshrl.rollout.tools.config import ToolsConfig as Config
+from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.toolbox import TaskTools
+
+FORMATS = "meshrl.rollout.tools.formats"
+
+
+def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> ToolProgram:
+    """The program with the recipe's tools; raises ConfigError for options that make no sense."""
+    return ToolProgram(read_options(Config, options, where="rollout.program_options"))
+
+
+class ToolProgram:
+    """Satisfies `meshrl.rollout.ports.Program`."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for an unknown format or a function that is no tool."""
+        self._config = config
+        self._parse: Callable[[str], Sequence[ToolCall]] = extend.load(
+            FORMATS, config.format, "parse"
+        )
+        self._workshop = Workshop(config)
+
+    async def start(self) -> None:
+        """Start or reach the MCP servers; raises ConfigError or InfraError where that cannot be done."""
+        await self._workshop.toolbox()
+
+    async def aclose(self) -> None:
+        """End them."""
+        await self._workshop.close()
+
+    async def __call__(
+        self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
+    ) -> Rollout:
+        """One row; see `meshrl.rollout.ports.Program`."""
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise ConfigError("tools need a tokenizer with a chat template")
+        tools = (await self._workshop.toolbox()).of(task)
+        try:
+            return await self._row(task, uid, engine, tokenizer, tools)
+        finally:
+            await self._workshop.release(uid)
+
+    async def _row(
+        self,
+        task: Task,
+        uid: Uid,
+        engine: Generator,
+        tokenizer: ChatTokenizer,
+        tools: TaskTools,
+    ) -> Rollout:
+        config, caller = self._config, Caller(task=task, uid=uid)
+        budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
+        conversation = Conversation(uid, tokenizer, _prompt(task, tokenizer, tools), budget=budget)
+        sampling = replace(task.sampling, stop=(*task.sampling.stop, *config.stop))
+        while True:
+            turn = await conversation.sample(engine, sampling)
+            if turn.finish_reason != "stop":
+                return conversation.rollout()
+            calls = self._parse(tokenizer.decode_all(turn.tokens.tolist()))
+            if not calls:
+                return conversation.rollout()
+            if conversation.full:
+                return conversation.rollout("max_turns" if conversation.left else "length")
+            if not tools.stateful and conversation.replay(engine):
+                continue  # somebody who held the row before has called them
+            results = await self._results(calls, tools, caller, tokenizer)
+            if not conversation.observe(results):
+                return conversation.rollout("length")
+
+    async def _results(
+        self,
+        calls: Sequence[ToolCall],
+        tools: TaskTools,
+        caller: Caller,
+        tokenizer: ChatTokenizer,
+    ) -> list[chat.ChatMessage]:
+        """A message for each call. Those of stateful tools are done in order, others at the same time."""
+        most = self._config.max_calls
+        over = ToolCall(name="", problem=f"more than {most} calls in one turn")
+        limited = [call if index < most else over for index, call in enumerate(calls)]
+        places = asyncio.Semaphore(1 if tools.stateful else most)
+
+        async def result(call: ToolCall) -> str:
+            async with places:
+                return await tools.call(call, caller, tokenizer)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                found = [group.create_task(result(call)) for call in limited]
+        except ExceptionGroup as faults:
+            raise faults.exceptions[0] from faults
+        return [
+            {"role": self._config.role, "name": call.name, "content": each.result()}
+            for call, each in zip(calls, found, strict=True)
+        ]
+
+
+def _prompt(task: Task, tokenizer: ChatTokenizer, tools: TaskTools) -> Int32:
+    """Messages are rendered again, with the tools; a prompt that came as text stays as it is."""
+    if not task.messages:
+        return task.prompt_ids
+    messages = [asdict(message) for message in task.messages]
+    return np.array(chat.prompt_of(tokenizer, messages, tools=tools.schemas()), dtype=np.int32)

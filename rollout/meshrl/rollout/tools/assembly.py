@@ -1,0 +1,95 @@
+"""Builds what a recipe's `tools` name: Python functions, and the tools of MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.nouns import Uid
+from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
+from meshrl.rollout.tools.cutting import Cut
+from meshrl.rollout.tools.functions import FunctionTool
+from meshrl.rollout.tools.ports import Tool
+from meshrl.rollout.tools.servers import Server
+from meshrl.rollout.tools.toolbox import Offered, Toolbox
+
+KEY = "rollout.program_options.tools"
+
+
+class Workshop:
+    """The tools of one worker process: functions at once, servers once they are asked."""
+
+    def __init__(self, config: ToolsConfig) -> None:
+        """Raises ConfigError for a function that cannot be imported or described, and for MCP without its package."""
+        self._cut = Cut(tokens=config.max_result_tokens, side=config.cut)
+        self._offers: list[Offered] = []
+        self._servers: list[tuple[ToolConfig, Server]] = []
+        for index, given in enumerate(config.tools):
+            tool = ToolConfig(function=given) if isinstance(given, str) else given
+            where = f"{KEY}.{index}"
+            if not tool.function:
+                if importlib.util.find_spec("mcp") is None:
+                    raise ConfigError(
+                        f"{where}: MCP servers need the extra `tools`: pip install meshrl[tools]"
+                    )
+                self._servers.append((tool, Server(tool)))
+                continue
+            function = load_function(tool.function, f"{where}.function")
+            made = FunctionTool(
+                function, name=tool.name, stateful=tool.stateful, most_lost=tool.concurrency
+            )
+            self._offers.append(_offered(made, tool))
+        self._toolbox: Toolbox | None = None
+        self._one_asks = asyncio.Lock()
+
+    async def toolbox(self) -> Toolbox:
+        """All tools; servers are started or reached at the first call.
+
+        Raises:
+            ConfigError: two tools of one name, or one that a server does not have.
+            InfraError: a server cannot be reached.
+        """
+        async with self._one_asks:
+            if self._toolbox is None:
+                found = list(self._offers)
+                for config, server in self._servers:
+                    found += [_offered(tool, config) for tool in await server.tools()]
+                self._toolbox = Toolbox(found, self._cut)
+            return self._toolbox
+
+    async def release(self, uid: Uid) -> None:
+        """A row is done: sessions that were its own end."""
+        await asyncio.gather(*(server.release(uid) for _, server in self._servers))
+
+    async def close(self) -> None:
+        """End all servers; idempotent."""
+        await asyncio.gather(*(server.close() for _, server in self._servers))
+
+
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """The function at a dotted path.
+
+    Raises:
+        ConfigError: with `key`; there is no such module, or no such function in it.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name) if module else None
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{key}: cannot import {path!r}: {error}", key=key) from error
+    except AttributeError as error:
+        raise ConfigError(f"{key}: module {module!r} has no {name!r}", key=key) from error
+    if not callable(found):
+        want = "want package.module.function"
+        raise ConfigError(f"{key}: {path!r} is no function; {want}", key=key)
+    function: Callable[..., Any] = found
+    return function
+
+
+def _offered(tool: Tool, config: ToolConfig) -> Offered:
+    places = asyncio.Semaphore(config.concurrency)
+    return Offered(tool=tool, timeout_s=config.timeout_s, places=places)

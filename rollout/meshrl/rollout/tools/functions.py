@@ -1,0 +1,191 @@
+"""Python functions as tools: type hints become the schema, a Google-style docstring the descriptions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.nouns import Json
+from meshrl.rollout.tools.ports import Caller, ToolError
+
+PREFIX = "argument_"
+"""Of the model's fields: a parameter may have a name that a field may not."""
+CALLER = "caller"
+"""A parameter of this name is given the `Caller`; the policy does not see it."""
+_ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+
+
+class FunctionTool:
+    """One function. Coroutine functions are awaited, others run in a thread each.
+
+    A thread cannot be stopped: one that does not come back is left to itself. When `most_lost` have been, the tool is
+    broken, and calling it an InfraError.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str = "",
+        stateful: bool = False,
+        most_lost: int = 16,
+    ) -> None:
+        """Raises ConfigError for a function whose parameters no schema can describe."""
+        self.name = name or function.__name__
+        self.stateful = stateful
+        self._function = function
+        self._most_lost = most_lost
+        self._lost = 0
+        signature = _signature(function, self.name)
+        self._takes_caller = CALLER in signature
+        signature.pop(CALLER, None)
+        self.description, arguments = read_docstring(inspect.getdoc(function) or "")
+        self._model = _model(self.name, signature, arguments)
+        schema = self._model.model_json_schema()
+        self.parameters: Mapping[str, Json] = _without_titles(schema)
+
+    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
+        """See `Tool`."""
+        try:
+            checked = self._model.model_validate({**arguments, **caller.given})
+        except ValidationError as error:
+            raise ToolError(_first_fault(self.name, error)) from error
+        given = {name[len(PREFIX) :]: getattr(checked, name) for name in checked.model_fields_set}
+        if self._takes_caller:
+            given[CALLER] = caller
+        try:
+            return as_text(await self._run(given))
+        except (InfraError, ToolError, TimeoutError):
+            raise
+        except Exception as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+
+    async def check(self, caller: Caller) -> None:
+        """See `Tool`."""
+
+    async def _run(self, given: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**given)
+        if self._lost >= self._most_lost:
+            raise InfraError(f"tool {self.name}: {self._lost} calls never came back")
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        # A daemon: a pool's threads are joined when the process ends, and this one may never end.
+        threading.Thread(
+            target=self._work, args=(given, done), name=f"tool-{self.name}", daemon=True
+        ).start()
+        try:
+            return await done
+        finally:
+            self._lost += done.cancelled()
+
+    def _work(self, given: Mapping[str, Any], done: asyncio.Future[Any]) -> None:
+        """The thread of one call."""
+        result, error = None, None
+        try:
+            result = self._function(**given)
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # `sys.exit()` in a tool ends the tool
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+        if isinstance(error, StopIteration):
+            error = RuntimeError("StopIteration")  # a future may not hold it
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            done.get_loop().call_soon_threadsafe(self._settle, done, result, error)
+
+    def _settle(self, done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+        if done.cancelled():
+            self._lost -= 1  # it came back after all
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+
+def as_text(result: Any) -> str:
+    """Text as it is, None as nothing, anything else as JSON where it is that."""
+    if isinstance(result, str):
+        return result
+    if result is None:
+        return ""
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What a Google-style docstring says of the function, and of each argument."""
+    body, _, rest = text.partition("\nArgs:\n")
+    arguments: dict[str, str] = {}
+    last = ""
+    for line in rest.splitlines():
+        if line and not line[0].isspace():
+            break  # the next section
+        indent = len(line) - len(line.lstrip())
+        match = _ARGUMENT.match(line)
+        if match and indent <= 4:
+            last = match[1]
+            arguments[last] = match[2]
+        elif last and line.strip():
+            arguments[last] += " " + line.strip()
+    summary = re.split(r"\n(?:Returns|Raises|Yields|Examples?):\n", body)[0]
+    return " ".join(summary.split()), arguments
+
+
+def _signature(function: Callable[..., Any], name: str) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = dict(inspect.signature(function, eval_str=True).parameters)
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"tool {name}: its type hints cannot be read: {error}") from error
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tool {name}: {parameter} has no schema; want named parameters")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(f"tool {name}: {parameter.name} cannot be given by name")
+        if parameter.annotation is parameter.empty and parameter.name != CALLER:
+            raise ConfigError(f"tool {name}: {parameter.name} has no type hint")
+    return parameters
+
+
+def _model(
+    name: str, signature: Mapping[str, inspect.Parameter], described: Mapping[str, str]
+) -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    for parameter in signature.values():
+        default = ... if parameter.default is parameter.empty else parameter.default
+        about = described.get(parameter.name)
+        info = Field(default=default, alias=parameter.name, description=about)
+        fields[PREFIX + parameter.name] = (parameter.annotation, info)
+    try:
+        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    except Exception as error:  # pydantic has several for types without a schema
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"tool {name}: no schema for its parameters: {reason}") from error
+
+
+def _without_titles(schema: Mapping[str, Json]) -> dict[str, Json]:
+    """Titles by pydantic repeat the names; a prompt has no room for that."""
+    return {
+        key: {name: _without_titles(each) for name, each in value.items()}
+        if key in ("properties", "$defs")
+        else _without_titles(value)
+        if isinstance(value, dict)
+        else value
+        for key, value in schema.items()
+        if key != "title"
+    }
+
+
+def _first_fault(name: str, error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    where = ".".join(map(str, fault["loc"]))
+    return f"{name}: argument {where}: {fault['msg']}"

@@ -1,0 +1,295 @@
+"""MCP servers as sources of tools, through the official client: over stdin and stdout, or streamable HTTP.
+
+    worker ── Server ─┬─ shared Connection ──────▶ one server process, or HTTP session, for all rows
+                      └─ Connection per row ─────▶ one each, for stateful tools
+
+A server that ends, hangs up or cannot be reached is an InfraError of the calls that were under way; the next call
+connects anew. After a failure to connect the next attempt waits, twice as long each time, and calls wait with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.nouns import Json, Uid
+from meshrl.rollout.tools.config import ToolConfig
+from meshrl.rollout.tools.ports import Caller, ToolError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.client._transport import Transport
+    from mcp_types import CallToolResult, ListToolsResult, Tool
+
+Answer = TypeVar("Answer")
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 8 << 20
+"""Of one answer of a server; a longer one is an error that the policy observes."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Between attempts to connect that failed."""
+FAULTS = frozenset({-32000, -32001, -32600, -32603, -32700})
+"""Codes that are the connection's and not the tool's: closed, timed out, session unknown, internal, not JSON."""
+CLOSE_S = 10.0
+"""The client gives a server 4 s to end before it is killed; the rest is for a busy machine."""
+
+
+class Connection:
+    """One client of one server. Opened, used and closed from any task: a task of its own holds it."""
+
+    def __init__(self, config: ToolConfig, label: str) -> None:
+        self._config = config
+        self._label = label
+        self._leave = asyncio.Event()
+        self._holder: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+        self.broken = False
+        """Whether it is of no use any more."""
+
+    async def open(self) -> None:
+        """Connect.
+
+        Raises:
+            InfraError: the server cannot be started or reached, or does not answer in time.
+        """
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self._label}")
+        limit = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                await ready
+        except TimeoutError as error:
+            await self.close()
+            raise InfraError(
+                f"MCP server {self._label} did not answer within {limit:g} s"
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End it, and a server that it started; idempotent."""
+        self.broken = True
+        self._leave.set()
+        if self._holder is None:
+            return
+        if self._client is not None:
+            await asyncio.wait({self._holder}, timeout=CLOSE_S)
+        self._holder.cancel()
+        await asyncio.wait({self._holder})
+
+    async def tools(self) -> list[Tool]:
+        """What the server offers."""
+        found: list[Tool] = []
+        cursor: str | None = None
+        while True:
+            page = await self.ask(partial(_page, cursor=cursor))
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+
+    async def ask(self, question: Callable[[Client], Awaitable[Answer]]) -> Answer:
+        """What the server answers.
+
+        Raises:
+            ToolError: it refuses.
+            InfraError: it is gone.
+        """
+        from mcp import MCPError
+
+        if self._client is None or self._holder is None or self.broken:
+            raise self._lost("is gone")
+        asking = asyncio.ensure_future(question(self._client))
+        try:
+            # A transport that breaks ends the holder; its requests may wait for ever.
+            await asyncio.wait({asking, self._holder}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise self._lost("hung up")
+            return asking.result()
+        except MCPError as error:
+            if error.code in FAULTS:
+                raise self._lost(f"failed: {error}") from error
+            raise ToolError(str(error)) from error
+        finally:
+            asking.cancel()
+
+    def _lost(self, what: str) -> InfraError:
+        self.broken = True
+        return InfraError(f"MCP server {self._label} {what}")
+
+    async def _hold(self, ready: asyncio.Future[None]) -> None:
+        """Enter and leave the client in one task, as its cancel scopes want it."""
+        from mcp import Client
+
+        try:
+            async with Client(_transport(self._config)) as self._client:
+                if not ready.done():
+                    ready.set_result(None)
+                await self._leave.wait()
+        except Exception as error:
+            if not ready.done():
+                verb = "be started" if self._config.command else "be reached"
+                problem = f"MCP server {self._label} cannot {verb}: {_reason(error)}"
+                ready.set_exception(InfraError(problem))
+            elif not self._leave.is_set():
+                log.warning("MCP server %s: %s", self._label, _reason(error))
+        finally:
+            self.broken = True
+
+
+class Server:
+    """One MCP server of a recipe: its shared connection, or one for each row."""
+
+    def __init__(self, config: ToolConfig) -> None:
+        self._config = config
+        self.label = config.url or " ".join(config.command)
+        self._connections: dict[Uid | None, Connection] = {}
+        self._one_opens: dict[Uid | None, asyncio.Lock] = {}
+        self._failures = 0
+
+    async def tools(self) -> list[McpTool]:
+        """What the recipe lets the policy call.
+
+        Raises:
+            ConfigError: the server lacks one that the recipe names.
+            InfraError: the server cannot be reached.
+        """
+        connection = await self._opened(None)
+        found = {tool.name: McpTool(self, tool) for tool in await connection.tools()}
+        if self._config.stateful:
+            await self.release(None)
+        for name in self._config.only:
+            if name not in found:
+                known = ", ".join(found)
+                raise ConfigError(f"MCP server {self.label} has no tool {name!r} (it has {known})")
+        return [tool for name, tool in found.items() if name in (self._config.only or found)]
+
+    @property
+    def stateful(self) -> bool:
+        """Whether each row has a connection of its own."""
+        return self._config.stateful
+
+    async def call(self, name: str, arguments: Mapping[str, Json], uid: Uid) -> CallToolResult:
+        """See `Connection.ask`."""
+        connection = await self._opened(uid if self.stateful else None)
+        return await connection.ask(lambda client: client.call_tool(name, dict(arguments)))
+
+    async def check(self, uid: Uid) -> None:
+        """After a call that came too late: is it the tool that hangs, or the server?
+
+        Raises:
+            InfraError: the server.
+        """
+        key = uid if self.stateful else None
+        connection = await self._opened(key)
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await connection.ask(lambda client: client.list_tools(cache_mode="bypass"))
+        except TimeoutError as error:
+            await self.release(key)
+            raise InfraError(f"MCP server {self.label} does not answer any more") from error
+
+    async def release(self, uid: Uid | None) -> None:
+        """The row is done."""
+        self._one_opens.pop(uid, None)
+        connection = self._connections.pop(uid, None)
+        if connection is not None:
+            await connection.close()
+
+    async def close(self) -> None:
+        """End all connections; idempotent."""
+        await asyncio.gather(*map(self.release, list(self._connections)))
+
+    async def _opened(self, key: Uid | None) -> Connection:
+        """The connection of a row, or the shared one (None), opened anew where it broke."""
+        async with self._one_opens.setdefault(key, asyncio.Lock()):
+            connection = self._connections.get(key)
+            if connection is not None and not connection.broken:
+                return connection
+            if connection is not None:
+                await connection.close()
+                log.warning("MCP server %s: connecting anew", self.label)
+            if self._failures:
+                pause = FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 16)
+                await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
+            connection = Connection(self._config, self.label)
+            try:
+                await connection.open()
+            except InfraError:
+                self._failures += 1
+                raise
+            self._failures = 0
+            self._connections[key] = connection
+            return connection
+
+
+class McpTool:
+    """A tool of a server. Satisfies `Tool`."""
+
+    def __init__(self, server: Server, tool: Tool) -> None:
+        self.name = tool.name
+        self.description = tool.description or ""
+        self.parameters: Mapping[str, Json] = tool.input_schema
+        self.stateful = server.stateful
+        self._server = server
+
+    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
+        """See `Tool`."""
+        given = {**arguments, **caller.given}
+        result = await self._server.call(self.name, given, caller.uid)
+        text = text_of(result)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    async def check(self, caller: Caller) -> None:
+        """See `Tool`."""
+        await self._server.check(caller.uid)
+
+
+async def _page(client: Client, *, cursor: str | None) -> ListToolsResult:
+    return await client.list_tools(cursor=cursor)
+
+
+def text_of(result: CallToolResult) -> str:
+    """The texts of a result; what is no text is named."""
+    parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _transport(config: ToolConfig) -> Transport:
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    if config.url:
+        client = create_mcp_http_client(headers=config.headers)
+        return streamable_http_client(config.url, http_client=client)
+    leash = [str(Path(__file__).with_name("leash.py")), str(os.getpid()), str(MOST_BYTES)]
+    return stdio_client(
+        StdioServerParameters(
+            command=sys.executable,
+            args=["-E", "-S", *leash, *config.command],
+            env=config.env,
+            cwd=config.cwd,
+        )
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The first leaf of a group, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,134 @@
+"""The tools of a worker: one call of the policy in, the text that it observes out.
+
+call ─▶ known? arguments? ─▶ wait for a place ─▶ tool, against the clock ─▶ cut to the budget ─▶ observation
+              │                                     │       └ late: "timed out"
+              └── what is wrong ────────────────────┴──────────────────────────────────────────▶ observation
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.nouns import Json, Task
+from meshrl.rollout.tokenizer import ChatTokenizer
+from meshrl.rollout.tools.cutting import Cut
+from meshrl.rollout.tools.ports import Caller, Tool, ToolCall, ToolError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A tool and its limits."""
+
+    tool: Tool
+    timeout_s: float
+    places: asyncio.Semaphore
+
+
+class Toolbox:
+    """Tools by name."""
+
+    def __init__(self, offers: Sequence[Offered], cut: Cut) -> None:
+        """Raises ConfigError for two tools of one name."""
+        self._offers: dict[str, Offered] = {}
+        self._cut = cut
+        for offer in offers:
+            name = offer.tool.name
+            if name in self._offers:
+                raise ConfigError(
+                    f"two tools are called {name!r}; `name` or `only` tells them apart"
+                )
+            self._offers[name] = offer
+
+    def of(self, task: Task) -> TaskTools:
+        """Those that `task` offers: all, or its `tool_selection`.
+
+        Raises:
+            UserError: its extra_info names tools or parameters that are not there.
+        """
+        chosen = task.extra_info.get("tool_selection") or list(self._offers)
+        given = task.extra_info.get("tools_kwargs") or {}
+        for name in (*chosen, *given):
+            if name not in self._offers:
+                known = ", ".join(self._offers)
+                raise UserError(f"task {task.task_id}: no tool {name!r} (there are {known})")
+        hidden = {name: _execute_kwargs(task, name, each) for name, each in given.items()}
+        return TaskTools({name: self._offers[name] for name in chosen}, hidden, self._cut)
+
+
+class TaskTools:
+    """The tools of one task."""
+
+    def __init__(
+        self, offers: Mapping[str, Offered], hidden: Mapping[str, Mapping[str, Json]], cut: Cut
+    ) -> None:
+        self._offers = offers
+        self._hidden = hidden
+        self._cut = cut
+
+    @property
+    def stateful(self) -> bool:
+        """Whether calls of a row build on each other."""
+        return any(offer.tool.stateful for offer in self._offers.values())
+
+    def schemas(self) -> list[Json]:
+        """What the chat template tells the policy: OpenAI's form."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": offer.tool.description,
+                    "parameters": _visible(offer.tool.parameters, self._hidden.get(name, {})),
+                },
+            }
+            for name, offer in self._offers.items()
+        ]
+
+    async def call(self, call: ToolCall, caller: Caller, tokenizer: ChatTokenizer) -> str:
+        """What the policy observes of `call`.
+
+        Raises:
+            InfraError: the tool cannot be reached.
+        """
+        return self._cut(await self._said(call, caller), tokenizer)
+
+    async def _said(self, call: ToolCall, caller: Caller) -> str:
+        if call.problem:
+            return f"Error: {call.problem}"
+        offer = self._offers.get(call.name)
+        if offer is None:
+            return f"Error: no tool {call.name!r}; there are {', '.join(self._offers)}"
+        caller = replace(caller, given=self._hidden.get(call.name, {}))
+        async with offer.places:
+            late = asyncio.timeout(offer.timeout_s)
+            try:
+                async with late:
+                    return await offer.tool.call(call.arguments, caller)
+            except ToolError as error:
+                return f"Error: {error}"
+            except TimeoutError as error:
+                if not late.expired():  # the tool's own
+                    return f"Error: {str(error) or 'TimeoutError'}"
+            await offer.tool.check(caller)
+            return f"Error: {call.name} timed out after {offer.timeout_s:g} s"
+
+
+def _execute_kwargs(task: Task, name: str, kwargs: Json) -> Mapping[str, Json]:
+    """As verl has it: `tools_kwargs: {add: {execute_kwargs: {...}}}`; `create_kwargs` count as well."""
+    if not isinstance(kwargs, Mapping):
+        raise UserError(
+            f"task {task.task_id}: tools_kwargs.{name} is {kwargs!r:.80}, want an object"
+        )
+    return {**(kwargs.get("create_kwargs") or {}), **(kwargs.get("execute_kwargs") or {})}
+
+
+def _visible(parameters: Mapping[str, Json], hidden: Mapping[str, Json]) -> dict[str, Json]:
+    """The schema without the parameters that the task gives."""
+    if not hidden:
+        return dict(parameters)
+    properties = {k: v for k, v in parameters.get("properties", {}).items() if k not in hidden}
+    required = [name for name in parameters.get("required", ()) if name not in hidden]
+    return {**parameters, "properties": properties, "required": required}

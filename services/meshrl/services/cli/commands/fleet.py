@@ -1,0 +1,249 @@
+"""`meshrl fleet`: who belongs to the rollout fleet; one more, one less."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from meshrl.contract.errors import UserError
+from meshrl.services.cli.mesh import find_mesh
+from meshrl.services.cli.options import PATH, json_option
+from meshrl.services.cli.roster import Member, Roster, Site, call_roll
+from meshrl.services.up.book import BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.services.up.control import ask_up
+from meshrl.services.wires.member import MemberWire
+
+WATCH_EVERY_S = 1.0
+DRAIN_S = 60.0
+"""A member has half of this to drain before it is killed."""
+ADD_S = 10.0
+PLAIN_WIDTH = 160
+"""Of the table in a pipe, which tells no width."""
+COLUMNS = (
+    *("member", "state", "version", "carrier", "running", "tokens/s", "errors", "breaker"),
+    *("last sync", "reason"),
+)
+
+
+@click.group(invoke_without_command=True)
+@click.option(
+    "--run-dir",
+    type=PATH,
+    envvar="MESHRL_RUN_DIR",
+    help="The run's directory; the newest runs/*/mesh.json if not given.",
+)
+@click.option(
+    "--trainer",
+    metavar="HOST:PORT",
+    envvar="MESHRL_TRAINER",
+    help="Ask this trainer: for a mesh that no `meshrl up` on this machine runs.",
+)
+@json_option
+@click.option("--watch", is_flag=True, help="Show it again each second, until Ctrl-C.")
+@click.pass_context
+def fleet(
+    context: click.Context, run_dir: Path | None, trainer: str | None, as_json: bool, watch: bool
+) -> None:
+    """List the rollout workers of the mesh in --run-dir (the newest one if not given), or `add` and `drain` some."""
+    context.obj = partial(_site, run_dir, trainer)  # found when a command runs, not for its --help
+    if context.invoked_subcommand is not None:
+        return
+    site = context.obj()
+    if watch:
+        _watch(site, as_json)
+    roster = asyncio.run(call_roll(site))
+    if as_json:
+        click.echo(json.dumps(_json(roster), indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(_table(roster), width=None if console.is_terminal else PLAIN_WIDTH)
+
+
+@fleet.command()
+@click.argument("name")
+@click.pass_obj
+def drain(find: Callable[[], Site], name: str) -> None:
+    """Have the worker NAME hand over what it runs and leave; its supervisor does not start it again.
+
+    Responses that run are kept in the queue, and other workers go on with them.
+    """
+    site = find()
+    members = asyncio.run(call_roll(site)).members
+    member = members.get(name)
+    if member is None:
+        raise UserError(
+            f"this mesh has no rollout worker {name!r} (it has: {', '.join(members) or 'none'})"
+        )
+    if member.gone:
+        click.echo(f"{name} has left already")
+    elif member.kept_by_up and site.run_dir is not None:
+        told = asyncio.run(ask_up(site.run_dir, "drain", timeout_s=DRAIN_S, name=name))
+        how = "has left" if told["in_time"] else "did not drain in time and was killed"
+        click.echo(f"{name} {how}; {told['left']} of this `up` remain")
+        if not told["left"]:
+            click.echo("warning: training waits until a worker is added: meshrl fleet add")
+    else:
+        asyncio.run(_ask_to_leave(member))
+        click.echo(f"{name} hands over what it runs and ends; what started it must let it be")
+
+
+@fleet.command()
+@click.option("--count", type=click.IntRange(1, 64), default=1, show_default=True)
+@click.option("--print", "printed", is_flag=True, help="Say how to start one on another machine.")
+@click.option(
+    "--queue",
+    metavar="HOST:PORT",
+    envvar="MESHRL_QUEUE",
+    help="With --trainer: where the queue is.",
+)
+@click.option("--recipe", default="RECIPE", help="With --trainer: the recipe's file over there.")
+@click.pass_obj
+def add(
+    find: Callable[[], Site], count: int, printed: bool, queue: str | None, recipe: str
+) -> None:
+    """Start more rollout workers of a running `meshrl up`; for a mesh elsewhere, print the commands that do."""
+    site = find()
+    if site.run_dir is not None and not printed:
+        told = asyncio.run(ask_up(site.run_dir, "add", timeout_s=ADD_S, count=count))
+        names = told["added"]
+        assert isinstance(names, list)
+        verb = "starts" if len(names) == 1 else "start"
+        click.echo(f"{', '.join(names)} {verb}; `meshrl fleet` shows when it serves")
+        return
+    if site.run_dir is not None:
+        book = AddressBook.load(site.run_dir / BOOK_NAME)
+        queue, recipe = book.peers()["queue"], str(book.recipe)
+    elif queue is None:
+        raise UserError("--trainer alone does not tell where the queue is: give --queue HOST:PORT")
+    for name in _free_names(asyncio.run(call_roll(site)), count):
+        words = ("meshrl", "serve", "rollout", recipe, "--name", name)
+        click.echo(shlex.join([*words, "--queue", str(queue), "--trainer", site.trainer]))
+
+
+def _site(run_dir: Path | None, trainer: str | None) -> Site:
+    if trainer is not None:
+        if run_dir is not None:
+            raise UserError("--run-dir and --trainer are two ways to find a mesh: give one")
+        return Site(trainer=trainer)
+    directory = run_dir if run_dir is not None else newest_run_dir()
+    mesh = find_mesh(directory, None, None)
+    assert mesh.trainer is not None
+    return Site(trainer=mesh.trainer, run_dir=directory)
+
+
+async def _ask_to_leave(member: Member) -> None:
+    if not member.address:
+        raise UserError(
+            f"{member.name} did not say where it listens: send SIGTERM to its process instead"
+        )
+    async with MemberWire(member.address, patience_s=0.0) as wire:
+        await wire.drain()
+
+
+def _free_names(roster: Roster, count: int) -> list[str]:
+    """`rollout-N` with numbers beyond those in use."""
+    taken = [name.removeprefix("rollout-") for name in roster.members]
+    first = 1 + max((int(number) for number in taken if number.isdigit()), default=-1)
+    return [f"rollout-{number}" for number in range(first, first + count)]
+
+
+def _watch(site: Site, as_json: bool) -> None:
+    """Until Ctrl-C: one table in place, or one line of JSON a second."""
+    if as_json:
+        while True:
+            click.echo(json.dumps(_json(asyncio.run(call_roll(site)))))
+            time.sleep(WATCH_EVERY_S)
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            live.update(_table(asyncio.run(call_roll(site))), refresh=True)
+            time.sleep(WATCH_EVERY_S)
+
+
+def _json(roster: Roster) -> dict[str, Any]:
+    view = roster.view
+    return {
+        "run": view.run if view else None,
+        "committed": str(view.committed) if view and view.committed else None,
+        "proposed": str(view.proposed) if view and view.proposed else None,
+        "members": [_member_json(member) for member in roster.members.values()],
+    }
+
+
+def _member_json(member: Member) -> dict[str, Any]:
+    replica, report = member.replica, member.report
+    shown: dict[str, Any] = {
+        "name": member.name,
+        "state": member.state,
+        "address": member.address,
+        "version": str(replica.version) if replica and replica.version else None,
+        "carrier": replica.carrier if replica else None,
+        "last_sync_s": replica.last_sync_s if replica else None,
+        "pause_s": replica.pause_s if replica else None,
+        "reason": member.reason,
+        "restarts": member.restarts,
+        "answers": report is not None,
+    }
+    if report is not None:
+        worker, engine = report.worker, report.engine
+        shown |= {
+            "running": engine.running,
+            "capacity": engine.capacity,
+            "slots": worker.slots,
+            "held": worker.held,
+            "tokens_per_s": engine.tokens_per_s,
+            "error_rate": worker.error_rate,
+            "breaker": worker.breaker,
+            "opened": worker.opened,
+            "last_fault": worker.last_fault,
+            "draining": worker.draining,
+            "leased": worker.rows.leased,
+            "written": worker.rows.written,
+            "failed": worker.rows.failed,
+            "returned": worker.rows.returned,
+            "lost": worker.rows.lost,
+            "continued_tokens": worker.continued,
+        }
+    return shown
+
+
+def _table(roster: Roster) -> Table:
+    view = roster.view
+    title = f"run {view.run}, version {view.committed}" if view else "the trainer does not answer"
+    table = Table(title=title, title_justify="left", box=None)
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=column != "reason")
+    for member in roster.members.values():
+        table.add_row(*_cells(member))
+    return table
+
+
+def _cells(member: Member) -> list[str]:
+    replica, report = member.replica, member.report
+    version = str(replica.version) if replica and replica.version else "–"
+    carrier = (replica.carrier if replica else "") or "–"
+    sync = f"{replica.last_sync_s:.2f} s" if replica and replica.last_sync_s else "–"
+    if report is None:
+        silent = "" if member.gone else "does not answer"
+        middle, reason = ["–"] * 4, member.reason or silent
+    else:
+        engine, worker = report.engine, report.worker
+        middle = [
+            f"{engine.running}/{min(engine.capacity, worker.slots)}",
+            f"{engine.tokens_per_s:,.0f}",
+            f"{worker.error_rate:.0%}",
+            worker.breaker,
+        ]
+        fault = worker.last_fault if worker.error_rate else ""
+        reason = "draining" if worker.draining else (member.reason or fault)
+    return [member.name, member.state, version, carrier, *middle, sync, reason]

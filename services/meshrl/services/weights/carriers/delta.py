@@ -1,0 +1,373 @@
+"""Only what changed, over gRPC: patches of the version that a replica was last committed to.
+
+    trainer   send(bucket) ──offer──▶ Sender ◀── Fetch(version, bucket, "I hold 1.6") ── Receiver   replica
+                                        │                                                    │
+                  Patches 1.6 → 1.7 ────┴──▶ parts of 4 MiB: a patch, or the bucket whole ──▶ applied to its 1.6
+
+The replica says what it holds, which is what its engine was committed to, so nothing that failed half-way is ever a
+base. It gets a bucket whole when it holds nothing that the trainer still has (it joined, it was started again), when
+too much has changed, and when a bucket arrived wrong: the plane hashes what comes out. A patch is encoded once for
+all replicas that stand at the same version. Who may ask is told by the endpoint, which travels over the plane's
+stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import grpc
+import numpy as np
+
+from meshrl.contract.errors import (
+    ConfigError,
+    CorruptError,
+    ForbiddenError,
+    NotFoundError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.ports import WeightSource
+from meshrl.services import tls
+from meshrl.services.doors.base import full_name
+from meshrl.services.errors import from_rpc
+from meshrl.services.interceptor import Context
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.services.transport import CHANNEL_OPTIONS
+from meshrl.services.weights.carrier import Cell, Link, Place
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.delta import apply
+from meshrl.services.weights.delta.held import Held
+from meshrl.services.weights.delta.patches import Patches
+from meshrl.services.weights.lane import Lane
+from meshrl.services.weights.patience import within
+from meshrl.v1 import weight_patches_pb2 as pb
+from meshrl.v1 import weight_patches_pb2_grpc as rpc
+
+REACH = "network"
+NEEDS: tuple[str, ...] = ()
+RATE = 1e9
+SPARSE = True
+
+PART_BYTES: Final = 4 << 20
+"""Of a message: the fastest of 256 KiB to 16 MiB over Python's gRPC."""
+_Key = tuple[Version, int]
+_Write = Callable[[pb.WeightPatchPart], Awaitable[Any]]
+_T = TypeVar("_T")
+
+logger = logging.getLogger(__name__)
+
+
+class Carrier:
+    """On the trainer's side a server and the patches; on a replica's, what it holds."""
+
+    def __init__(self, config: WeightsConfig, place: Place) -> None:
+        self.config = config
+        self.committed: Version | None = None
+        """What a replica was last committed to: also where one that comes back may stand."""
+        self._secret = secrets.token_urlsafe(16)
+        self._closing = AsyncExitStack()
+        self._senders: dict[int, Sender] = {}
+        self._held = Held()
+        self.patches = Patches(bases=config.bases, max_density=config.max_density)
+
+    async def listen(self) -> str:
+        """Open the server; returns `host:port#secret`. Raises ConfigError when it cannot."""
+        settings = ServerSettings(
+            host=self.config.host,
+            port=self.config.port,
+            metrics_port=None,
+            drain_grace_s=0,
+            tls=tls.in_use(),
+            authenticated=True,  # by the secret
+        )
+        try:
+            server = await self._closing.enter_async_context(Server(settings, [_Door(self)]))
+        except UserError as error:
+            raise ConfigError(f"weights.host/port: {error}") from error
+        return f"{server.address}#{self._secret}"
+
+    async def stage(self, source: WeightSource) -> None:
+        """Keep the version, and those that replicas stand at, in memory: patches start from them."""
+        serving = {sender.standing for sender in self._senders.values()} | {self.committed}
+        self.patches.add(source, (version for version in serving if version is not None))
+
+    def cell(self, link: Link) -> Cell:
+        """One end of a cell."""
+        if link.rank != 0:
+            return Receiver(self.config, link, self._held)
+        sender = self._senders[link.generation] = Sender(self, link)
+        return sender
+
+    def leave(self, generation: int) -> None:
+        """A cell is closed; idempotent."""
+        self._senders.pop(generation, None)
+
+    async def close(self) -> None:
+        """End the server and everything that it is sending; idempotent."""
+        await self._closing.aclose()
+        await self.patches.close()
+
+    async def serve(self, request: pb.WeightPatchRequest, write: _Write) -> None:
+        """Answer a `Fetch`.
+
+        Raises:
+            ForbiddenError: whoever asks has not been told the secret.
+            NotFoundError: there is no such cell, or no longer.
+        """
+        if not secrets.compare_digest(request.secret.encode(), self._secret.encode()):
+            raise ForbiddenError(
+                "the weight plane tells who may fetch weights; this is somebody else"
+            )
+        sender = self._senders.get(request.generation)
+        if sender is None or sender.link.run != request.run:
+            raise NotFoundError(f"no weight cell {request.run!r}, generation {request.generation}")
+        await sender.serve(request, write)
+
+
+class _Door(rpc.WeightPatchesServicer):
+    """The servicer: translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "WeightPatches")
+    waits: Final = frozenset({"Fetch"})
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+        rpc.add_WeightPatchesServicer_to_server(self, server)
+
+    # A coroutine that writes: a part that nobody takes is noticed by the deadline of its write.
+    async def Fetch(  # type: ignore[override]
+        self, request: pb.WeightPatchRequest, context: Context
+    ) -> None:
+        """One bucket."""
+        await self._carrier.serve(request, context.write)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    key: _Key
+    manifest: WeightManifest
+    bucket: Uint8
+    whole: bool
+
+
+class Sender:
+    """The trainer's end: offers one bucket after the other, and waits until each is fetched.
+
+    Unblocked by the fetch, by its failure, or by `abort`; all are announced through one event.
+    """
+
+    def __init__(self, carrier: Carrier, link: Link) -> None:
+        self.link = link
+        self.standing: Version | None = None
+        """What the replica was last committed to."""
+        self._carrier = carrier
+        self._config = carrier.config
+        self._sent: set[_Key] = set()
+        self._offer: _Offer | None = None
+        self._failure = ""
+        self._changed = asyncio.Event()
+
+    async def open(self, deadline_s: float) -> None:
+        """Nobody to meet: the replica comes when it fetches."""
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Offer a bucket until the replica has fetched it; a second time, whole. Raises UnavailableError."""
+        key = manifest.version, index
+        offer = self._offer = _Offer(key, manifest, bucket, whole=key in self._sent)
+        self._sent.add(key)
+        self._announce()
+        try:
+            # As long as the plane waits for the acknowledgement.
+            await self._until(lambda: self._offer is not offer)
+        finally:
+            self._offer = None if self._offer is offer else self._offer
+
+    async def serve(self, request: pb.WeightPatchRequest, write: _Write) -> None:
+        """Write the bucket that is asked for, as soon as it is offered.
+
+        Raises:
+            UserError: the request names no version.
+            UnavailableError: the cell is closed.
+            WaitTimeoutError: the bucket is not offered, or not taken.
+        """
+        key = _version(request.version), request.bucket
+        base = _version(request.base) if request.base else None
+        wanted = self._until(lambda: self._offer is not None and self._offer.key == key)
+        await within(wanted, self._config.ready_s, f"the offer of bucket {key[1]}")
+        offer = self._offer
+        assert offer is not None
+        try:
+            await self._write(offer, base, write)
+        except BaseException:
+            self._fail("the replica hung up while it fetched")
+            raise
+        if self._offer is offer:
+            self._offer = None
+            self._announce()
+
+    async def _write(self, offer: _Offer, base: Version | None, write: _Write) -> None:
+        patch = None
+        if not offer.whole:
+            patches, index = self._carrier.patches, offer.key[1]
+            patch = await patches.patch(base, offer.manifest, index, offer.bucket)
+        content = offer.bucket.data if patch is None else memoryview(patch)
+        for start in range(0, len(content), PART_BYTES):
+            piece = bytes(content[start : start + PART_BYTES])
+            part = pb.WeightPatchPart(whole=patch is None, data=piece)
+            patience = self._config.deadline_s(len(piece))
+            await within(_awaited(write(part)), patience, f"{self.link.prefix}: taking a part")
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        """Only replicas receive."""
+        raise UnavailableError("the trainer's end of a cell does not receive")
+
+    def committed(self, version: Version) -> None:
+        """The version that the replica's next patches start from."""
+        self.standing = self._carrier.committed = version
+
+    def abort(self) -> None:
+        """Whatever waits here, on either side of an offer, ends."""
+        self._fail("closed")
+
+    async def close(self) -> None:
+        """The same."""
+        self.abort()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = self._failure or reason
+        self._carrier.leave(self.link.generation)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if self._failure:
+                raise UnavailableError(f"weight cell {self.link.prefix}: {self._failure}")
+            await self._changed.wait()
+
+
+class Receiver:
+    """A replica's end: asks for each bucket, says what it holds, and applies what comes."""
+
+    def __init__(self, config: WeightsConfig, link: Link, held: Held) -> None:
+        self._config = config
+        self._link = link
+        self._held = held
+        self._address, _, self._secret = link.endpoint.rpartition("#")
+        self._lane = Lane(f"weights-delta-{link.generation}")
+        self._channel: grpc.aio.Channel | None = None
+        self._call: grpc.aio.UnaryStreamCall[pb.WeightPatchRequest, pb.WeightPatchPart] | None = (
+            None
+        )
+        self._asked: set[_Key] = set()
+
+    async def open(self, deadline_s: float) -> None:
+        """Reach the trainer's process. Raises UnavailableError."""
+        self._channel = tls.channel(self._address, CHANNEL_OPTIONS)
+        try:
+            await within(self._channel.channel_ready(), deadline_s, "the connection")
+        except WaitTimeoutError as error:
+            raise UnavailableError(f"weights at {self._address}: {error}") from error
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Only the trainer sends."""
+        raise UnavailableError("a replica's end of a cell does not send")
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        """Fill `into`, from a patch of what is held or with the bucket itself.
+
+        Raises:
+            UnavailableError: the trainer's end is gone.
+            WaitTimeoutError: it does not move.
+            CorruptError: the patch cannot be applied.
+        """
+        key = manifest.version, index
+        if key in self._asked:
+            logger.warning("bucket %d of weights %s arrived wrong: asking again", index, key[0])
+            self._held.forget()
+        self._asked.add(key)
+        base = self._held.base(manifest, index)
+        patch = await self._fetch(manifest, index, base[0] if base else None, into)
+        if patch is not None:
+            await self._lane.run(apply, base[1] if base else None, patch, into)
+        self._held.arrived(manifest, index, into)
+
+    def committed(self, version: Version) -> None:
+        """What arrived of `version` is what the next patches start from."""
+        self._held.commit(version)
+
+    def abort(self) -> None:
+        """Leave."""
+        self._lane.close()
+        if self._call is not None:
+            self._call.cancel()
+
+    async def close(self) -> None:
+        """Leave and hang up; what is held stays, for the next cell."""
+        self.abort()
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    async def _fetch(
+        self, manifest: WeightManifest, index: int, base: Version | None, into: Uint8
+    ) -> bytearray | None:
+        """A patch; or None, and the bucket itself is in `into`."""
+        assert self._channel is not None, "the cell is not open"
+        request = pb.WeightPatchRequest(
+            secret=self._secret,
+            run=self._link.run,
+            generation=self._link.generation,
+            version=str(manifest.version),
+            bucket=index,
+            base=str(base) if base else "",
+        )
+        call = self._call = rpc.WeightPatchesStub(self._channel).Fetch(request)
+        patience, what = self._config.deadline_s(into.nbytes), f"bucket {index} of weights"
+        patch: bytearray | None = None
+        filled = 0
+        try:
+            while isinstance(
+                part := await within(_awaited(call.read()), patience, what), pb.WeightPatchPart
+            ):
+                size = len(part.data)
+                if filled + size > into.nbytes or (patch is not None and part.whole):
+                    raise CorruptError(f"{what}: more than its {into.nbytes} bytes")
+                if part.whole:
+                    into[filled : filled + size] = np.frombuffer(part.data, dtype=np.uint8)
+                else:
+                    patch = bytearray() if patch is None else patch
+                    patch += part.data
+                filled += size
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, f"weights at {self._address}") from error
+        finally:
+            call.cancel()
+        if patch is None and filled != into.nbytes:
+            raise CorruptError(f"{what}: {filled} of its {into.nbytes} bytes")
+        return patch
+
+
+def _version(text: str) -> Version:
+    """Raises UserError."""
+    try:
+        return Version.parse(text)
+    except ValueError as error:
+        raise UserError(f"{text!r} is no version") from error
+
+
+async def _awaited(work: Awaitable[_T]) -> _T:
+    return await work

@@ -1,0 +1,180 @@
+"""Weights over NCCL: a communicator of two ranks per replica, each rank in a process of its own that can be killed.
+
+    trainer's process ── shared memory ──▶ NCCL process ═ GPU ═ GPU ═▶ NCCL process ── shared memory ──▶ replica's
+                      ◀── words, socket ──  rank 0                      rank 1      ── words, socket ──▶ process
+
+NCCL blocks: meeting the other ranks cannot be given up but by the death of the process, and a broadcast waits for
+a dead rank for ever. So no engine and no trainer calls it. Both ends of a cell start a process, which imports torch
+and cupy and nothing of an engine; whatever goes wrong there, it is killed, and the replica joins again as a new
+generation with a new communicator. Bytes go as uint8 from pinned shared memory through device memory that is neither
+torch's nor the engine's.
+
+A cell has two ranks, on purpose. In a larger communicator one dead replica stops the broadcast to all others, and the
+plane has to make a new generation of all of them; with two it spoils only itself. The price is fan-out: the trainer's
+end sends every version once per replica instead of once into a ring or tree, and holds a process, a CUDA context
+(some hundred MB of device memory) and one bucket of pinned and of device memory for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+
+import numpy as np
+
+from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, UserError
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.ports import WeightSource
+from meshrl.services.weights.carrier import Link, Place
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.nccl.config import NcclConfig
+from meshrl.services.weights.nccl.meeting import Meetings, check_alike, knock
+from meshrl.services.weights.nccl.process import NcclProcess, NcclProcesses
+from meshrl.services.weights.patience import within
+
+NEEDS = ("cupy", "cuda")
+RATE = 8e9
+
+
+class Carrier:
+    """The processes of this end, and the trainer's door."""
+
+    def __init__(self, config: WeightsConfig, place: Place) -> None:
+        """Raises ConfigError where cupy is missing, or NCCL is told not to block."""
+        check_installed(config.nccl)
+        self._config = config
+        self._processes = NcclProcesses(config.nccl)
+        self._meetings = Meetings()
+
+    async def listen(self) -> str:
+        """Try a process, so that a missing GPU is said before anybody joins; returns `host:port/token`."""
+        process = await self._processes.take()
+        await process.facts()
+        self._processes.put_back(process)
+        return await self._meetings.listen(self._config.host, self._config.port)
+
+    async def stage(self, source: WeightSource) -> None:
+        """Nothing: buckets are copied from where they lie."""
+
+    def cell(self, link: Link) -> NcclCell:
+        """One rank of two."""
+        if link.rank == 0:
+            self._meetings.expect(link.prefix)
+        return NcclCell(self._config, link, self._processes, self._meetings)
+
+    async def close(self) -> None:
+        """Close the door; no process is left."""
+        await self._meetings.close()
+        await self._processes.close()
+
+
+class NcclCell:
+    """One rank of two, in its process."""
+
+    def __init__(
+        self, config: WeightsConfig, link: Link, processes: NcclProcesses, meetings: Meetings
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._processes = processes
+        self._meetings = meetings
+        self._process: NcclProcess | None = None
+        self._given_up = False
+
+    async def open(self, deadline_s: float) -> None:
+        """Compare versions, exchange the unique id, join, warm up; the process is killed past the deadline.
+
+        Raises:
+            ConfigError: the ends speak different versions of NCCL, or this one has no GPU.
+            UnavailableError: the other end did not come, or either failed.
+        """
+        try:
+            await within(self._meet(deadline_s), deadline_s, f"{self._where}: joining")
+        except UserError as error:
+            self.abort()
+            raise type(error)(f"{self._where}: {error}") from error
+        except MeshError as error:
+            self.abort()
+            raise UnavailableError(f"{self._where}: {error}") from error
+        except BaseException:
+            self.abort()
+            raise
+        self._processes.prepare()
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Copy a bucket to the process, and have it broadcast."""
+        memory = await self._broadcastable(manifest)
+        await asyncio.to_thread(np.copyto, memory[: bucket.nbytes], bucket)
+        await self._broadcast(bucket.nbytes)
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        """Take part in the broadcast, and copy what came."""
+        memory = await self._broadcastable(manifest)
+        await self._broadcast(into.nbytes)
+        await asyncio.to_thread(np.copyto, into, memory[: into.nbytes])
+
+    def committed(self, version: Version) -> None:
+        """Of no use here: nothing is kept from one version to the next."""
+
+    def abort(self) -> None:
+        """Kill the process; whoever waits for it is told."""
+        self._given_up = True
+        self._meetings.forget(self._link.prefix)
+        if self._process is not None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Have the process abort its communicator and end."""
+        self._given_up = True
+        self._meetings.forget(self._link.prefix)
+        if self._process is not None:
+            await self._process.leave()
+
+    @property
+    def _where(self) -> str:
+        return f"weight cell {self._link.prefix}, rank {self._link.rank}"
+
+    async def _meet(self, deadline_s: float) -> None:
+        self._process = process = await self._processes.take()
+        if self._given_up:  # while it was being started
+            raise UnavailableError("it was given up")
+        facts = await process.facts()
+        if self._link.rank == 0:
+            guest = await self._meetings.meet(self._link.prefix)
+            try:
+                check_alike(trainer=facts, replica=guest.facts)
+                unique_id = await process.unique_id()
+            except MeshError as error:
+                await guest.refuse(error)
+                raise
+            await guest.answer(unique_id)
+        else:
+            unique_id = await knock(self._link.endpoint, self._link.prefix, facts)
+        await process.join(self._link.size, unique_id, self._link.rank, deadline_s)
+
+    async def _broadcastable(self, manifest: WeightManifest) -> Uint8:
+        """The memory that a bucket of this version fits in."""
+        try:
+            return await self._opened().memory(max(manifest.bucket_bytes))
+        except MeshError as error:
+            raise UnavailableError(f"{self._where}: {error}") from error
+
+    async def _broadcast(self, nbytes: int) -> None:
+        try:
+            await self._opened().broadcast(nbytes, self._config.deadline_s(nbytes))
+        except MeshError as error:
+            raise UnavailableError(f"{self._where}: {error}") from error
+
+    def _opened(self) -> NcclProcess:
+        if self._process is None or self._given_up:
+            raise UnavailableError("it is not open")
+        return self._process
+
+
+def check_installed(config: NcclConfig) -> None:
+    """Raises ConfigError where the recipe wants cupy and there is none."""
+    if config.library == "cupy" and importlib.util.find_spec("cupy") is None:
+        raise ConfigError(
+            "weights.carrier nccl: cupy is not installed here; pip install 'meshrl[nccl]' on machines with an NVIDIA "
+            "GPU, or choose another carrier (gloo, shm, delta, disk)"
+        )

@@ -1,0 +1,102 @@
+"""The trainer's end of patches: the versions that they start from, and each patch encoded once for all replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.ports import WeightSource
+from meshrl.services.weights.delta.codec import encode_sparse
+from meshrl.services.weights.lane import Lane
+from meshrl.services.weights.wire import digest
+
+
+def word_bytes(manifest: WeightManifest, index: int) -> int:
+    """4 for a bucket of float32 alone; 2 for bfloat16, float16 and mixtures, which 2 bytes carry as exactly."""
+    kinds = {tensor.dtype for tensor in manifest.tensors if tensor.bucket == index}
+    return 4 if kinds == {"float32"} else 2
+
+
+def patch_between(
+    base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8, max_density: float
+) -> bytes | None:
+    """What makes `bucket` of the same one of `base`; None when it should be sent whole.
+
+    That is: laid out differently, changed in more than `max_density` of its words, or a base whose memory is no
+    longer what its manifest says.
+    """
+    before = base.manifest
+    if index >= len(before.bucket_bytes) or before.bucket_bytes[index] != bucket.nbytes:
+        return None
+    old = base.bucket(index)
+    if digest(old) != before.bucket_hashes[index]:
+        return None
+    width = word_bytes(manifest, index)
+    return encode_sparse(old, bucket, word_bytes=width, max_density=max_density)
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    base: Version
+    version: Version
+    index: int
+
+
+class Patches:
+    """Versions that replicas may stand at, and the patches between them. Belongs to one event loop."""
+
+    def __init__(self, *, bases: int, max_density: float) -> None:
+        self._bases = bases
+        self._max_density = max_density
+        self._sources: dict[Version, WeightSource] = {}
+        self._patches: dict[_Key, asyncio.Task[bytes | None]] = {}
+        self._lane = Lane("weights-delta")
+        self.encoded = 0
+        """Patches made so far: one for all replicas that stand at a version."""
+
+    @property
+    def versions(self) -> list[Version]:
+        """Those that are kept in memory, oldest first."""
+        return sorted(self._sources)
+
+    def add(self, source: WeightSource, standing: Iterable[Version]) -> None:
+        """A new version; `standing` is where replicas are. Of the older ones at most `bases` of those are kept."""
+        newest = source.manifest.version
+        kept = sorted({at for at in standing if at in self._sources and at != newest})
+        kept = kept[-self._bases :]
+        self._sources = {at: self._sources[at] for at in kept} | {newest: source}
+        # A patch to an older version is still of use to who follows it.
+        for key in [key for key in self._patches if key.version not in self._sources]:
+            self._patches.pop(key).cancel()
+
+    async def patch(
+        self, base: Version | None, manifest: WeightManifest, index: int, bucket: Uint8
+    ) -> bytes | None:
+        """The patch to a bucket of `manifest` from `base`; None when it is to be sent whole."""
+        source = self._sources.get(base) if base is not None else None
+        if base is None or source is None or base == manifest.version:
+            return None
+        key = _Key(base, manifest.version, index)
+        task = self._patches.get(key)
+        if task is None:
+            work = self._encode(source, manifest, index, bucket)
+            task = self._patches[key] = asyncio.create_task(work, name=f"patch-{index}")
+        # Whoever asked first may leave; the others wait for the same one.
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Forget everything; idempotent."""
+        self._lane.close()
+        tasks = list(self._patches.values())
+        self._patches, self._sources = {}, {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _encode(
+        self, base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8
+    ) -> bytes | None:
+        self.encoded += 1
+        return await self._lane.run(patch_between, base, manifest, index, bucket, self._max_density)

@@ -1,0 +1,67 @@
+"""The words between a process, its NCCL process and the other end: a length, then JSON. Never weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any, TypeAlias
+
+from meshrl.contract.errors import InfraError
+
+Frame: TypeAlias = dict[str, Any]
+LONGEST = 1 << 16
+_LENGTH = struct.Struct("<I")
+
+
+def pack(frame: Frame) -> bytes:
+    """Little-endian uint32 length, then the JSON object in UTF-8."""
+    text = json.dumps(frame, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(text)) + text
+
+
+async def read(reader: asyncio.StreamReader) -> Frame | None:
+    """The next frame; None when the other side has hung up. Raises InfraError for what is no frame."""
+    try:
+        head = await reader.readexactly(_LENGTH.size)
+        return _parse(await reader.readexactly(_length(head)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def receive(connection: socket.socket) -> Frame | None:
+    """`read` for a thread that may block."""
+    head = _exactly(connection, _LENGTH.size)
+    text = _exactly(connection, _length(head)) if head else None
+    return _parse(text) if text else None
+
+
+def _length(head: bytes) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if not 0 < length <= LONGEST:
+        raise InfraError(f"a frame of {length} bytes, want 1 to {LONGEST}")
+    return int(length)
+
+
+def _parse(text: bytes) -> Frame:
+    try:
+        frame = json.loads(text)
+    except ValueError as error:
+        raise InfraError(f"a frame that is not JSON: {text[:40]!r}") from error
+    if not isinstance(frame, dict):
+        raise InfraError(f"a frame that is no object: {text[:40]!r}")
+    return frame
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        try:
+            part = connection.recv(count - len(parts))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,143 @@
+"""The real NCCL, through cupy: `NcclCommunicator` on raw pointers, uint8 on the wire.
+
+torch is imported first, where there is one, so that both use its libnccl; two in one process are refused. Memory is
+cudaMalloc's, never torch's: `expandable_segments:True` does not touch it. API: cupy 14.2, NCCL 2.30.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from meshrl.contract.errors import ConfigError
+from meshrl.services.weights.nccl.library import Buffer as AnyBuffer
+from meshrl.services.weights.nccl.versions import dotted, loaded_nccl
+
+if importlib.util.find_spec("torch") is not None:
+    import torch.cuda.nccl  # before cupy: whose libnccl comes first is everybody's
+
+import cupy.cuda.nccl
+from cupy.cuda import runtime
+
+nccl: Any = cupy.cuda.nccl
+torch_nccl: Any = torch.cuda.nccl if "torch" in globals() else None
+_CUDA_NOT_READY = 600
+_FLOAT_BYTES = 4
+
+
+class Library:
+    """One CUDA device and its stream."""
+
+    def __init__(self, device: int) -> None:
+        _check_one_nccl()
+        try:
+            count = runtime.getDeviceCount()
+        except runtime.CUDARuntimeError as error:
+            raise ConfigError(f"weights.nccl: no CUDA device can be used here ({error})") from error
+        if device >= count:
+            raise ConfigError(f"weights.nccl.device is {device}, this process sees {count} devices")
+        runtime.setDevice(device)
+        self.version = dotted(nccl.get_version())
+        self._stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+        self._event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+
+    def unique_id(self) -> bytes:
+        """It names an address of this process: NCCL_SOCKET_IFNAME chooses the interface."""
+        return bytes(nccl.get_unique_id())
+
+    def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Calls ncclCommInitRank."""
+        return Communicator(nccl.NcclCommunicator(size, unique_id, rank), self._stream)
+
+    def buffer(self, memory: mmap.mmap) -> Buffer:
+        """Page-locked, so that copies run beside the host."""
+        return Buffer(memory, self._stream)
+
+    def mark(self) -> Callable[[], bool]:
+        """Asks cudaEventQuery behind the stream's last work; raises RuntimeError for a fault of the device."""
+        runtime.eventRecord(self._event, self._stream)
+        return self._passed
+
+    def _passed(self) -> bool:
+        status = runtime.eventQuery(self._event)
+        if status not in (0, _CUDA_NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
+
+class Buffer:
+    """Pinned shared memory, and cudaMalloc's."""
+
+    def __init__(self, memory: mmap.mmap, stream: int) -> None:
+        self._stream = stream
+        self._view = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
+        self._host = ctypes.addressof(self._view)
+        runtime.hostRegister(self._host, len(memory), 0)
+        self.pointer: int = runtime.malloc(len(memory))
+
+    def load(self, nbytes: int) -> None:
+        """Calls cudaMemcpyAsync."""
+        self._copy(self.pointer, self._host, nbytes, runtime.memcpyHostToDevice)
+
+    def store(self, nbytes: int) -> None:
+        """Calls cudaMemcpyAsync."""
+        self._copy(self._host, self.pointer, nbytes, runtime.memcpyDeviceToHost)
+
+    def close(self) -> None:
+        """Calls cudaFree, which waits for the device, so this is for a healthy one."""
+        runtime.hostUnregister(self._host)
+        runtime.free(self.pointer)
+        del self._view
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+        runtime.memcpyAsync(to, source, nbytes, kind, self._stream)
+
+
+class Communicator:
+    """ncclComm_t. It is aborted or its process ends: cupy's destructor would call ncclCommDestroy."""
+
+    def __init__(self, communicator: Any, stream: int) -> None:
+        self._communicator = communicator
+        self._stream = stream
+        self._one: int = runtime.malloc(_FLOAT_BYTES)
+
+    def warm_up(self) -> None:
+        """What vLLM's communicator does after its init; without the same here all ranks would hang."""
+        runtime.memsetAsync(self._one, 0, _FLOAT_BYTES, self._stream)
+        self._communicator.allReduce(
+            self._one, self._one, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self._stream
+        )
+
+    def broadcast(self, buffer: AnyBuffer, nbytes: int, root: int) -> None:
+        """In place; NCCL turns every type into bytes, so a receiver of bf16 matches."""
+        pointer = cast(Buffer, buffer).pointer
+        self._communicator.broadcast(pointer, pointer, nbytes, nccl.NCCL_UINT8, root, self._stream)
+
+    def check(self) -> None:
+        """Calls ncclCommGetAsyncError."""
+        self._communicator.check_async_error()
+
+    def abort(self) -> None:
+        """Calls ncclCommAbort; the handle is null afterwards, and the destructor does nothing."""
+        self._communicator.abort()
+
+
+def _check_one_nccl() -> None:
+    """Raises ConfigError when torch and cupy brought different ones."""
+    found = loaded_nccl(Path("/proc/self/maps").read_text())
+    if len(found) > 1:
+        raise ConfigError(
+            f"weights.nccl: torch and cupy load different files of NCCL ({', '.join(sorted(found))}); "
+            "name one in weights.nccl.env: LD_PRELOAD"
+        )
+    if torch_nccl is not None and torch.distributed.is_nccl_available():
+        theirs = ".".join(map(str, torch_nccl.version()[:3]))
+        ours = dotted(nccl.get_version())
+        if theirs != ours:
+            raise ConfigError(
+                f"weights.nccl: torch speaks NCCL {theirs}, cupy {ours}; name one in weights.nccl.env: LD_PRELOAD"
+            )

@@ -1,0 +1,324 @@
+"""A NCCL of sockets, for machines without a GPU: the same promises, and faults on request.
+
+Every rank of a communicator has a connection to rank 0, which is where the unique id points: like NCCL's, it names an
+address of the process that minted it, and joining blocks until everybody has come. Device memory is host memory, the
+stream is a thread, collectives on it are asynchronous. Two ways of being stricter than NCCL: ranks whose collectives
+differ fail with both named instead of hanging, and so does a communicator that was not warmed up.
+
+The environment variable MESHRL_NCCL_STUB holds JSON: `version` (a NCCL of that version), `deaf` (the loss of a rank
+is not noticed, which is what NCCL over a network does), and `faults`, a list of what strikes a process:
+
+    {"at": "middle", "nth": 2, "do": "stop", "once": "/tmp/struck"}
+
+    at    join | warm_up | bucket (before its first byte) | middle (half of it) | between (all of it)
+    nth   of the process's passages, 1 by default
+    do    hang | error | kill (SIGKILL) | stop (SIGSTOP)
+    rank  strikes this rank only
+    once  a file: whoever creates it is struck, all others are not; holds the pid of who was
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import queue
+import secrets
+import signal
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from meshrl.services.weights.nccl.library import UNIQUE_ID_BYTES
+from meshrl.services.weights.nccl.library import Buffer as AnyBuffer
+
+VARIABLE = "MESHRL_NCCL_STUB"
+_HELLO = struct.Struct("<16sII")  # nonce, rank, length of the version that follows
+_WORK = struct.Struct("<4sQ")  # which collective, and its bytes
+_FLOAT_BYTES = 4
+
+
+class StubError(RuntimeError):
+    """What NCCL would have said."""
+
+
+class Library:
+    """A device that is none."""
+
+    def __init__(self, device: int) -> None:
+        settings = json.loads(os.environ.get(VARIABLE, "{}"))
+        self.version: str = settings.get("version", "2.30.7")
+        self._deaf: bool = settings.get("deaf", False)
+        self._faults = Faults(settings.get("faults", []))
+        self._stream = Stream()
+        self._listener: socket.socket | None = None
+
+    def unique_id(self) -> bytes:
+        """`port nonce`, padded; only ranks on this host can follow it."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._listener.getsockname()[1]
+        return f"{port} {secrets.token_hex(8)}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
+
+    def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Rank 0 waits for all others, the others for rank 0. Raises StubError when versions differ."""
+        self._faults.strike("join", rank)
+        port, nonce = unique_id.rstrip(b"\0").split(b" ")
+        if rank == 0:
+            if self._listener is None:
+                raise StubError("rank 0 has to mint the unique id")
+            peers = _gather(self._listener, size, nonce, self.version)
+        else:
+            peers = {0: _call(int(port), nonce, rank, self.version)}
+        return Communicator(rank, peers, self._stream, self._faults, deaf=self._deaf)
+
+    def buffer(self, memory: mmap.mmap) -> Buffer:
+        """As much again."""
+        return Buffer(memory, self._stream)
+
+    def mark(self) -> Callable[[], bool]:
+        """An event of the thread."""
+        passed = threading.Event()
+        self._stream.put(passed.set)
+        return passed.is_set
+
+
+class Stream:
+    """Does what is enqueued, in order, in a thread of its own; after a failure it stands still, as a device would."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Enqueue."""
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while self.failure is None:
+            try:
+                self._work.get()()
+            except (OSError, StubError) as error:
+                self.failure = error
+
+
+class Buffer:
+    """Both halves in host memory."""
+
+    def __init__(self, memory: mmap.mmap, stream: Stream) -> None:
+        self._stream = stream
+        self._view = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
+        self._device = (ctypes.c_uint8 * len(memory))()
+        self.bytes = memoryview(self._device).cast("B")
+
+    def load(self, nbytes: int) -> None:
+        """Host to device."""
+        self._stream.put(lambda: ctypes.memmove(self._device, self._view, nbytes))
+
+    def store(self, nbytes: int) -> None:
+        """Device to host."""
+        self._stream.put(lambda: ctypes.memmove(self._view, self._device, nbytes))
+
+    def close(self) -> None:
+        """Let go of the shared half."""
+        del self._view
+
+
+class Communicator:
+    """One rank, with a connection to every other (rank 0) or to rank 0."""
+
+    def __init__(
+        self,
+        rank: int,
+        peers: dict[int, socket.socket],
+        stream: Stream,
+        faults: Faults,
+        *,
+        deaf: bool,
+    ) -> None:
+        self._rank = rank
+        self._peers = peers
+        self._stream = stream
+        self._faults = faults
+        self._deaf = deaf
+        self._warm = False
+
+    def warm_up(self) -> None:
+        """Everybody's float to rank 0 and back."""
+        self._stream.put(self._warm_up)
+
+    def broadcast(self, buffer: AnyBuffer, nbytes: int, root: int) -> None:
+        """From rank 0 only."""
+        if root != 0:
+            raise StubError(f"the stub broadcasts from rank 0, not {root}")
+        view = cast(Buffer, buffer).bytes[:nbytes]
+        self._stream.put(lambda: self._broadcast(view))
+
+    def check(self) -> None:
+        """Raises StubError."""
+        if self._stream.failure is not None:
+            raise StubError(f"{self._stream.failure}") from self._stream.failure
+
+    def abort(self) -> None:
+        """Hang up; the others notice."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+    def _warm_up(self) -> None:
+        self._faults.strike("warm_up", self._rank)
+        one = bytearray(_FLOAT_BYTES)
+        self._agree(b"REDU", _FLOAT_BYTES)
+        for peer in self._peers.values():
+            self._receive(peer, memoryview(one)) if self._rank == 0 else self._send(peer, one)
+        for peer in self._peers.values():
+            self._send(peer, one) if self._rank == 0 else self._receive(peer, memoryview(one))
+        self._warm = True
+
+    def _broadcast(self, view: memoryview) -> None:
+        if not self._warm:
+            raise StubError("a broadcast before the all-reduce of one float32: NCCL would hang")
+        self._faults.strike("bucket", self._rank)
+        self._agree(b"CAST", len(view))
+        half = len(view) // 2
+        self._move(view[:half])
+        self._faults.strike("middle", self._rank)
+        self._move(view[half:])
+        self._faults.strike("between", self._rank)
+
+    def _move(self, part: memoryview) -> None:
+        for peer in self._peers.values():
+            self._send(peer, part) if self._rank == 0 else self._receive(peer, part)
+
+    def _agree(self, work: bytes, nbytes: int) -> None:
+        """Rank 0 says what it does; who does something else fails."""
+        mine = _WORK.pack(work, nbytes)
+        if self._rank == 0:
+            for peer in self._peers.values():
+                self._send(peer, mine)
+            return
+        theirs = bytearray(_WORK.size)
+        self._receive(self._peers[0], memoryview(theirs))
+        if theirs != mine:
+            raise StubError(
+                f"rank 0 does {_WORK.unpack(theirs)}, rank {self._rank} {_WORK.unpack(mine)}: NCCL would hang"
+            )
+
+    def _send(self, peer: socket.socket, data: Any) -> None:
+        try:
+            peer.sendall(data)
+        except OSError:
+            self._lost()
+
+    def _receive(self, peer: socket.socket, into: memoryview) -> None:
+        try:
+            _fill(peer, into)
+        except OSError:
+            self._lost()
+
+    def _lost(self) -> None:
+        if self._deaf:
+            threading.Event().wait()
+        raise StubError(
+            "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error"
+        )
+
+
+class Faults:
+    """What MESHRL_NCCL_STUB asks for."""
+
+    def __init__(self, wanted: list[dict[str, Any]]) -> None:
+        self._wanted = wanted
+        self._passages: Counter[str] = Counter()
+
+    def strike(self, point: str, rank: int) -> None:
+        """Called wherever a fault may be wanted."""
+        self._passages[point] += 1
+        here = (point, self._passages[point], rank)
+        for fault in self._wanted:
+            there = (fault["at"], fault.get("nth", 1), fault.get("rank", rank))
+            if here == there and _first(fault.get("once")):
+                _DEEDS[fault["do"]]()
+
+
+def _first(once: str | None) -> bool:
+    if once is None:
+        return True
+    try:
+        with Path(once).open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _fail() -> None:
+    raise StubError("NCCL_ERROR_SYSTEM_ERROR: on request")
+
+
+_DEEDS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "error": _fail,
+    "hang": lambda: threading.Event().wait(),
+}
+
+
+def _gather(
+    listener: socket.socket, size: int, nonce: bytes, version: str
+) -> dict[int, socket.socket]:
+    peers: dict[int, socket.socket] = {}
+    while len(peers) < size - 1:
+        connection, _ = listener.accept()
+        head = bytearray(_HELLO.size)
+        try:
+            _fill(connection, memoryview(head))
+            theirs, rank, length = _HELLO.unpack(head)
+            words = bytearray(length)
+            _fill(connection, memoryview(words))
+        except OSError:
+            connection.close()
+            continue
+        if theirs != nonce:
+            connection.close()
+            continue
+        connection.sendall(version.encode().ljust(16, b"\0"))
+        _check_version(version, words.decode())
+        peers[rank] = connection
+    listener.close()
+    return peers
+
+
+def _call(port: int, nonce: bytes, rank: int, version: str) -> socket.socket:
+    try:
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(_HELLO.pack(nonce, rank, len(version)) + version.encode())
+        answer = bytearray(16)
+        _fill(connection, memoryview(answer))
+    except OSError as error:
+        raise StubError(f"NCCL_ERROR_SYSTEM_ERROR: rank 0 is gone ({error})") from error
+    _check_version(answer.rstrip(b"\0").decode(), version)
+    return connection
+
+
+def _check_version(root: str, other: str) -> None:
+    if root != other:
+        raise StubError(
+            f"NCCL_ERROR_INVALID_USAGE: Mismatched NCCL version detected: {root}, {other}"
+        )
+
+
+def _fill(connection: socket.socket, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        count = connection.recv_into(into[done:])
+        if not count:
+            raise ConnectionResetError("hung up")
+        done += count

@@ -1,0 +1,87 @@
+"""The port of a library: one GPU and one NCCL as a single process sees them, in raw pointers on one stream.
+
+`libraries/cupy.py` is the real one, `libraries/stub.py` the one for machines without a GPU. Collectives and copies
+are enqueued and return at once, `join` does not: it blocks until every rank has come, and nothing but the end of the
+process gets it out of there. Failures are RuntimeError, or KeyError where cupy has no name for NCCL's answer.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import Protocol
+
+from meshrl.contract.extend import load
+
+LIBRARIES = "meshrl.services.weights.nccl.libraries"
+UNIQUE_ID_BYTES = 128
+
+
+class Buffer(Protocol):
+    """Host memory that another process shares, and device memory of the same size."""
+
+    def load(self, nbytes: int) -> None:
+        """Enqueue host to device."""
+        ...
+
+    def store(self, nbytes: int) -> None:
+        """Enqueue device to host."""
+        ...
+
+    def close(self) -> None:
+        """Free the device's half; nothing may be enqueued on it."""
+        ...
+
+
+class Communicator(Protocol):
+    """One rank among `size`."""
+
+    def warm_up(self) -> None:
+        """Enqueue an all-reduce of one float32, which every rank does before anything else."""
+        ...
+
+    def broadcast(self, buffer: Buffer, nbytes: int, root: int) -> None:
+        """Enqueue a broadcast of uint8[nbytes] from the root's device memory into everybody's."""
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong since, on any rank that NCCL knows of; never blocks."""
+        ...
+
+    def abort(self) -> None:
+        """End all that is enqueued, and the communicator; idempotent.
+
+        The only way to part from it: `destroy`, and cupy's destructor with it, may wait for a rank that is dead.
+        """
+        ...
+
+
+class Library(Protocol):
+    """What a process starts with. Raises ConfigError when it cannot have its GPU or its NCCL."""
+
+    version: str
+    """Of NCCL, such as 2.30.7."""
+
+    def __init__(self, device: int) -> None: ...
+
+    def unique_id(self) -> bytes:
+        """Name a new communicator, bytes[128]; this process must live until every rank has joined."""
+        ...
+
+    def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Meet the other ranks. Blocks for ever when one does not come."""
+        ...
+
+    def buffer(self, memory: mmap.mmap) -> Buffer:
+        """Pin `memory` and have as much on the device."""
+        ...
+
+    def mark(self) -> Callable[[], bool]:
+        """Put an event behind what is enqueued; the function tells whether the device has come to it."""
+        ...
+
+
+def load_library(name: str, device: int) -> Library:
+    """Raises ConfigError for an unknown one, or one that cannot work here."""
+    kind: type[Library] = load(LIBRARIES, name, "Library")
+    return kind(device)

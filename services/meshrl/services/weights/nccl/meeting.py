@@ -1,0 +1,163 @@
+"""Where the two ends of a cell find each other: the trainer listens, a replica comes, says who it is and gets the id.
+
+The endpoint, `host:port/token`, goes to the replicas over the plane's own stream; who does not know the token is
+turned away. All that passes here is one frame each way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, from_wire
+from meshrl.services.weights.nccl import frames
+from meshrl.services.weights.nccl.process import Facts
+
+logger = logging.getLogger(__name__)
+_HELLO_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guest:
+    """A replica's end that waits for its answer."""
+
+    facts: Facts
+    _writer: asyncio.StreamWriter
+
+    async def answer(self, unique_id: bytes) -> None:
+        """Let it join. Raises UnavailableError when it is gone."""
+        await self._say(unique_id=unique_id.hex())
+
+    async def refuse(self, error: MeshError) -> None:
+        """Tell it why not."""
+        with contextlib.suppress(UnavailableError):
+            await self._say(code=error.code, refused=str(error))
+
+    def leave(self) -> None:
+        """Hang up; idempotent."""
+        self._writer.close()
+
+    async def _say(self, **frame: Any) -> None:
+        try:
+            self._writer.write(frames.pack(frame))
+            await self._writer.drain()
+        except OSError as error:
+            raise UnavailableError(f"the replica's end went away: {error}") from error
+        finally:
+            self._writer.close()
+
+
+class Meetings:
+    """The trainer's side: one listening socket for all cells."""
+
+    def __init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._token = secrets.token_hex(16)
+        self._expected: dict[str, asyncio.Future[Guest | None]] = {}
+        self._callers: set[asyncio.StreamWriter] = set()
+
+    async def listen(self, host: str, port: int) -> str:
+        """The endpoint. Raises ConfigError when it cannot be had."""
+        try:
+            self._server = await asyncio.start_server(self._greet, host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"weights.host/port: cannot listen on {host}:{port} ({error.strerror})"
+            ) from error
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}/{self._token}"
+
+    def expect(self, prefix: str) -> None:
+        """From now on the other end of the cell `prefix` is let in, once."""
+        self._expected[prefix] = asyncio.get_running_loop().create_future()
+
+    async def meet(self, prefix: str) -> Guest:
+        """Wait for it; the caller has the deadline. Raises UnavailableError once the cell is forgotten."""
+        expected = self._expected.get(prefix)
+        guest = await asyncio.shield(expected) if expected is not None else None
+        if guest is None:
+            raise UnavailableError("it was given up")
+        return guest
+
+    def forget(self, prefix: str) -> None:
+        """The cell is over; idempotent."""
+        expected = self._expected.pop(prefix, None)
+        if expected is None:
+            return
+        if not expected.done():
+            expected.set_result(None)
+        elif (guest := expected.result()) is not None:
+            guest.leave()
+
+    async def close(self) -> None:
+        """Stop listening, hang up on who waits; idempotent."""
+        for prefix in list(self._expected):
+            self.forget(prefix)
+        for writer in self._callers:
+            writer.close()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._callers.add(writer)
+        try:
+            hello = await asyncio.wait_for(frames.read(reader), _HELLO_S)
+            if hello is None or not hmac.compare_digest(str(hello.get("token")), self._token):
+                raise UnavailableError("it does not know the token")
+            expected = self._expected.get(str(hello.get("prefix")))
+            if expected is None or expected.done():
+                raise UnavailableError(f"nobody expects weight cell {hello.get('prefix')}")
+            facts = Facts(library=str(hello.get("library")), version=str(hello.get("version")))
+            expected.set_result(Guest(facts=facts, _writer=writer))
+            # Its connection stays until it is answered; whoever expects it has a deadline.
+            await writer.wait_closed()
+        except (MeshError, TimeoutError, OSError) as error:
+            logger.warning("somebody was turned away at the weight carrier's door: %s", error)
+        finally:
+            self._callers.discard(writer)
+            writer.close()
+
+
+async def knock(endpoint: str, prefix: str, facts: Facts) -> bytes:
+    """The replica's side: the unique id, bytes[128]; the caller has the deadline.
+
+    Raises:
+        UnavailableError: nobody is there, or the trainer's end gave the cell up.
+        MeshError: what the trainer's end refuses it for.
+    """
+    address, _, token = endpoint.partition("/")
+    host, _, port = address.rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, ValueError) as error:
+        raise UnavailableError(
+            f"no trainer's end of the weight cell at {address}: {error}"
+        ) from error
+    try:
+        writer.write(frames.pack({"token": token, "prefix": prefix, **asdict(facts)}))
+        answer = await frames.read(reader)
+    finally:
+        writer.close()
+    if answer is None:
+        raise UnavailableError(f"the trainer's end of weight cell {prefix} hung up")
+    if "refused" in answer:
+        raise from_wire(answer["code"], answer["refused"], {})
+    return bytes.fromhex(answer["unique_id"])
+
+
+def check_alike(trainer: Facts, replica: Facts) -> None:
+    """Raises ConfigError unless both can be ranks of one communicator."""
+    if trainer.library != replica.library:
+        raise ConfigError(
+            f"weights.nccl.library is {trainer.library} at the trainer, {replica.library} at the replica"
+        )
+    if trainer.version != replica.version:
+        raise ConfigError(
+            f"the trainer speaks NCCL {trainer.version}, the replica {replica.version}, and all ranks need the "
+            "identical one: give both the same libnccl.so.2 (weights.nccl.env: LD_PRELOAD)"
+        )

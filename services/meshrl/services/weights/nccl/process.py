@@ -1,0 +1,251 @@
+"""The parent's handle on a NCCL process: started, spoken to under deadlines, killed without asking."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshrl.contract.errors import ConfigError, UnavailableError, from_wire
+from meshrl.contract.nouns import Uint8
+from meshrl.services.up.pdeath import PARENT_VARIABLE
+from meshrl.services.weights.nccl import frames
+from meshrl.services.weights.nccl.config import NcclConfig
+from meshrl.services.weights.patience import within
+
+logger = logging.getLogger(__name__)
+_MODULE = "meshrl.services.weights.nccl.child"
+_BLOCKING = "NCCL_COMM_BLOCKING"
+_WORD_S = 10.0
+"""For answers that need no other rank."""
+_GRACE_S = 2.0
+"""What a process that missed its own deadline has to abort and say so."""
+_LEAVE_S = 3.0
+_GRAIN = 1 << 21
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What all ranks must have in common."""
+
+    library: str
+    version: str
+
+
+def environment(config: NcclConfig) -> dict[str, str]:
+    """The process's environment. Raises ConfigError for a NCCL that does not block: cupy cannot drive it."""
+    merged = {**os.environ, **config.env}
+    if merged.get(_BLOCKING, "1") == "0":
+        raise ConfigError(
+            f"{_BLOCKING}=0 is set, and cupy needs a NCCL whose calls block: unset it, or set it to 1"
+        )
+    # Said aloud, so that no nccl.conf says otherwise.
+    return {**merged, _BLOCKING: "1", PARENT_VARIABLE: str(os.getpid())}
+
+
+class NcclProcess:
+    """One process for one rank of one communicator. After any failure it is dead, and of no further use."""
+
+    def __init__(self, config: NcclConfig) -> None:
+        self._config = config
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._memory_fd = -1
+        self._memory: Uint8 = np.empty(0, dtype=np.uint8)
+        self._facts: Facts | None = None
+        self._killed = False
+
+    @property
+    def pid(self) -> int | None:
+        """None before `start`."""
+        return self._process.pid if self._process else None
+
+    @property
+    def alive(self) -> bool:
+        """It was started, was not killed, and is not known to have ended."""
+        return self._process is not None and not self._killed and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Run it; what it imports takes seconds, see `facts`."""
+        ours, theirs = socket.socketpair()
+        self._memory_fd = os.memfd_create("meshrl-nccl")
+        fds = (theirs.fileno(), self._memory_fd)
+        config = self._config
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _MODULE),
+                *("--socket", str(fds[0]), "--memory", str(fds[1])),
+                *("--library", config.library, "--device", str(config.device)),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=fds,
+                env=environment(config),
+            )
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            await self.kill_and_wait()
+            raise
+        finally:
+            theirs.close()  # its end must be the only one, or its death would not be heard
+
+    async def facts(self) -> Facts:
+        """What it found; waits for its imports the first time. Raises ConfigError, UnavailableError."""
+        if self._facts is None:
+            found = await self._hear(self._config.start_s, "starting")
+            self._facts = Facts(library=found["library"], version=found["version"])
+        return self._facts
+
+    async def unique_id(self) -> bytes:
+        """Name a communicator; this process has to live until everybody has joined it."""
+        answer = await self._ask(_WORD_S, "minting a unique id", do="unique_id")
+        return bytes.fromhex(answer["unique_id"])
+
+    async def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> None:
+        """Meet the other ranks and warm up. Past the deadline the process is killed: NCCL offers nothing less."""
+        await self._ask(
+            deadline_s + _GRACE_S,
+            f"joining as rank {rank} of {size}",
+            do="join",
+            size=size,
+            unique_id=unique_id.hex(),
+            rank=rank,
+            deadline_s=deadline_s,
+        )
+
+    async def memory(self, nbytes: int) -> Uint8:
+        """The shared memory, uint8[>= nbytes], pinned on the other side; the same one until it must grow."""
+        if self._memory.nbytes < nbytes and not self._killed:
+            size = -(-nbytes // _GRAIN) * _GRAIN
+            os.ftruncate(self._memory_fd, size)
+            self._memory = np.frombuffer(mmap.mmap(self._memory_fd, size), dtype=np.uint8)
+            await self._ask(self._config.start_s, "pinning memory", do="remember", nbytes=size)
+        return self._memory
+
+    async def broadcast(self, nbytes: int, deadline_s: float) -> None:
+        """From rank 0's shared memory into everybody's."""
+        await self._ask(
+            deadline_s + _GRACE_S,
+            f"a broadcast of {nbytes} bytes",
+            do="broadcast",
+            nbytes=nbytes,
+            root=0,
+            deadline_s=deadline_s,
+        )
+
+    def kill(self) -> None:
+        """SIGKILL, whatever it is in; never waits, idempotent. Whoever waits for an answer gets UnavailableError."""
+        self._killed = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        if self._writer is not None:
+            self._writer.close()
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+            self._memory_fd = -1
+
+    async def kill_and_wait(self) -> None:
+        """And nothing of it is left."""
+        self.kill()
+        if self._process is not None:
+            await self._process.wait()
+
+    async def leave(self) -> None:
+        """Have it abort its communicator and end; killed if it does not. Idempotent."""
+        process = self._process
+        if process is not None and self._writer is not None and not self._killed:
+            self._writer.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _LEAVE_S)
+        await self.kill_and_wait()
+
+    async def _ask(self, patience_s: float, what: str, **frame: Any) -> frames.Frame:
+        await self.facts()
+        if self._writer is None or self._killed:
+            raise UnavailableError(f"{what}: the NCCL process was given up")
+        self._writer.write(frames.pack(frame))
+        return await self._hear(patience_s, what)
+
+    async def _hear(self, deadline_s: float, what: str) -> frames.Frame:
+        """The answer, or the end of the process: an unanswered one is never spoken to again."""
+        if self._reader is None:
+            raise UnavailableError(f"{what}: the NCCL process is not started")
+        try:
+            answer = await within(frames.read(self._reader), deadline_s, f"NCCL: {what}")
+            if answer is None:
+                raise UnavailableError(f"NCCL: {what}: {await self._last_words()}")
+            if "failed" in answer:
+                raise from_wire(answer["code"], f"NCCL: {answer['failed']}", {})
+        except BaseException:
+            self.kill()
+            raise
+        return answer
+
+    async def _last_words(self) -> str:
+        if self._killed or self._process is None:
+            return "its process was given up"
+        code = await self._process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"its process ended ({how})"
+
+
+class NcclProcesses:
+    """Gives out processes, and keeps one in waiting."""
+
+    def __init__(self, config: NcclConfig) -> None:
+        environment(config)  # what is wrong with it is said now
+        self._config = config
+        self._spare: NcclProcess | None = None
+        self._given: list[NcclProcess] = []
+        self._starting: asyncio.Task[None] | None = None
+
+    async def take(self) -> NcclProcess:
+        """A started process, the one in waiting if it still lives."""
+        if self._starting is not None:
+            await self._starting
+        process, self._spare = self._spare, None
+        if process is None or not process.alive:
+            process = await self._start()
+        return process
+
+    def put_back(self, process: NcclProcess) -> None:
+        """One that was tried, and joined nothing, waits for the next."""
+        self._spare = process
+
+    def prepare(self) -> None:
+        """Start the next one in waiting, beside what else is going on."""
+        busy = self._starting is not None and not self._starting.done()
+        if self._config.spare and self._spare is None and not busy:
+            self._starting = asyncio.create_task(self._wait_with_one(), name="nccl-spare")
+
+    async def close(self) -> None:
+        """No process is left; idempotent."""
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+        for process in self._given:
+            await process.kill_and_wait()
+        self._given.clear()
+        self._spare = None
+
+    async def _start(self) -> NcclProcess:
+        self._given = [each for each in self._given if each.alive]
+        process = NcclProcess(self._config)
+        self._given.append(process)
+        await process.start()
+        return process
+
+    async def _wait_with_one(self) -> None:
+        try:
+            self._spare = await self._start()
+        except OSError as error:
+            logger.warning("no NCCL process in waiting: %s", error)

@@ -1,0 +1,74 @@
+"""What a NCCL process does: one rank of one communicator, with a deadline for everything that can have one."""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+from meshrl.contract.errors import InfraError, UnavailableError
+from meshrl.services.weights.nccl.library import Buffer, Communicator, Library
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
+
+
+class Rank:
+    """Named, joined, then one broadcast after the other; `abort` before the end, whatever went wrong."""
+
+    def __init__(self, library: Library, memory_fd: int) -> None:
+        self._library = library
+        self._memory_fd = memory_fd
+        self._memory: mmap.mmap | None = None
+        self._buffer: Buffer | None = None
+        self._communicator: Communicator | None = None
+        self._rank = 0
+
+    def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> None:
+        """Meet the others and warm up. Only the warm-up has this deadline: the meeting itself cannot have one."""
+        self._rank = rank
+        self._communicator = self._library.join(size, unique_id, rank)
+        self._communicator.warm_up()
+        self._finish(self._communicator, deadline_s, "the warm-up")
+
+    def remember(self, nbytes: int) -> None:
+        """Map the shared memory, which its owner has made `nbytes` long, and pin it."""
+        if self._buffer is not None:
+            self._buffer.close()
+        self._memory = mmap.mmap(self._memory_fd, nbytes)
+        self._buffer = self._library.buffer(self._memory)
+
+    def broadcast(self, nbytes: int, root: int, deadline_s: float) -> None:
+        """Shared memory to device at the root, device to everybody's, device to shared memory at the others.
+
+        Raises:
+            UnavailableError: not through within the deadline.
+        """
+        communicator, buffer = self._communicator, self._buffer
+        if communicator is None or buffer is None:
+            raise InfraError("a broadcast needs a communicator and memory")
+        if self._rank == root:
+            buffer.load(nbytes)
+        communicator.broadcast(buffer, nbytes, root)
+        if self._rank != root:
+            buffer.store(nbytes)
+        self._finish(communicator, deadline_s, f"a broadcast of {nbytes} bytes")
+
+    def abort(self) -> None:
+        """Leave the communicator; idempotent."""
+        if self._communicator is not None:
+            self._communicator.abort()
+
+    def _finish(self, communicator: Communicator, deadline_s: float, what: str) -> None:
+        """Until the device is through, or NCCL reports an error, or it is too late.
+
+        A look now and then instead of cudaEventSynchronize: that one returns neither at a deadline nor when another
+        rank dies, and CUDA has no wait that does.
+        """
+        passed = self._library.mark()
+        ends = time.monotonic() + deadline_s
+        look_s = _FIRST_LOOK_S
+        while not passed():
+            communicator.check()
+            if time.monotonic() > ends:
+                raise UnavailableError(f"{what} was not through in {deadline_s:.1f} s")
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LAST_LOOK_S)

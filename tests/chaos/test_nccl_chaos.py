@@ -1,0 +1,104 @@
+"""NCCL processes that are killed and stopped at every point, on the stub library; real processes and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from meshrl.services.weights.nccl.libraries.stub import VARIABLE
+
+from .weights_mesh import Mesh, Process
+
+POINTS = [{"at": "join"}, {"at": "middle", "nth": 2}, {"at": "between", "nth": 3}]
+REPLICAS = ["one", "two", "three"]
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    mesh = Mesh(tmp_path, "nccl", base_s=1.0, ready_s=2.5)
+    yield mesh
+    await mesh.end()
+
+
+def set_up(mesh: Mesh, **stub: object) -> None:
+    mesh.config["nccl"] = {"library": "stub", "env": {VARIABLE: json.dumps(stub)}}
+
+
+def runs(pid: int) -> bool:
+    """A zombie does not: its parent was killed before it could look after it."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def children(process: Process) -> list[int]:
+    pid = process.child.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def gone(pids: list[int]) -> None:
+    """Wait for it; the suite's own timeout is the deadline."""
+    while any(map(runs, pids)):  # noqa: ASYNC110 - they are nobody's children here
+        await asyncio.sleep(0.02)
+
+
+async def test_every_death_of_a_nccl_process_costs_a_generation_and_no_version(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    faults = [
+        {**point, "do": deed, "rank": rank, "once": str(tmp_path / f"{point['at']}-{deed}-{rank}")}
+        for rank, point, deed in itertools.product((0, 1), POINTS, ("kill", "stop"))
+    ]
+    set_up(mesh, deaf=True, faults=faults)
+    trainer = await mesh.trainer()
+    replicas = [await mesh.replica(name) for name in REPLICAS]
+    await trainer.until(lambda: len(trainer.fleet) == len(REPLICAS))
+    struck = [Path(fault["once"]) for fault in faults]
+    step = 0
+    while not all(path.exists() for path in struck):
+        await trainer.publish(step)
+        version = f"1.{step}"
+        everybody = {name: ["serving", version] for name in REPLICAS}
+        # Whoever is struck fails within its deadline, is out, and comes back to what was committed.
+        await trainer.until(lambda: trainer.fleet == everybody)  # noqa: B023
+        step += 1
+    for process, name in zip(replicas, REPLICAS, strict=True):
+        # Joined again after each failure, never started anew.
+        assert process.child.returncode is None, name
+        expected = {
+            v: h for v, h in trainer.hashes("carrying").items() if v in process.all("commit")
+        }
+        assert process.hashes("commit") == expected
+        assert process.all("commit")[-1] == version
+    # A stopped process is killed by its parent: none is left to wake up one day.
+    await gone([int(path.read_text()) for path in struck])
+
+
+async def test_a_nccl_process_dies_with_its_parent_and_the_other_end_lets_go(mesh: Mesh) -> None:
+    set_up(mesh, deaf=True)
+    trainer = await mesh.trainer()
+    victim, witness = await mesh.replica("victim"), await mesh.replica("witness")
+    await trainer.until(lambda: len(trainer.fleet) == 2)
+    await trainer.publish(0)
+    await trainer.until(
+        lambda: all(state == ["serving", "1.0"] for state in trainer.fleet.values())
+    )
+    of_the_victim, of_the_trainer = children(victim), children(trainer)
+    assert of_the_victim and len(of_the_trainer) >= 2
+    victim.signal(signal.SIGKILL)
+    await gone(of_the_victim)
+    await trainer.publish(1)
+    await witness.until(lambda: "1.1" in witness.all("commit"))
+    await trainer.until(lambda: trainer.fleet["victim"][0] == "out")
+    of_the_trainer = children(trainer)
+    trainer.signal(signal.SIGKILL)
+    await gone(of_the_trainer)
+    os.kill(witness.child.pid, 0)

@@ -1,0 +1,320 @@
+"""Kills and stops one process of a weight plane at each of 20 points of the protocol, and sees what the others do.
+
+    python -m tests.chaos.weights_points [--carrier shm] [--write docs/reference/weights-chaos.md]
+
+One trainer and two survivors live through all cases; each replica that is struck is a process of its own. Prints a
+table and, last, a line of JSON; exit code 0 when every case ended as it must:
+
+    replica, SIGKILL   the survivors commit the version; its replacement joins and serves the newest one
+    replica, SIGSTOP   the survivors commit it, and the next; the stopped one is out; after SIGCONT it serves that
+    trainer, SIGKILL   the trainer that takes over publishes; both replicas serve that, in the new epoch
+    trainer, SIGSTOP   both replicas keep a whole version; after SIGCONT they serve the one under way
+    always             the hashes of every engine are those of the trainer, for each version that it ever committed
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .weights_mesh import Mesh, Process
+
+CASE_S = 60.0
+SURVIVORS = ("one", "two")
+QUICK = {"base_s": 1.0, "ready_s": 1.5, "commit_s": 1.0, "silence_s": 2.0, "beat_s": 0.25}
+"""Deadlines of seconds, where a real fleet has tens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a process is struck."""
+
+    name: str
+    role: str
+    at: str
+    """See weights_process.py."""
+    joining: int = 1
+
+    @property
+    def early(self) -> bool:
+        """Struck before it has anything: it never holds the version up."""
+        return self.at == "before hello" and self.joining == 1
+
+
+POINTS = (
+    Point("HELLO not yet sent", "replica", "before hello"),
+    Point("PROPOSE heard", "replica", "heard propose"),
+    Point("carrier being opened", "replica", "opening"),
+    Point("READY not yet sent", "replica", "before ready"),
+    Point("first bucket arrived", "replica", "before received 0"),
+    Point("middle bucket arrived", "replica", "before received 2"),
+    Point("last bucket arrived", "replica", "before received 3"),
+    Point("engine staging", "replica", "staging"),
+    Point("PREPARED sent", "replica", "after prepared"),
+    Point("COMMIT heard", "replica", "heard commit"),
+    Point("switched, COMMITTED not yet sent", "replica", "before committed"),
+    Point("joining a second time, HELLO not yet sent", "replica", "before hello", joining=2),
+    Point("PROPOSE not yet sent", "trainer", "before propose"),
+    Point("READY heard", "trainer", "heard ready"),
+    Point("first bucket acknowledged", "trainer", "heard received 0"),
+    Point("middle bucket acknowledged", "trainer", "heard received 2"),
+    Point("last bucket acknowledged", "trainer", "heard received 3"),
+    Point("first PREPARED heard", "trainer", "heard prepared"),
+    Point("COMMIT sent to one", "trainer", "after commit"),
+    Point("first COMMITTED heard, queue not yet told", "trainer", "heard committed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one case came to."""
+
+    point: str
+    role: str
+    signal: str
+    ok: bool
+    survivors_s: float | None
+    """From the publishing of the version until the survivors had committed it, or what took its place."""
+    back_s: float | None
+    """From the replacement's start, or from SIGCONT, until all serve the newest version."""
+    fault: str = ""
+
+
+class Campaign:
+    """A trainer, two survivors, and what is struck beside them."""
+
+    def __init__(self, directory: Path, carrier: str) -> None:
+        self.mesh = Mesh(directory, carrier, **QUICK)
+        self._epoch = 1
+        self._step = 0
+        self._victims = 0
+        self._truth: dict[str, list[str]] = {}
+        """Hashes by version, as any trainer said them."""
+
+    async def start(self) -> None:
+        self.trainer = await self.mesh.trainer()
+        self.survivors = [await self.mesh.replica(name) for name in SURVIVORS]
+        await self.publish()
+        await self.serving(SURVIVORS)
+
+    async def strike(self, point: Point, number: signal.Signals) -> Outcome:
+        case = self._replica if point.role == "replica" else self._trainer
+        survivors_s: float | None = None
+        back_s: float | None = None
+        fault = ""
+        try:
+            async with asyncio.timeout(CASE_S):
+                survivors_s, back_s = await case(point, number)
+            self._compare()
+        except (TimeoutError, AssertionError) as error:
+            fault = f"{type(error).__name__} {error}: fleet {self.trainer.fleet}"
+        return Outcome(point.name, point.role, number.name, not fault, survivors_s, back_s, fault)
+
+    async def _replica(self, point: Point, number: signal.Signals) -> tuple[float, float]:
+        self._victims += 1
+        name = f"victim-{self._victims}"
+        step = -1 if point.at == "before hello" else self._step + 1
+        arm = f"--arm={point.at},{step},{number.value},{point.joining}"
+        victim = await self.mesh.replica(name, arm)
+        if not point.early:
+            await self.serving([name])
+        if point.joining == 2:  # out once, and on its way back
+            await self._stop_until_out(victim, name)
+            victim.signal(signal.SIGCONT)
+        if point.at == "before hello":
+            await victim.until(lambda: victim.all("struck"))
+        survivors_s = await self.publish()
+        await victim.until(lambda: victim.all("struck"))
+        if number is signal.SIGKILL:
+            assert await victim.child.wait() == -signal.SIGKILL
+            began = time.monotonic()
+            back = await self.mesh.replica(name)
+        else:
+            await victim.stopped()
+            await self.publish()
+            if not point.early:
+                await self.trainer.until(lambda: self.trainer.fleet[name][0] == "out")
+            began, back = time.monotonic(), victim
+            victim.signal(signal.SIGCONT)
+        await self.serving([name])
+        back_s = time.monotonic() - began
+        await self.serving(SURVIVORS)
+        self._compare_one(back)
+        await victim.end()
+        await back.end()
+        await self.trainer.until(lambda: self.trainer.fleet[name][0] == "out")
+        return survivors_s, back_s
+
+    async def _trainer(self, point: Point, number: signal.Signals) -> tuple[float, float]:
+        await self.trainer.arm(point.at, self._step + 1, number)
+        began = time.monotonic()
+        await self.publish(wait=False)
+        if number is signal.SIGKILL:
+            assert await self.trainer.child.wait() == -signal.SIGKILL
+            self._remember()
+            self._epoch += 1
+            # It resumes from its last checkpoint, one step earlier.
+            self._step -= 2
+            restarted = time.monotonic()
+            self.trainer = await self.mesh.trainer(self._epoch)
+            await self.publish()
+        else:
+            await self.trainer.stopped()
+            # Not an event that can be seen from here: the replicas have given the trainer up.
+            await asyncio.sleep(QUICK["silence_s"] + 0.5)
+            self._compare()
+            restarted = time.monotonic()
+            self.trainer.signal(signal.SIGCONT)
+        await self.serving(SURVIVORS)
+        ended = time.monotonic()
+        return ended - began, ended - restarted
+
+    async def publish(self, *, wait: bool = True) -> float:
+        """The next version; returns the seconds until the fleet has committed it."""
+        self._step += 1
+        began = time.monotonic()
+        await self.trainer.publish(self._step)
+        if wait:
+            version = self.newest
+            await self.trainer.until(lambda: version in self.trainer.all("published"))
+            for survivor in self.survivors:
+                await survivor.until(lambda each=survivor: version in each.all("commit"))
+        return time.monotonic() - began
+
+    async def serving(self, names: Iterable[str]) -> None:
+        """Return once the trainer sees these at the newest version."""
+        wanted = ["serving", self.newest]
+        for name in names:
+            await self.trainer.until(lambda each=name: self.trainer.fleet.get(each) == wanted)
+
+    @property
+    def newest(self) -> str:
+        return f"{self._epoch}.{self._step}"
+
+    async def _stop_until_out(self, victim: Process, name: str) -> None:
+        victim.signal(signal.SIGSTOP)
+        await victim.stopped()
+        await self.trainer.until(lambda: self.trainer.fleet[name][0] == "out")
+
+    def _remember(self) -> None:
+        self._truth |= self.trainer.hashes("carrying")
+
+    def _compare(self) -> None:
+        """Every version that a survivor ever committed is the trainer's, bit by bit, in order."""
+        self._remember()
+        for survivor in self.survivors:
+            self._compare_one(survivor)
+
+    def _compare_one(self, replica: Process) -> None:
+        self._remember()
+        commits = replica.all("commit")
+        assert commits == sorted(commits, key=lambda v: tuple(map(int, v.split(".")))), commits
+        served = replica.hashes("commit")
+        # A version whose trainer died before it could say its hashes is not compared.
+        wrong = [v for v, hashes in served.items() if self._truth.get(v, hashes) != hashes]
+        assert not wrong, f"{replica.name} serves other bytes than the trainer's: {wrong}"
+
+
+async def run(
+    directory: Path,
+    carrier: str,
+    points: Sequence[Point] = POINTS,
+    signals: Sequence[signal.Signals] = (signal.SIGKILL, signal.SIGSTOP),
+) -> list[Outcome]:
+    """Strike at every point with every signal; trainers' points come last, as each ends an epoch."""
+    campaign = Campaign(directory, carrier)
+    try:
+        await campaign.start()
+        outcomes = []
+        for point in points:
+            for number in signals:
+                outcomes.append(await campaign.strike(point, number))
+                print(outcomes[-1], file=sys.stderr, flush=True)
+                if not outcomes[-1].ok:
+                    return outcomes
+        return outcomes
+    finally:
+        await campaign.mesh.end()
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown: a row for each point."""
+    lines = [
+        "| struck | where | SIGKILL: committed after | back after | SIGSTOP: committed after | back after |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows: dict[tuple[str, str], list[str]] = {}
+    for each in outcomes:
+        said = [f"{each.survivors_s:.1f} s", f"{each.back_s:.1f} s"] if each.ok else ["FAILED", ""]
+        rows.setdefault((each.role, each.point), []).extend(said)
+    lines += [
+        f"| {role} | {point} | {' | '.join(cells)} |" for (role, point), cells in rows.items()
+    ]
+    return "\n".join(lines)
+
+
+def page(outcomes: Sequence[Outcome], carrier: str) -> str:
+    """The reference page."""
+    assert __doc__ is not None
+    expected = __doc__.partition("as it must:\n\n")[2].rstrip()
+    return f"""# What is left after a kill or a stop at every point of a version's way
+
+<!-- Written by `python -m tests.chaos.weights_points --write FILE`: run it again, do not edit. -->
+
+One trainer, two survivors and the process that is struck, all real processes, stub engines that serve hashes, carrier
+`{carrier}`, deadlines of one to two seconds. A case is right when
+
+```
+{expected}
+```
+
+"Committed after": from the publishing of the version to its commit by the survivors, or, where the trainer is struck,
+to the commit of what it resumes with (its restart, and the deliberate pause of a stopped one, included). "Back
+after": from the replacement's start, or SIGCONT, until all serve the newest version.
+
+{table(outcomes)}
+"""
+
+
+def main() -> int:
+    """Run all; the last line is JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.weights_points", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--carrier", default="shm")
+    parser.add_argument("--write", type=Path, help="the reference page to write")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="meshrl-points-") as scratch:
+        outcomes = asyncio.run(run(Path(scratch), options.carrier))
+    print(table(outcomes))
+    ok = len(outcomes) == 2 * len(POINTS) and all(each.ok for each in outcomes)
+    if ok and options.write:
+        options.write.write_text(page(outcomes, options.carrier))
+    summary = {
+        "ok": ok,
+        "points": len({(each.role, each.point) for each in outcomes}),
+        "cases": len(outcomes),
+        "carrier": options.carrier,
+        "killed_replica_survivors_s_max": _worst(outcomes, "replica", "SIGKILL"),
+        "stopped_replica_survivors_s_max": _worst(outcomes, "replica", "SIGSTOP"),
+        "failed": [asdict(each) for each in outcomes if not each.ok],
+    }
+    print(json.dumps(summary))
+    return 0 if ok else 1
+
+
+def _worst(outcomes: Iterable[Outcome], role: str, number: str) -> float:
+    chosen = [o.survivors_s or 0.0 for o in outcomes if (o.role, o.signal) == (role, number)]
+    return round(max(chosen, default=0.0), 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

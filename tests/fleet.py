@@ -1,0 +1,91 @@
+"""What tests of a changing fleet share: a mesh whose engines echo at a given pace, and `meshrl fleet` about it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .mesh import Mesh, make_mesh
+
+Members = Mapping[str, Mapping[str, Any]]
+
+
+def make_fleet(directory: Path, *, workers: int, tokens_per_s: float = 40.0) -> Mesh:
+    """A mesh that trains until it is stopped; a response of 16 tokens takes `16 / tokens_per_s` seconds."""
+    changes: dict[str, dict[str, Any]] = {
+        "rollout": {
+            "name": "echo",
+            "workers": workers,
+            "slots": 8,
+            "journal_tokens": 4,
+            "journal_ms": 100,
+            "engine": {"tokens_per_s": tokens_per_s, "tokens_per_delta": 2, "response_tokens": 16},
+        },
+        "actor": {"optim": {"lr": 1e-5}, "use_kl_loss": False},
+        "queue": {"max_staleness": 2, "lease_ttl_s": 3},
+        "weights": {"base_s": 2, "ready_s": 4, "silence_s": 6, "beat_s": 1},
+        "trainer": {"total_training_steps": 100_000, "save_freq": 1_000, "test_freq": -1},
+        "data": {"val_files": []},
+    }
+    return make_mesh(directory, changes)
+
+
+def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
+    """What `meshrl fleet` prints; fails unless it exits with `code`."""
+    command = [*(sys.executable, "-m", "meshrl.services.cli", "fleet", "--run-dir")]
+    done = subprocess.run(
+        [*command, str(mesh.run_dir), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=mesh.directory,
+    )
+    assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def members(mesh: Mesh) -> Members:
+    """The workers by name, as `meshrl fleet --json` tells them."""
+    return {told["name"]: told for told in json.loads(fleet(mesh, "--json"))["members"]}
+
+
+def wait_for(
+    mesh: Mesh, process: subprocess.Popen[bytes], met: Callable[[Members], bool], what: str
+) -> Members:
+    """The members as soon as they are as wanted."""
+    deadline = time.monotonic() + 90
+    while not met(found := members(mesh)):
+        assert process.poll() is None, f"up ended early:\n{mesh.output[-6000:]}"
+        assert time.monotonic() < deadline, f"never {what}: {found}\n{mesh.output[-4000:]}"
+        time.sleep(0.2)
+    return found
+
+
+def working(*names: str) -> Callable[[Members], bool]:
+    """All of `names` serve a committed version and have written rows."""
+
+    def met(found: Members) -> bool:
+        return all(
+            found.get(name, {}).get("state") == "SERVING" and found[name].get("written", 0) > 0
+            for name in names
+        )
+
+    return met
+
+
+async def end(mesh: Mesh, process: subprocess.Popen[bytes]) -> None:
+    """Stop the mesh as a person does; every row must be accounted for, and none given up."""
+    process.send_signal(signal.SIGINT)
+    mesh.wait(process, timeout_s=60, code=128 + signal.SIGINT)
+    steps = [line["step"] for line in mesh.steps()]
+    ledger = await mesh.ledger()
+    assert ledger.balanced, ledger
+    assert ledger.dead_lettered == {}, ledger
+    assert ledger.trained == 16 * len(steps), (ledger, steps)
+    assert steps == list(range(len(steps)))

@@ -1,0 +1,267 @@
+"""Sparse updates over the carriers that send what changed: exact, encoded once, and whole where it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import (
+    CapacityError,
+    ForbiddenError,
+    MeshError,
+    NotFoundError,
+    UserError,
+)
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.services.errors import from_rpc
+from meshrl.services.weights.carriers import delta
+from meshrl.services.weights.delta import encode
+from meshrl.services.weights.fleet import ReplicaState
+from meshrl.services.weights.stub import HashSink, MadeSource
+from meshrl.v1 import weight_patches_pb2 as pb
+from meshrl.v1 import weight_patches_pb2_grpc as rpc
+
+from .test_weights_plane import RUN, Fleet, opened, until
+
+BUCKETS = 4
+
+
+def sparse(step: int, density: float = 0.01, epoch: int = 1) -> MadeSource:
+    """64 KiB of bfloat16 a bucket, of which `density` changes with each step."""
+    return MadeSource(RUN, Version(epoch, step), dtype="bfloat16", density=density)
+
+
+class Wire:
+    """Sees what the trainer's carrier writes, and may spoil it."""
+
+    def __init__(self) -> None:
+        self.whole: list[int] = []
+        """Bytes of each whole bucket, of which the tests' fit into one message."""
+        self.patches: list[int] = []
+        self.spoil: Callable[[bytes], bytes] | None = None
+        """Applied to the next patch, once."""
+
+    def clear(self) -> None:
+        self.whole, self.patches = [], []
+
+    def pass_on(self, part: pb.WeightPatchPart) -> pb.WeightPatchPart:
+        (self.whole if part.whole else self.patches).append(len(part.data))
+        if self.spoil is None or part.whole:
+            return part
+        spoil, self.spoil = self.spoil, None
+        return pb.WeightPatchPart(whole=False, data=spoil(part.data))
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire, serve = Wire(), delta.Carrier.serve
+
+    async def tapped(carrier: delta.Carrier, request: pb.WeightPatchRequest, write: Any) -> None:
+        await serve(carrier, request, lambda part: write(wire.pass_on(part)))
+
+    monkeypatch.setattr(delta.Carrier, "serve", tapped)
+    return wire
+
+
+async def joined(fleet: Fleet, *names: str) -> list[HashSink]:
+    engines = [fleet.join(name) for name in names]
+    await until(lambda: all(fleet.state_of(name) is not None for name in names))
+    return engines
+
+
+async def test_a_hundred_updates_are_exact_and_each_patch_is_encoded_once_for_all(
+    tmp_path: Path, wire: Wire
+) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        engines = await joined(fleet, "one", "two", "three")
+        for step in range(100):
+            source = sparse(step)
+            await fleet.carry(source)
+            for engine in engines:
+                assert engine.version == Version(1, step)
+                assert engine.hashes == source.manifest.bucket_hashes
+        carrier = fleet.plane._ways._carriers["delta"]
+        assert isinstance(carrier, delta.Carrier)
+        assert carrier.patches.encoded == 99 * BUCKETS
+        assert len(wire.whole) == 3 * BUCKETS
+        assert len(wire.patches) == 3 * 99 * BUCKETS
+        assert sum(wire.patches) < 0.02 * 3 * 99 * source.manifest.total_bytes
+
+
+async def test_a_joiner_gets_all_of_it_while_the_others_get_patches(
+    tmp_path: Path, wire: Wire
+) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        await joined(fleet, "early")
+        await fleet.carry(sparse(0))
+        await fleet.carry(sparse(1))
+        wire.clear()
+        (late,) = await joined(fleet, "late")
+        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        assert (len(wire.whole), len(wire.patches)) == (BUCKETS, 0)
+        wire.clear()
+        source = sparse(2)
+        await fleet.carry(source)
+        assert (len(wire.whole), len(wire.patches)) == (0, 2 * BUCKETS)
+        assert late.hashes == source.manifest.bucket_hashes
+
+
+async def test_a_replica_that_leaves_and_comes_back_goes_on_from_what_it_holds(
+    tmp_path: Path, wire: Wire
+) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        (engine,) = await joined(fleet, "one")
+        await fleet.carry(sparse(0))
+        generation = fleet.plane.fleet().replicas[0].generation
+        fleet.plane._show_out(generation, "shown out by the test")
+        await until(lambda: fleet.plane.fleet().replicas[0].generation != generation)
+        await until(lambda: fleet.state_of("one") is ReplicaState.SERVING)
+        wire.clear()
+        source = sparse(1)
+        await fleet.carry(source)
+        assert (len(wire.whole), len(wire.patches)) == (0, BUCKETS)
+        assert engine.hashes == source.manifest.bucket_hashes
+
+
+async def test_a_trainer_that_takes_over_has_no_base_and_sends_whole_buckets(
+    tmp_path: Path, wire: Wire
+) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        (engine,) = await joined(fleet, "one")
+        await fleet.carry(sparse(5))
+        await fleet.close_plane()
+        fleet.epoch = 2
+        await fleet.open_plane()
+        wire.clear()
+        await fleet.carry(sparse(4, epoch=2))
+        await until(lambda: engine.version == Version(2, 4))
+        assert (len(wire.whole), len(wire.patches)) == (BUCKETS, 0)
+        await fleet.carry(sparse(5, epoch=2))
+        assert (len(wire.whole), len(wire.patches)) == (BUCKETS, BUCKETS)
+        assert engine.hashes == sparse(5, epoch=2).manifest.bucket_hashes
+
+
+async def test_what_changed_too_much_goes_whole(tmp_path: Path, wire: Wire) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        (engine,) = await joined(fleet, "one")
+        await fleet.carry(sparse(0, density=0.25))
+        await fleet.carry(sparse(1, density=0.25))
+        assert (len(wire.whole), len(wire.patches)) == (2 * BUCKETS, 0)
+        assert engine.hashes == sparse(1, density=0.25).manifest.bucket_hashes
+
+
+async def test_a_base_is_a_version_that_was_committed_not_one_that_was_staged(
+    tmp_path: Path, wire: Wire
+) -> None:
+    class Refusing(HashSink):
+        """Cannot stage version 1, at the first try."""
+
+        refused = False
+
+        async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+            if manifest.version.step == 1 and not self.refused:
+                self.refused = True
+                raise CapacityError("no memory left for the moment")
+            await super().stage_weights(manifest, buckets)
+
+    async with opened("delta", tmp_path) as fleet:
+        (healthy,) = await joined(fleet, "healthy")
+        refusing = Refusing()
+        fleet.join("refusing", refusing)
+        await until(lambda: fleet.state_of("refusing") is not None)
+        await fleet.carry(sparse(0))
+        await fleet.carry(sparse(1))
+        assert (healthy.version, refusing.version) == (Version(1, 1), Version(1, 0))
+        wire.clear()
+        await until(lambda: refusing.version == Version(1, 1))
+        assert (len(wire.whole), len(wire.patches)) == (0, BUCKETS)
+        assert refusing.hashes == healthy.hashes == sparse(1).manifest.bucket_hashes
+
+
+SPOILED: dict[str, Callable[[bytes], bytes]] = {
+    "unreadable": lambda data: b"x" + data[1:],
+    "cut short": lambda data: data[:-1],
+    "readable, but wrong": lambda data: encode(
+        np.zeros(1 << 16, dtype=np.uint8), np.ones(1 << 16, dtype=np.uint8)
+    ),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+async def test_a_patch_that_arrives_spoiled_is_found_and_the_bucket_sent_whole(
+    tmp_path: Path, wire: Wire, spoiled: str
+) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        (engine,) = await joined(fleet, "one")
+        await fleet.carry(sparse(0))
+        wire.clear()
+        wire.spoil = SPOILED[spoiled]
+        source = sparse(1)
+        await fleet.carry(source)
+        assert wire.spoil is None
+        assert (len(wire.whole), len(wire.patches)) == (1, BUCKETS)
+        assert engine.hashes == source.manifest.bucket_hashes
+        wire.clear()
+        await fleet.carry(sparse(2))
+        assert (len(wire.whole), len(wire.patches)) == (0, BUCKETS)
+        assert engine.commits == fleet.published == [Version(1, step) for step in range(3)]
+
+
+class Scribbling(HashSink):
+    """An engine that writes to the memory that it was given."""
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        await super().stage_weights(manifest, buckets)
+        buckets[2][::7] ^= 1
+
+
+async def test_a_base_that_was_written_to_is_found_and_the_bucket_sent_whole(
+    tmp_path: Path, wire: Wire
+) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        engine = fleet.join("one", Scribbling())
+        await until(lambda: fleet.state_of("one") is not None)
+        await fleet.carry(sparse(0))
+        wire.clear()
+        source = sparse(1)
+        await fleet.carry(source)
+        assert (len(wire.whole), len(wire.patches)) == (1, BUCKETS)
+        assert engine.hashes == source.manifest.bucket_hashes
+
+
+async def test_the_trainer_keeps_only_versions_that_replicas_serve(tmp_path: Path) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        await joined(fleet, "one", "two")
+        for step in range(6):
+            await fleet.carry(sparse(step))
+        carrier = fleet.plane._ways._carriers["delta"]
+        assert isinstance(carrier, delta.Carrier)
+        assert carrier.patches.versions == [Version(1, 4), Version(1, 5)]
+
+
+async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
+    async with opened("delta", tmp_path) as fleet:
+        await joined(fleet, "one")
+        await fleet.carry(sparse(0))
+        endpoint = await fleet.plane._ways._endpoint("delta")
+        address, _, secret = endpoint.rpartition("#")
+        async with grpc.aio.insecure_channel(address) as channel:
+
+            async def ask(**request: Any) -> MeshError:
+                call = rpc.WeightPatchesStub(channel).Fetch(pb.WeightPatchRequest(**request))
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call.read()
+                return from_rpc(caught.value, "it")
+
+            assert isinstance(await ask(run=RUN, generation=1, version="1.0"), ForbiddenError)
+            assert isinstance(
+                await ask(secret=secret, run=RUN, generation=9, version="1.0"), NotFoundError
+            )
+            assert isinstance(
+                await ask(secret=secret, run=RUN, generation=1, version="seven"), UserError
+            )

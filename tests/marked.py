@@ -1,0 +1,91 @@
+"""A checkpoint and versions of it for SGLang's stand-in, whose weights are one number: see `_sglang.fake.weights`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import xxhash
+
+from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
+from meshrl.rollout.engines._server.checkpoint import write_version
+from meshrl.rollout.engines._sglang.fake.weights import GARBAGE, marks_of
+from meshrl.rollout.sampling import Response
+
+VOCABULARY = 512
+EOS = 511
+SHAPES = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)}
+
+
+def mark(version: Version) -> int:
+    """What the stand-in says while it serves `version`."""
+    return version.step % GARBAGE
+
+
+def weights(version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
+    """The version whose first number is its mark: two tensors of two dtypes in one bucket."""
+    tensors, pieces, offset = [], [], 0
+    for name, shape in SHAPES.items():
+        data = np.full(shape, mark(version), dtype="<f4").reshape(-1).view(np.uint8)
+        tensors.append(
+            TensorSpec(
+                name=name, dtype="float32", shape=shape, bucket=0, offset=offset, nbytes=len(data)
+            )
+        )
+        pieces.append(data)
+        offset += len(data)
+    bucket = np.concatenate(pieces)
+    manifest = WeightManifest(
+        run="run",
+        version=version,
+        tensors=tuple(tensors),
+        bucket_bytes=(len(bucket),),
+        bucket_hashes=(xxhash.xxh3_128_hexdigest(bucket),),
+    )
+    return manifest, [bucket]
+
+
+def make_checkpoint(path: Path, *, max_length: int) -> Path:
+    """A model directory with mark 0."""
+    config = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": max_length,
+        "eos_token_id": EOS,
+        "tie_word_embeddings": True,
+    }
+    manifest, buckets = weights(Version(1, 0))
+    write_version(path, manifest, buckets, tied=False)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def mislabelled(answer: Response) -> int:
+    """Tokens, log-probs included, that other weights sampled than the span says."""
+    wrong = 0
+    for span in answer.spans:
+        expected = mark(span.version)
+        for index in range(span.start, span.end):
+            sampled, _ = marks_of(float(answer.logprobs[index]))
+            wrong += answer.tokens[index] != expected or sampled != expected
+    return wrong
+
+
+def cache_marks(answer: Response) -> list[int]:
+    """The weights that the cache of each token was computed with."""
+    return [marks_of(float(value))[1] for value in answer.logprobs]
+
+
+async def fault(url: str, **what: object) -> None:
+    """Have the stand-in fail; see `Routes._fault`."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        (await http.post(f"{url}/fake/fault", json=what)).raise_for_status()
+
+
+async def state(url: str) -> dict[str, object]:
+    """What the stand-in knows of itself."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        found: dict[str, object] = (await http.get(f"{url}/fake/state")).json()
+        return found

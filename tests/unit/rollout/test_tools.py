@@ -1,0 +1,310 @@
+"""Tools: how calls are written, which schema a function has, what becomes of errors, time and long results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError, InfraError, UserError
+from meshrl.contract.nouns import Uid
+from meshrl.rollout.options import read_options
+from meshrl.rollout.tools.assembly import Workshop
+from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
+from meshrl.rollout.tools.cutting import GAP, Cut
+from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
+from meshrl.rollout.tools.functions import FunctionTool, as_text
+from meshrl.rollout.tools.ports import Caller, ToolCall, ToolError
+from meshrl.rollout.tools.toolbox import TaskTools
+
+from . import some_tools
+from .chats import chat_tokenizer
+from .scripted import task
+
+HERE = "tests.unit.rollout.some_tools"
+TOKENIZER = chat_tokenizer()
+UID = Uid("run", "t0", 0)
+
+
+def caller(**extra_info: Any) -> Caller:
+    return Caller(task=task(TOKENIZER, extra_info=extra_info), uid=UID)
+
+
+async def tools_of(
+    *tools: Any, extra_info: Mapping[str, Any] | None = None, **options: Any
+) -> TaskTools:
+    given = [each if isinstance(each, dict) else f"{HERE}.{each}" for each in tools]
+    for each in given:
+        if isinstance(each, dict):
+            each["function"] = f"{HERE}.{each['function']}"
+    config = read_options(ToolsConfig, {"tools": given} | options, where="o")
+    return (await Workshop(config).toolbox()).of(task(TOKENIZER, extra_info=extra_info or {}))
+
+
+async def said(tools: TaskTools, name: str, **arguments: Any) -> str:
+    return await tools.call(ToolCall(name=name, arguments=arguments), caller(), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("The answer is 42.", []),
+        (
+            'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>',
+            [ToolCall(name="add", arguments={"a": 1})],
+        ),
+        (
+            '<tool_call>{"name": "a"}</tool_call> <tool_call>{"name": "b", "arguments": "{\\"x\\": 2}"}</tool_call>',
+            [ToolCall(name="a"), ToolCall(name="b", arguments={"x": 2})],
+        ),
+        ('<tool_call>{"name": "add", "arguments": {}}', [ToolCall(name="add")]),
+    ],
+)
+def test_hermes_calls_are_found(text: str, calls: list[ToolCall]) -> None:
+    assert hermes.parse(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("inside", "problem"),
+    [
+        ('{"name": "add", ', "not JSON"),
+        ('["add"]', "an object with `name`"),
+        ('{"arguments": {}}', "an object with `name`"),
+        ('{"name": 3}', "an object with `name`"),
+        ('{"name": "add", "arguments": [1]}', "must be an object"),
+        ('{"name": "add", "arguments": "{"}', "not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_call_that_is_none_says_why(inside: str, problem: str) -> None:
+    (call,) = hermes.parse(f"<tool_call>{inside}</tool_call>")
+    assert problem in call.problem
+
+
+def test_llama_calls_are_the_whole_turn() -> None:
+    both = '<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b", "parameters": {}}<|eom_id|>'
+    assert llama3_json.parse(both) == [
+        ToolCall(name="a", arguments={"x": 1}),
+        ToolCall(name="b"),
+    ]
+    assert llama3_json.parse('It is {"name": "a"}') == []
+    assert llama3_json.parse('{"answer": 42}') == []
+    (broken,) = llama3_json.parse('{"name": "a", "parameters": {')
+    assert "not JSON" in broken.problem
+
+
+def test_fenced_python_is_a_call() -> None:
+    text = "First:\n```python\nprint(1)\n```\nthen\n```py\nprint(2)\n```\nand ```python\nno end"
+    codes = [call.arguments["code"] for call in python_fence.parse(text)]
+    assert codes == ["print(1)\n", "print(2)\n"]
+
+
+def test_a_function_describes_itself() -> None:
+    tool = FunctionTool(some_tools.add)
+    assert (tool.name, tool.description) == ("add", "Add two numbers. They may be negative.")
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "description": "The first."},
+            "b": {"type": "integer", "default": 1, "description": "The second, if there is one."},
+        },
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+
+
+async def test_names_that_pydantic_reserves_are_names_like_any_other() -> None:
+    tool = FunctionTool(some_tools.odd)
+    found = await tool.call({"json": "{}", "model_config": "y", "_hidden": 2}, caller())
+    assert found == '{"json": "{}", "model_config": "y", "_hidden": 2}'
+    assert set(tool.parameters["properties"]) == {"json", "model_config", "_hidden"}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("untyped", "a has no type hint"),
+        ("many", "has no schema; want named parameters"),
+        ("strange", "no schema for its parameters"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_no_tool(name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"tool {name}: .*{problem}"):
+        FunctionTool(getattr(some_tools, name))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tools": []}, "at least 1 item"),
+        ({"tools": [{"name": "x"}]}, "exactly one of function, command and url, got none of them"),
+        ({"tools": [{"url": "http://x", "command": ["y"]}]}, "got command and url"),
+        ({"tools": ["a.b"], "max_turn": 3}, "did you mean 'max_turns'"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_named(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        read_options(ToolsConfig, options, where="rollout.program_options")
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("nowhere.add", "cannot import 'nowhere.add'"),
+        (f"{HERE}.subtract", "has no 'subtract'"),
+        (f"{HERE}.not_a_function", "is no function; want package.module.function"),
+        ("add", "is no function; want package.module.function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named_with_its_key(path: str, problem: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^rollout.program_options.tools.0.function: .*{problem}"
+    ):
+        Workshop(ToolsConfig(tools=[ToolConfig(function=path)]))
+
+
+async def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two tools are called 'add'"):
+        await tools_of("add", {"function": "slow_add", "name": "add"})
+
+
+async def test_a_result_is_text() -> None:
+    tools = await tools_of("add", "slow_add")
+    assert await said(tools, "add", a=1) == "2"
+    assert await said(tools, "slow_add", a=1, b=3) == "4"
+    assert [as_text(each) for each in ("é", None, ["é"], {1})] == ["é", "", '["é"]', "{1}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "observation"),
+    [
+        ("add", {"a": "many"}, "Error: add: argument a: Input should be a valid integer"),
+        ("add", {}, "Error: add: argument a: Field required"),
+        ("add", {"a": 1, "c": 2}, "Error: add: argument c: Extra inputs are not permitted"),
+        ("subtract", {}, "Error: no tool 'subtract'; there are add, fail"),
+        ("fail", {"how": "badly"}, "Error: ValueError: badly"),
+        ("fail", {"how": "exit"}, "Error: RuntimeError: SystemExit: 3"),
+        ("fail", {"how": "stop"}, "Error: RuntimeError: StopIteration"),
+        ("fail", {"how": "timeout"}, "Error: the other side is slow"),
+    ],
+)
+async def test_what_the_policy_or_the_tool_does_wrong_is_an_observation(
+    name: str, arguments: dict[str, Any], observation: str
+) -> None:
+    tools = await tools_of("add", "fail")
+    assert (await said(tools, name, **arguments)).startswith(observation)
+
+
+async def test_a_tool_may_say_that_the_machinery_is_broken() -> None:
+    with pytest.raises(InfraError, match="the disk is gone"):
+        await said(await tools_of("fail"), "fail", how="infra")
+
+
+async def test_a_call_that_is_none_is_answered_with_its_problem() -> None:
+    tools = await tools_of("add")
+    assert (
+        await tools.call(ToolCall(name="", problem="not JSON"), caller(), TOKENIZER)
+        == "Error: not JSON"
+    )
+
+
+async def test_a_hanging_call_is_told_and_those_that_never_come_back_break_the_tool() -> None:
+    some_tools.hanging.clear()
+    quick = {"function": "wait", "timeout_s": 0.01, "concurrency": 2}
+    tools = await tools_of(quick, {"function": "wait_for_ever", "timeout_s": 0.01})
+    late = "Error: wait timed out after 0.01 s"
+    assert [await said(tools, "wait") for _ in range(2)] == [late, late]
+    with pytest.raises(InfraError, match="tool wait: 2 calls never came back"):
+        await said(tools, "wait")
+    assert "timed out" in await said(tools, "wait_for_ever")
+    some_tools.hanging.set()  # they come back after all, and the tool is a tool again
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                found = await said(tools, "wait")
+            except InfraError:
+                await asyncio.sleep(0.01)
+            else:
+                break
+    assert found == "at last" or "timed out" in found
+
+
+async def test_no_more_calls_at_once_than_a_tool_allows() -> None:
+    running = most = 0
+
+    async def busy() -> str:
+        """Count."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return "done"
+
+    some_tools.busy = busy  # type: ignore[attr-defined]
+    tools = await tools_of({"function": "busy", "concurrency": 3})
+    assert await asyncio.gather(*(said(tools, "busy") for _ in range(10))) == ["done"] * 10
+    assert most == 3
+
+
+async def test_a_task_chooses_tools_and_gives_arguments_that_nobody_sees() -> None:
+    kwargs = {"who": {"execute_kwargs": {"secret": "x"}}}
+    extra = {"tool_selection": ["who"], "tools_kwargs": kwargs}
+    tools = await tools_of("add", "who", extra_info=extra)
+    (schema,) = tools.schemas()
+    assert schema["type"] == "function" and schema["function"]["name"] == "who"
+    assert list(schema["function"]["parameters"]["properties"]) == ["guess"]
+    assert await said(tools, "who", guess="x") == "run/t0/0.0 t0 True"
+    assert await said(tools, "who", guess="x", secret="y") == "run/t0/0.0 t0 True"
+    assert "no tool 'add'" in await said(tools, "add", a=1)
+
+
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        ({"tool_selection": ["divide"]}, "task t0: no tool 'divide' \\(there are add\\)"),
+        ({"tools_kwargs": {"divide": {}}}, "task t0: no tool 'divide'"),
+        ({"tools_kwargs": {"add": 3}}, "tools_kwargs.add is 3, want an object"),
+    ],
+)
+async def test_a_task_that_asks_for_the_impossible_is_named(
+    extra: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        await tools_of("add", extra_info=extra)
+
+
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+@pytest.mark.parametrize("length", [1, 39, 40, 41, 500, 3_000_000])
+def test_a_long_result_is_cut_to_its_budget(side: Any, length: int) -> None:
+    text = ("0123456789" * (length // 10 + 1))[:length]
+    found = Cut(tokens=40, side=side)(text, TOKENIZER)
+    assert len(TOKENIZER.encode(found)) <= 40
+    if length <= 40:
+        assert found == text
+        return
+    before, gap, after = found.partition(GAP)
+    assert gap and text.startswith(before) and text.endswith(after)
+    assert (bool(before), bool(after)) == {
+        "left": (False, True),
+        "middle": (True, True),
+        "right": (True, False),
+    }[side]
+    assert len(before + after) >= 20
+
+
+def test_a_budget_too_small_for_anything_is_kept() -> None:
+    assert Cut(tokens=3)("0123456789", TOKENIZER) == ""
+
+
+async def test_a_result_is_cut_whoever_said_it() -> None:
+    tools = await tools_of("long", "fail", max_result_tokens=30)
+    assert GAP in await said(tools, "long", n=100_000)
+    assert GAP in await said(tools, "fail", how="x" * 1000)
+    assert GAP in await said(tools, "y" * 1000)
+
+
+def test_a_tool_error_is_no_mesh_error() -> None:
+    assert not issubclass(ToolError, InfraError)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.contract.codec.arena import boot_id
+from meshrl.contract.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    UserError,
+)
+from meshrl.contract.nouns import Version
+from meshrl.services.cli.commands.status import _weights_line
+from meshrl.services.weights.carrier import Carriers, Link, Place, load_carrier
+from meshrl.services.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.fleet import ReplicaState, ReplicaView
+from meshrl.services.weights.stub import MadeSource
+from meshrl.services.weights.traits import host_id, offered, traits
+from meshrl.services.weights.ways import Peer, Ways, density
+
+WORK = 1e6
+STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}
+
+
+def seconds_of(chooser: Chooser, rates: dict[str, float], versions: int) -> tuple[float, list[str]]:
+    """What `versions` take when the carriers move bytes at `rates`."""
+    total, used = 0.0, []
+    for _ in range(versions):
+        name = chooser.choose("here", dict.fromkeys(rates, WORK), STATED)
+        seconds = WORK / rates[name]
+        chooser.observe("here", name, WORK, seconds)
+        total += seconds
+        used.append(name)
+    return total, used
+
+
+def test_the_carrier_that_states_the_higher_rate_comes_first() -> None:
+    assert Chooser().choose("here", {"slow": WORK, "fast": WORK}, STATED) == "fast"
+
+
+@pytest.mark.parametrize("truth", [{"fast": 1e8, "slow": 2e7}, {"fast": 1e8, "slow": 9e8}])
+def test_auto_stays_within_a_tenth_of_the_best_fixed_carrier(truth: dict[str, float]) -> None:
+    best = 400 * WORK / max(truth.values())
+    total, used = seconds_of(Chooser(), truth, 400)
+    found_late = used.count("fast") * (WORK / truth["fast"] - WORK / max(truth.values()))
+    assert total - found_late <= 1.1 * best
+    assert used[-1] == max(truth, key=lambda name: truth[name])
+
+
+def test_a_carrier_that_states_too_little_is_found_out_by_exploring() -> None:
+    _, used = seconds_of(Chooser(), {"fast": 1e8, "slow": 9e8}, 4 * EXPLORE_EVERY)
+    assert used[0] == "fast"
+    assert used[-EXPLORE_EVERY:].count("slow") >= EXPLORE_EVERY - 1
+
+
+def test_exploring_costs_no_more_than_its_share() -> None:
+    truth = {"fast": 1e8, "slow": 1e6}
+    total, used = seconds_of(Chooser(), truth, 2000)
+    extra = used.count("slow") * (WORK / truth["slow"] - WORK / truth["fast"])
+    # What the first try costs is known only afterwards; it is paid for before there is another.
+    assert extra <= EXPLORE_SHARE * total + WORK / truth["slow"]
+
+
+def test_two_failures_running_pass_a_carrier_over_and_a_success_forgives() -> None:
+    chooser = Chooser()
+    both = {"fast": WORK, "slow": WORK}
+    assert chooser.choose("here", both, STATED) == "fast"
+    chooser.failed("here", "fast")
+    assert chooser.choose("here", both, STATED) == "fast"
+    chooser.observe("here", "fast", WORK, 0.001)
+    chooser.failed("here", "fast")
+    assert chooser.choose("here", both, STATED) == "fast"
+    chooser.failed("here", "fast")
+    assert chooser.choose("here", both, STATED) == "slow"
+    assert chooser.choose("elsewhere", both, STATED) == "fast", "another class knows nothing of it"
+    later = [chooser.choose("here", both, STATED) for _ in range(70)]
+    assert "fast" in later, "it is tried again some day"
+
+
+def test_work_decides_where_one_carrier_sends_only_what_changed() -> None:
+    chooser = Chooser()
+    assert chooser.choose("x", {"slow": 100.0, "sparse": 30.0}, STATED) == "sparse"
+    assert chooser.choose("x", {"slow": 100.0, "sparse": 100.0}, STATED) in ("slow", "sparse")
+    chooser.observe("x", "slow", 100.0, 1.0)
+    chooser.observe("x", "sparse", 30.0, 0.9)
+    assert chooser.choose("x", {"slow": 100.0, "sparse": 30.0}, STATED) == "sparse"
+    assert chooser.choose("x", {"slow": 100.0, "sparse": 60.0}, STATED) == "slow"
+
+
+def test_density_is_the_share_of_elements_that_differ() -> None:
+    base = MadeSource("r", Version(1, 0), dtype="bfloat16")
+
+    class Nudged(MadeSource):
+        def bucket(self, index: int) -> np.ndarray:
+            words = super().bucket(index).copy().view(np.uint16)
+            words[::50] ^= 1
+            return words.view(np.uint8)
+
+    assert density(base, base) == 0.0
+    assert density(base, Nudged("r", Version(1, 0), dtype="bfloat16")) == pytest.approx(0.02, 0.05)
+    assert density(base, MadeSource("r", Version(1, 1), dtype="bfloat16")) > 0.99
+    assert density(base, MadeSource("r", Version(1, 0), buckets=2)) == 1.0
+
+
+def test_auto_offers_what_this_process_can_run() -> None:
+    config = WeightsConfig(carrier="auto", among=("cuda_ipc", "shm", "gloo", "gone"))
+    assert offered(config) == ("shm", "gloo")
+    assert offered(WeightsConfig(carrier="disk")) == ("disk",)
+    assert traits("shm").reach == "host"
+    with pytest.raises(ConflictError, match="'disk': this process offers shm, gloo"):
+        Carriers(config, Place(directory=Path()))["disk"]
+
+
+def test_a_replica_that_nothing_reaches_is_told_why(tmp_path: Path) -> None:
+    ways = Ways(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    ways.check(Peer(name="near", host=host_id(), carriers=("shm",)))
+    with pytest.raises(
+        UserError, match=r"no carrier of weights reaches far.*it is on another host"
+    ):
+        ways.check(Peer(name="far", host="elsewhere", carriers=("shm",)))
+    with pytest.raises(UserError, match="the trainer can shm, it can gloo"):
+        ways.check(Peer(name="near", host=host_id(), carriers=("gloo",)))
+
+
+async def test_shared_memory_lends_each_bucket_uncopied_and_keeps_two_versions(
+    tmp_path: Path,
+) -> None:
+    carrier = load_carrier(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    link = Link(run="a/b c", epoch=1, generation=1, endpoint=await carrier.listen(), rank=1)
+    cell = carrier.cell(link)
+    await cell.open(1.0)
+    into = np.zeros(1 << 16, dtype=np.uint8)
+    sources = [MadeSource("a/b c", Version(1, step), buckets=3) for step in range(3)]
+    lent = []
+    for source in sources:
+        await carrier.stage(source)
+        lent.append(await cell.receive(source.manifest, 2, into))
+    for source, bucket in zip(sources, lent, strict=True):
+        assert bucket is not None
+        assert bucket.flags.writeable and not bucket.flags.owndata
+        assert np.array_equal(bucket, source.bucket(2)), "unlinked, and still whole"
+    assert not into.any()
+    with pytest.raises(CorruptError, match=r"1\.0\.weights: No such file"):
+        await cell.receive(sources[0].manifest, 1, into)
+    lent[2][:] = 0  # the engine's own business: nobody else sees it
+    again = await cell.receive(sources[2].manifest, 2, into)
+    assert np.array_equal(again, sources[2].bucket(2))
+    await cell.close()
+    await carrier.close()
+
+
+async def test_shared_memory_refuses_a_replica_of_another_host_in_one_line(tmp_path: Path) -> None:
+    carrier = load_carrier(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    said = json.loads(await carrier.listen())
+    link = Link(run="r", epoch=1, generation=1, endpoint="", rank=1)
+    for change, why in (
+        ({"boot": "b00t"}, f"boot id is {boot_id()}, the trainer's b00t"),
+        ({"probe": "meshrl-0123456789abcdef.arena"}, "another container or another user"),
+    ):
+        cell = carrier.cell(replace(link, endpoint=json.dumps(said | change)))
+        with pytest.raises(ConfigError, match=why) as refused:
+            await cell.open(1.0)
+        assert "\n" not in str(refused.value)
+    await carrier.close()
+
+
+async def test_a_full_shared_memory_is_one_line(tmp_path: Path) -> None:
+    carrier = load_carrier(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    await carrier.listen()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(CapacityError, match="no room for 262144 bytes of weights in /dev/shm"):
+            await carrier.stage(MadeSource("r", Version(1, 0)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    await carrier.close()
+
+
+def test_status_says_how_a_replica_gets_its_weights_or_why_it_does_not() -> None:
+    view = ReplicaView(
+        name="rollout-0",
+        state=ReplicaState.SERVING,
+        generation=3,
+        version=Version(1, 4),
+        last_sync_s=0.31,
+        pause_s=0.004,
+        reason="",
+        carrier="shm",
+    )
+    assert _weights_line(view) == "weights: serving (by shm, 0.31 s, paused 0.00 s)"
+    out = replace(view, state=ReplicaState.OUT, reason="it died or went away")
+    assert _weights_line(out).startswith("weights: out: it died or went away (by shm")
+    assert (
+        _weights_line(replace(view, state=ReplicaState.JOINING, carrier="")) == "weights: joining"
+    )
