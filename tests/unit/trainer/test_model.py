@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
@@ -42,9 +43,16 @@ def padded_logprobs(hf: Any, rows: list[Any], temperature: float) -> torch.Tenso
     return torch.cat([log_p[i, PROMPT - 1 : len(row) - 1] for i, row in enumerate(rows)])
 
 
+def siblings() -> list[Any]:
+    """Rows that begin alike, for 4 to 20 tokens, one of them twice."""
+    stem, *tails = tiny.rows(8, shortest=20)
+    rows = [np.concatenate([stem[: 4 * (i % 5) + 4], tail]) for i, tail in enumerate(tails)]
+    return [*rows, rows[2]]
+
+
+@pytest.mark.parametrize("rows", [tiny.rows(11), siblings()], ids=["strangers", "siblings"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_padded_in_value_and_gradient(family: str) -> None:
-    rows = tiny.rows(11)
+def test_packed_equals_padded_in_value_and_gradient(family: str, rows: list[Any]) -> None:
     made = pack(rows, [PROMPT] * len(rows))
     mix = torch.randn(len(made.targets), generator=torch.Generator().manual_seed(0))
     packed, padded = random_hf(FAMILIES[family], 1), random_hf(FAMILIES[family], 1)

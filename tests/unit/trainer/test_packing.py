@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from meshrl.contract.nouns import Batch, BatchRow, Int32, Outcome, Uid, Version
+from meshrl.trainer.batch import schedule
 from meshrl.trainer.packing import layout_of, pack, plan
 
 LENGTHS = np.random.default_rng(0).integers(2, 300, 101).tolist()
@@ -66,3 +68,56 @@ def test_rectangles_waste_at_most_an_eighth_beyond_the_shortest_bucket() -> None
     for bucket in layout_of(LENGTHS).buckets:
         shortest = len(bucket.cells) / bucket.gather.shape[0]
         assert bucket.gather.shape[1] <= max(16, 1.125 * shortest + 1)
+
+
+def siblings() -> tuple[list[Int32], list[int]]:
+    """Two groups with prompts that begin alike, a row twice, one that is another's beginning, a stranger."""
+    texts = ["aaab1", "aaab23", "aaab23", "aaac44", "aaac4", "zz", "aaab1777"]
+    return [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts], [4] * 5 + [1, 4]
+
+
+def test_what_rows_begin_with_alike_is_laid_once() -> None:
+    rows, prompts = siblings()
+    made, apart = pack(rows, prompts), pack(rows, prompts, share_prefixes=False)
+    trie = {row[:n].tobytes() for row in rows for n in range(1, len(row) + 1)}
+    assert made.input_ids.shape == (1, len(trie))
+    assert made.targets.tolist() == apart.targets.tolist()
+    # A target is predicted at a place that has the token before it, at its position.
+    assert torch.equal(made.input_ids[0, made.positions], apart.input_ids[0, apart.positions])
+    assert torch.equal(made.position_ids[0, made.positions], apart.position_ids[0, apart.positions])
+
+
+def test_a_folded_layout_unfolds_to_the_rows_and_back() -> None:
+    rows, prompts = siblings()
+    made = pack(rows, prompts)
+    layout, tokens = made.layout, made.input_ids[0]
+    assert layout.unfolded is not None and layout.folded is not None
+    assert tokens[layout.unfolded].tolist() == np.concatenate(rows).tolist()
+    assert layout.cu_seqlens.tolist() == np.cumsum([0, *map(len, rows)]).tolist()
+    assert torch.equal(tokens[layout.unfolded][layout.folded], tokens)
+    cells = torch.cat([b.gather.reshape(-1)[b.cells] for b in layout.buckets])
+    assert cells[layout.order].tolist() == list(range(len(tokens)))
+
+
+def test_siblings_stay_together_while_they_are_a_small_part_of_a_micro_batch() -> None:
+    def micros(tokens: int, ranks: int) -> list[set[int]]:
+        sizes = [tokens] * 12
+        rows = [
+            BatchRow(
+                uid=Uid("r", f"t{index % 3}", index // 3), group=f"t{index % 3}", group_size=4,
+                num_tokens=size, oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
+            )
+            for index, size in enumerate(sizes)
+        ]  # fmt: skip
+        made = schedule(
+            Batch.of_rows(rows, batch_id="b", run="r", step=0),
+            ranks=ranks, max_tokens=160, mini_batch_groups=None,
+        )  # fmt: skip
+        (mini,) = made.mini_batches
+        dealt = [row for rank in mini.ranks for micro in rank for row in micro]
+        assert sorted(dealt) == list(range(12))
+        return [{row // 4 for row in micro} for rank in mini.ranks for micro in rank]
+
+    assert sorted(map(sorted, micros(10, 1))) == [[0, 1, 2]]
+    assert all(len(groups) <= 2 for groups in micros(20, 1))  # two rows stay together
+    assert len(micros(100, 1)) == 12  # too large to share a pack at all

@@ -85,8 +85,10 @@ def _whole(
     """[1, P, Hq, D] from all tokens of the pack."""
     if query.is_cuda and varlen_attn is not None and query.dtype in (torch.float16, torch.bfloat16):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        heads_last = (x[0].transpose(0, 1) for x in (query, key, value))
-        q, k, v = heads_last
+        unfolded, folded = packed_layout.unfolded, packed_layout.folded
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if unfolded is not None:
+            q, k, v = (x.index_select(0, unfolded) for x in (q, k, v))
         cu = packed_layout.cu_seqlens
         longest = packed_layout.max_seqlen
         out = varlen_attn(
@@ -94,7 +96,7 @@ def _whole(
             scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
-        return out[None]
+        return (out if folded is None else out.index_select(0, folded))[None]
     # [P, H, D]: tokens first, so that one index takes whole tokens.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     parts = [_rectangle(q, k, v, b, scaling, sliding_window) for b in packed_layout.buckets]

@@ -28,6 +28,9 @@ from meshrl.trainer.packing import cut, plan
 from meshrl.trainer.ragged import Ragged
 from meshrl.trainer.steps import Steps, anchors_of, steps_of
 
+SIBLINGS_SHARE = 4
+"""Siblings stay together in parts of at most this part of a micro-batch: larger ones would leave it half empty."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
@@ -73,7 +76,9 @@ def schedule(
 ) -> Schedule:
     """Sort rows, cut the groups into mini-batches, deal each to the ranks.
 
-    With `whole_groups` the rows of a group stay in one micro-batch. The last `extra_rows` of a group are baselines.
+    With `whole_groups` the rows of a group stay in one micro-batch. On a single rank siblings stay together as far as
+    the token budget is not wasted by it: their prompt is computed once for each micro-batch that has some of them.
+    The last `extra_rows` of a group are baselines.
     """
     ordered = sorted(batch.rows, key=lambda row: (row.group, row.uid.index, row.uid.attempt))
     rows = tuple(row for row in ordered if not is_baseline(row, extra_rows))
@@ -86,7 +91,11 @@ def schedule(
     minis = []
     for start in range(0, len(groups), size):
         part = groups[start : start + size]
-        units = part if whole_groups else [[row] for group in part for row in group]
+        if whole_groups:
+            units = part
+        else:
+            most = max_tokens // SIBLINGS_SHARE if ranks == 1 else 0
+            units = [unit for group in part for unit in _siblings(rows, group, most)]
         minis.append(_mini_batch(rows, units, ranks, max_tokens))
     return Schedule(
         batch=batch,
@@ -121,6 +130,19 @@ def redrawn(made: Schedule, drawn: Sequence[int], *, max_tokens: int) -> tuple[M
 def is_baseline(row: BatchRow, extra_rows: int) -> bool:
     """Is `row` one of the last `extra_rows` of its group?"""
     return row.uid.index >= row.group_size - extra_rows
+
+
+def _siblings(rows: Sequence[BatchRow], group: Sequence[int], most: int) -> list[list[int]]:
+    """A group in parts of at most `most` tokens; a row that has more is a part of its own."""
+    parts: list[list[int]] = []
+    tokens = most + 1
+    for row in group:
+        tokens += rows[row].num_tokens
+        if tokens > most:
+            parts.append([])
+            tokens = rows[row].num_tokens
+        parts[-1].append(row)
+    return parts
 
 
 def _mini_batch(

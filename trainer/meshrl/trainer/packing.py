@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from meshrl.contract.nouns import Int32
@@ -86,36 +88,40 @@ def _cut(lengths: Sequence[int], share: Sequence[int], max_tokens: int) -> list[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Sequences of similar length, as one rectangular attention call."""
+    """Rows of similar length, as one rectangular attention call."""
 
     gather: torch.Tensor
-    """int64[n, L]: pack position of each cell; cells past a sequence's end repeat its last token."""
+    """int64[n, L]: pack position of each cell; cells past a row's end repeat its last token."""
     cells: torch.Tensor
-    """int64[t]: which of the n*L cells are real tokens."""
+    """int64[t]: which of the n*L cells are real tokens, and of a prefix that rows share only the first row's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How the sequences of one pack lie: what block-diagonal attention needs instead of a mask."""
+    """How the rows of one pack lie: what block-diagonal attention needs instead of a mask."""
 
     cu_seqlens: torch.Tensor
-    """int32[S+1]: where sequences begin; the last entry is the total."""
+    """int32[S+1]: where rows begin, laid end to end and each with its prefix; the last entry is the total."""
     max_seqlen: int
     buckets: tuple[Bucket, ...]
     order: torch.Tensor
     """int64[P]: where in the buckets' `cells`, one bucket after the other, each token of the pack stands."""
+    unfolded: torch.Tensor | None = None
+    """int64[cu_seqlens[-1]]: pack position of each token of the rows end to end; None where no prefix is shared."""
+    folded: torch.Tensor | None = None
+    """int64[P]: the way back, to one of the places at which a token of the pack stands."""
     share: Share | None = None
     """With sequence parallelism: the part of the pack that this rank forwards. The layout is the whole pack's."""
 
     def to(self, device: torch.device) -> Layout:
         """The same layout on another device."""
-        buckets = (Bucket(b.gather.to(device), b.cells.to(device)) for b in self.buckets)
-        return Layout(
-            self.cu_seqlens.to(device),
-            self.max_seqlen,
-            tuple(buckets),
-            self.order.to(device),
-            self.share,
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens.to(device),
+            buckets=tuple(Bucket(b.gather.to(device), b.cells.to(device)) for b in self.buckets),
+            order=self.order.to(device),
+            unfolded=None if self.unfolded is None else self.unfolded.to(device),
+            folded=None if self.folded is None else self.folded.to(device),
         )
 
 
@@ -126,7 +132,7 @@ class Pack:
     input_ids: torch.Tensor
     """int64[1, P]"""
     position_ids: torch.Tensor
-    """int64[1, P]: from 0 in each sequence."""
+    """int64[1, P]: from 0 in each row."""
     layout: Layout
     positions: torch.Tensor
     """int64[N]: hidden states that predict a response token (one place before it)."""
@@ -148,52 +154,103 @@ class Pack:
         )
 
 
-def pack(rows: Sequence[Int32], prompt_lengths: Sequence[int]) -> Pack:
+def pack(
+    rows: Sequence[Int32], prompt_lengths: Sequence[int], *, share_prefixes: bool = True
+) -> Pack:
     """Lay rows end to end; the tokens from `prompt_lengths[i]` on are the response of row i.
 
-    Without rows the pack is one dummy token with no response, so that a rank without work joins the collectives.
+    Rows that begin alike, as the siblings of a group do, have what they share laid once: a hidden state depends on
+    the tokens before it alone, so it is one and the same, and its gradient the sum over the rows. Without rows the
+    pack is one dummy token with no response, so that a rank without work joins the collectives.
     """
     if not rows:
         rows, prompt_lengths = [np.zeros(1, dtype=np.int32)], [1]
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    targets = [
-        np.arange(start + max(prompt, 1), start + n)
-        for start, prompt, n in zip(starts, prompt_lengths, lengths, strict=False)
-    ]
-    target_places = np.concatenate(targets).astype(np.int64)
-    tokens = np.concatenate(rows).astype(np.int64)
+    places, begins = _laid(rows) if share_prefixes else _end_to_end([len(row) for row in rows])
+    total = sum(len(row) - begin for row, begin in zip(rows, begins, strict=True))
+    tokens, positions = np.empty((2, total), dtype=np.int64)
+    for row, place, begin in zip(rows, places, begins, strict=True):
+        tokens[place[begin:]] = row[begin:]
+        positions[place[begin:]] = np.arange(begin, len(row))
+    answers = [max(prompt, 1) for prompt in prompt_lengths]
+    predicting = [place[a - 1 : -1] for place, a in zip(places, answers, strict=True)]
+    targets = [row[a:] for row, a in zip(rows, answers, strict=True)]
     return Pack(
         input_ids=torch.from_numpy(tokens)[None],
         position_ids=torch.from_numpy(positions)[None],
-        layout=layout_of(lengths.tolist()),
-        positions=torch.from_numpy(target_places - 1),
-        targets=torch.from_numpy(tokens[target_places]),
+        layout=_layout(places, begins),
+        positions=torch.from_numpy(np.concatenate(predicting)),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
     )
 
 
 def layout_of(lengths: Sequence[int]) -> Layout:
-    """The layout of sequences of `lengths`, laid end to end."""
-    sizes = np.asarray(lengths, dtype=np.int64)
+    """The layout of rows of `lengths`, laid end to end."""
+    return _layout(*_end_to_end(lengths))
+
+
+Places: TypeAlias = list[npt.NDArray[np.int64]]
+"""Of each row, the pack position of each token."""
+
+
+def _end_to_end(lengths: Sequence[int]) -> tuple[Places, list[int]]:
+    ends = np.cumsum(lengths)
+    return [np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True)], [0] * len(lengths)
+
+
+def _laid(rows: Sequence[Int32]) -> tuple[Places, list[int]]:
+    """Places of rows whose common prefixes are laid once, and where in each row its own tokens begin.
+
+    In sorted order a row has no longer prefix in common with any row before it than with its neighbour: a trie.
+    """
+    order = sorted(range(len(rows)), key=lambda index: rows[index].tobytes())
+    places: Places = [np.empty(0, dtype=np.int64)] * len(rows)
+    begins = [0] * len(rows)
+    end, before = 0, None
+    for index in order:
+        row = rows[index]
+        begin = 0 if before is None else _common(rows[before], row)
+        own = np.arange(end, end + len(row) - begin)
+        places[index] = own if before is None else np.concatenate([places[before][:begin], own])
+        begins[index], end, before = begin, end + len(own), index
+    return places, begins
+
+
+def _common(one: Int32, other: Int32) -> int:
+    """Tokens that both begin with."""
+    shorter = min(len(one), len(other))
+    different = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+def _layout(places: Places, begins: Sequence[int]) -> Layout:
+    """Of rows at `places`, each with the tokens from `begins` on as its own."""
+    sizes = np.array([len(place) for place in places], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     members: dict[int, list[int]] = {}
     for index, size in enumerate(sizes):
-        members.setdefault(_bucket_length(int(size)), []).append(index)
-    buckets, places = [], []
+        if begins[index] < size:  # else all of it is another row's
+            members.setdefault(_bucket_length(int(size)), []).append(index)
+    buckets, covered = [], []
+    unfolded = np.concatenate(places)
     for indices in members.values():
-        n = sizes[indices]
-        widest = int(n.max())
-        column = np.arange(widest)
-        gather = starts[indices][:, None] + np.minimum(column[None], n[:, None] - 1)
-        real = column[None] < n[:, None]
+        n, first = sizes[indices][:, None], starts[indices][:, None]
+        column = np.arange(int(n.max()))[None]
+        gather = unfolded[first + np.minimum(column, n - 1)]
+        real = (column >= np.asarray(begins)[indices][:, None]) & (column < n)
         buckets.append(Bucket(torch.from_numpy(gather), torch.from_numpy(np.flatnonzero(real))))
-        places.append(gather[real])
+        covered.append(gather[real])
+    order = np.argsort(np.concatenate(covered))
+    folded = None
+    if any(begins):
+        folded = np.empty(len(order), dtype=np.int64)
+        folded[unfolded] = np.arange(len(unfolded))
     return Layout(
         torch.from_numpy(starts.astype(np.int32)),
         int(sizes.max()),
         tuple(buckets),
-        torch.from_numpy(np.argsort(np.concatenate(places))),
+        torch.from_numpy(order),
+        unfolded=None if folded is None else torch.from_numpy(unfolded),
+        folded=None if folded is None else torch.from_numpy(folded),
     )
 
 

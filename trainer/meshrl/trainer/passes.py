@@ -33,9 +33,12 @@ class OwnRows:
     def pack(self, chosen: Sequence[int]) -> Pack:
         """One micro-batch, on the device; with sequence parallelism this rank's share of its tokens."""
         picked = [self.rows[row] for row in chosen]
-        packed = pack([row.tokens for row in picked], [row.prompt_length for row in picked])
-        packed = packed.to(self.world.device)
         among = self.world.sequence
+        packed = pack(
+            [row.tokens for row in picked],
+            [row.prompt_length for row in picked],
+            share_prefixes=among is None,  # a share of the tokens must hold what its rows attend to
+        ).to(self.world.device)
         return packed if among is None else share_out(packed, among)
 
     def split(self, values: torch.Tensor, chosen: Sequence[int]) -> Sequence[torch.Tensor]:

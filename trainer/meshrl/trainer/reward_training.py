@@ -163,7 +163,7 @@ def bradley_terry(
 
 def scoring_pack(rows: Sequence[Int32], pad: int) -> Pack:
     """Whole conversations, laid end to end; the one position of each is its last token that is not `pad`."""
-    made = pack(rows, [len(row) for row in rows])
+    made = pack(rows, [len(row) for row in rows], share_prefixes=False)
     starts = made.layout.cu_seqlens[:-1].long()
     within = [int(np.flatnonzero(row != pad).max(initial=0)) for row in rows] or [0]
     places = starts + torch.tensor(within)
