@@ -16,6 +16,7 @@ from meshrl.contract.nouns import (
     Float32,
     Message,
     Outcome,
+    PostedReward,
     RowFacts,
     RowWrite,
     Sample,
@@ -95,6 +96,19 @@ def _token_rewards(score: Score, loss_mask: Uint8) -> Float32:
         raise UserError(f"row {score.uid}: {problem}", uid=score.uid)
     rewards[first:] = score.token_rewards
     return rewards
+
+
+def posted_column(reward: PostedReward | None) -> Uint8:
+    """A posted reward as JSON in uint8[n]; none is empty."""
+    return text_column("" if reward is None else json.dumps(reward.to_json(), sort_keys=True))
+
+
+def column_posted(column: npt.NDArray[np.uint8]) -> PostedReward | None:
+    """The inverse of `posted_column`."""
+    if not len(column):
+        return None
+    found = json.loads(column_text(column))
+    return PostedReward(score=found["score"], components=found["components"])
 
 
 def reward_inputs(sample: Sample) -> Uint8:

@@ -9,6 +9,7 @@ import numpy as np
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import (
+    POSTED_REWARD,
     REWARD_INPUTS,
     REWARD_STAGE,
     Int32,
@@ -19,8 +20,9 @@ from meshrl.contract.nouns import (
     Uint8,
 )
 from meshrl.contract.ports import Judge, Queue
-from meshrl.contract.rows import column_text, reward_inputs, reward_write
+from meshrl.contract.rows import column_posted, column_text, reward_inputs, reward_write
 from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
+from meshrl.rewardd.posted import POSTED
 
 TokenEnds = Callable[[Int32], Sequence[int]]
 """Of each response token, int32[R]: characters of the response up to its end."""
@@ -112,9 +114,12 @@ def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:
     """What the judge sees of a row: its task and the response.
 
     `extra_info` gains `response_length`, in tokens from the first sampled one on, where `loss_mask` was leased too,
-    and `token_ends` where `tokens` were.
+    and `token_ends` where `tokens` were, and `posted_reward` where the row's agent posted one.
     """
-    extra_info = dict(row.task.extra_info)
+    extra_info = {key: value for key, value in row.task.extra_info.items() if key != POSTED}
+    posted = row.columns.get(POSTED_REWARD)
+    if posted is not None and (reward := column_posted(posted)) is not None:
+        extra_info[POSTED] = reward.to_json()
     mask = row.columns.get("loss_mask")
     if mask is not None:
         length = len(mask) - int(np.argmax(mask)) if mask.any() else 0

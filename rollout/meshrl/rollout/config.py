@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import (
@@ -70,6 +71,24 @@ class BreakerConfig(Config):
     """No pause is longer."""
 
 
+class GatewayConfig(Config):
+    """The endpoint of a worker whose program lets agents of other makes lead the conversation (`openai`)."""
+
+    host: str = "127.0.0.1"
+    """Where to listen; another address only for agents from outside, with `tokens` or client certificates."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free one, which `<run.dir>/gateways/<worker>.json` tells; else worker `rollout-3` has this plus 3."""
+    tokens: Path | None = None
+    """A YAML file of tokens as for `reward.registry.tokens`: who has the role `claim` may ask for sessions. Null:
+    anybody who reaches the door may, which is refused beyond loopback."""
+    max_request_bytes: PositiveInt = 8 << 20
+    """Of one request."""
+    max_connections: PositiveInt = 4096
+    """At once; further ones are told 503."""
+    claims_per_minute: PositiveFloat = 6000.0
+    """Of one caller."""
+
+
 class RolloutConfig(Config):
     """From tasks to trajectories."""
 
@@ -89,6 +108,8 @@ class RolloutConfig(Config):
     """A module of `meshrl.rollout.programs`, or a dotted path."""
     program_options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the program: the `Config` in its module."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The endpoint of each worker, for programs that have one."""
     workers: PositiveInt = 1
     """Processes, each with an engine of its own."""
     slots: PositiveInt = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, Self
 
 from meshrl.contract import extend
 from meshrl.contract.errors import ConfigError
@@ -17,7 +17,7 @@ class ProgramBuilder(Protocol):
     """The `build` of a module in `meshrl.rollout.programs`: of programs with options, or that need a gateway."""
 
     def __call__(self, options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
-        """A program; its `aclose`, if it has one, is awaited at the end. Raises ConfigError for wrong options."""
+        """A program; its `start` and `aclose` are awaited where it has them. Raises ConfigError for wrong options."""
         ...
 
 
@@ -46,6 +46,24 @@ class Programs:
         if name not in self._built:
             self._built[name] = self._build(name)
         return self._built[name]
+
+    async def start(self) -> Program:
+        """The recipe's own program, ready, so that what is wrong with it is known before a row asks for it.
+
+        Raises:
+            ConfigError: as `get`.
+        """
+        program = self.get(self._name)
+        start = getattr(program, "start", None)
+        if start is not None:
+            await start()
+        return program
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Close those that can be closed; idempotent."""

@@ -31,6 +31,11 @@ async def sample(engine: Generator, request: GenerateRequest) -> Response:
     async with closing(engine.generate(request)) as stream:
         async for delta in stream:
             deltas.append(delta)
+    return response_of(deltas)
+
+
+def response_of(deltas: list[GenerateDelta]) -> Response:
+    """The deltas of one request as one response."""
     none = np.empty(0)
     return Response(
         tokens=np.concatenate([none, *(d.tokens for d in deltas)]).astype(np.int32),

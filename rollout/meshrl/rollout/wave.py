@@ -19,7 +19,7 @@ from meshrl.rollout.sampling import closing
 
 
 class Wave:
-    """One wave of programs, each of which asks any number of times; its next request waits until the last has begun."""
+    """One wave of programs. Each asks any number of times; its next request waits until the last one has begun."""
 
     def __init__(self, engine: TogetherEngine, size: int) -> None:
         self._engine = engine

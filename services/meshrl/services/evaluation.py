@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
-from meshrl.contract import extend
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Outcome, Sample, Task, Uid, Version
+from meshrl.contract.nouns import POSTED_REWARD, Json, Outcome, Sample, Task, Uid, Version
 from meshrl.contract.ports import Engine, Judge
+from meshrl.contract.rows import column_posted
 from meshrl.rewardd.judge import build_judge
+from meshrl.rewardd.posted import POSTED, score_unposted
 from meshrl.rollout.assembly import build_engine
-from meshrl.rollout.ports import Program, Rollout
+from meshrl.rollout.library import Programs
+from meshrl.rollout.ports import Rollout
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.services.config.recipe import Recipe
+from meshrl.services.gateway.serving import gateway_of
+from meshrl.services.runtime import ServerSettings
 
 VERSION = Version(0, 1)
 """What the checkpoint's weights are served as: any version above the unserved one."""
@@ -75,9 +79,20 @@ async def evaluate(recipe: Recipe, model: Path, tasks: Sequence[Task]) -> Report
     try:
         await engine.start()
         await engine.serve_checkpoint(VERSION)
-        answering = _Answering(cast(Engine, engine), tokenizer, recipe.rollout.slots)
         pairs = [(task, index) for task in tasks for index in range(task.group_size)]
-        rollouts = await asyncio.gather(*(answering.answer(task, index) for task, index in pairs))
+        settings = ServerSettings(metrics_port=None)
+        async with (
+            gateway_of(recipe, tokenizer, settings, name="eval") as gateway,
+            Programs(
+                recipe.rollout.program, recipe.rollout.program_options, gateway=gateway
+            ) as programs,
+        ):
+            if getattr(await programs.start(), "external", False):
+                raise ConfigError(
+                    "meshrl eval has no agents from outside: name a function or a command"
+                )
+            answering = _Answering(cast(Engine, engine), tokenizer, programs, recipe.rollout.slots)
+            rollouts = await asyncio.gather(*(answering.answer(*pair) for pair in pairs))
         return await _report(judge, [task for task, _ in pairs], rollouts)
     finally:
         await judge.close()
@@ -87,14 +102,17 @@ async def evaluate(recipe: Recipe, model: Path, tasks: Sequence[Task]) -> Report
 class _Answering:
     """Runs programs, as many at once as the engine has slots."""
 
-    def __init__(self, engine: Engine, tokenizer: HuggingFaceTokenizer, slots: int) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: HuggingFaceTokenizer, programs: Programs, slots: int
+    ) -> None:
         self._engine = engine
+        self._programs = programs
         self._tokenizer = tokenizer
         self._slots = asyncio.Semaphore(slots)
 
     async def answer(self, task: Task, index: int) -> Rollout:
         """One rollout of a task."""
-        program: Program = extend.load("meshrl.rollout.programs", task.program, "run")
+        program = self._programs.get(task.program)
         async with self._slots:
             uid = Uid(task.run, task.task_id, index)
             return await program(task, uid, self._engine, self._tokenizer)
@@ -108,11 +126,11 @@ async def _report(judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollou
             data_source=task.data_source,
             solution=rollout.trajectory.response_text,
             ground_truth=task.ground_truth,
-            extra_info={**task.extra_info, "response_length": length},
+            extra_info={**task.extra_info, **_posted(rollout), "response_length": length},
         )
         for task, rollout, length in zip(tasks, rollouts, lengths, strict=True)
     ]
-    scores = await judge.score(samples)
+    scores = await score_unposted(judge, samples)
     by_source: defaultdict[str, list[float]] = defaultdict(list)
     components: defaultdict[str, list[float]] = defaultdict(list)
     unscored: defaultdict[str, int] = defaultdict(int)
@@ -135,6 +153,13 @@ async def _report(judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollou
         unscored=dict(unscored),
         sample=rollouts[0].trajectory.response_text if rollouts else "",
     )
+
+
+def _posted(rollout: Rollout) -> Mapping[str, Json]:
+    """What the row's agent says it is worth, if it does, for `score_unposted`."""
+    column = rollout.columns.get(POSTED_REWARD)
+    reward = None if column is None else column_posted(column)
+    return {} if reward is None else {POSTED: reward.to_json()}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -24,6 +24,7 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     "spans": (_I8, 2),
     "response_text": (_U1, 1),
     "replica": (_U1, 1),
+    "posted_reward": (_U1, 1),
     "reward": (_F4, 1),
     "reward_components": (_U1, 1),
     "reward_hash": (_U1, 1),

@@ -26,6 +26,7 @@ from meshrl.contract.nouns.groups import (
     siblings,
 )
 from meshrl.contract.nouns.judge import (
+    PostedReward,
     Sample,
     Score,
 )
@@ -48,6 +49,7 @@ from meshrl.contract.nouns.rows import (
     oldest_version,
 )
 from meshrl.contract.nouns.runs import (
+    POSTED_REWARD,
     REFERENCE_COLUMNS,
     REFERENCE_STAGE,
     RESCORABLE_REWARD_STAGE,
@@ -67,6 +69,7 @@ from meshrl.contract.nouns.runs import (
     StalePolicy,
     Waiting,
     reward_stage,
+    rollout_stage,
 )
 from meshrl.contract.nouns.tasks import (
     Message,
@@ -84,7 +87,7 @@ from meshrl.contract.nouns.weights import (
 )
 
 __all__ = [
-    "Adapter",
+    "POSTED_REWARD",
     "REFERENCE_COLUMNS",
     "REFERENCE_STAGE",
     "RESCORABLE_REWARD_STAGE",
@@ -95,6 +98,7 @@ __all__ = [
     "ROLLOUT_STAGE",
     "TOKEN_REWARDS",
     "UNBOUNDED",
+    "Adapter",
     "Batch",
     "BatchGroup",
     "BatchRow",
@@ -118,6 +122,7 @@ __all__ = [
     "PackedGroup",
     "Part",
     "PayloadGroup",
+    "PostedReward",
     "RowFacts",
     "RowWrite",
     "RunSpec",
@@ -143,5 +148,6 @@ __all__ = [
     "oldest_version",
     "packed_groups",
     "reward_stage",
+    "rollout_stage",
     "siblings",
 ]

@@ -23,6 +23,18 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PostedReward:
+    """What whoever made a row says it is worth; it stands in for the judge's score."""
+
+    score: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> Json:
+        """For a column, and for a judge's `extra_info`."""
+        return {"score": self.score, "components": dict(self.components)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What a judge says of a sample. `score` counts only when `outcome.trainable`."""
 

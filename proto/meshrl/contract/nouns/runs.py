@@ -28,21 +28,32 @@ REWARD_INPUTS = "reward_inputs"
 """What a judge saw beside the response, as JSON: with it a row can be scored again."""
 TOKEN_REWARDS = "token_rewards"
 """float32[T]: what each token is rewarded with, where the run asks for that."""
+POSTED_REWARD = "posted_reward"
+"""uint8[n]: what the agent that made a row says it is worth, as JSON; empty for nothing. In runs of agents."""
 REFERENCE_COLUMNS = ("ref_logprobs",)
 ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
 REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
 
 
-def reward_stage(*, keep_inputs: bool = False, token_rewards: bool = False) -> StageSpec:
+def rollout_stage(*, posted: bool = False) -> StageSpec:
+    """The rollout stage of a run; `posted`: its agents may say themselves what a row is worth."""
+    writes = (*ROLLOUT_COLUMNS, POSTED_REWARD) if posted else ROLLOUT_COLUMNS
+    return StageSpec(name=ROLLOUT_STAGE.name, reads=(), writes=writes)
+
+
+def reward_stage(
+    *, keep_inputs: bool = False, token_rewards: bool = False, posted: bool = False
+) -> StageSpec:
     """The reward stage of a run, whose columns are fixed when it is opened.
 
     Args:
         keep_inputs: Rows keep what was scored, so that they can be scored again.
         token_rewards: The stage reads the tokens and rewards each of them.
+        posted: What the agent of a row says of it counts, where it says something.
     """
     writes = REWARD_STAGE.writes
     writes += (REWARD_INPUTS,) * keep_inputs + (TOKEN_REWARDS,) * token_rewards
-    reads = (*REWARD_STAGE.reads, "tokens") if token_rewards else REWARD_STAGE.reads
+    reads = (*REWARD_STAGE.reads, *("tokens",) * token_rewards, *(POSTED_REWARD,) * posted)
     return StageSpec(name=REWARD_STAGE.name, reads=reads, writes=writes)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.nouns import Sample, Score
+from meshrl.rewardd.posted import score_unposted
 from meshrl.rewardd.registry.differences import Differences
 from meshrl.rewardd.registry.shelf import Shelf
 
@@ -68,7 +69,7 @@ class SwitchJudge:
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
         """One Score per sample, in order, all by the same version."""
         async with self._shelf.borrow(self._current) as judge:
-            scores = await judge.score(samples)
+            scores = await score_unposted(judge, samples)
         self.recent.extend(samples)
         self._watch(samples, scores)
         return scores
@@ -76,7 +77,7 @@ class SwitchJudge:
     async def score_with(self, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
         """As `score`, by `version`. Raises NotFoundError."""
         async with self._shelf.borrow(version) as judge:
-            return await judge.score(samples)
+            return await score_unposted(judge, samples)
 
     async def close(self) -> None:
         """End every judge; idempotent."""
@@ -106,7 +107,7 @@ class SwitchJudge:
     async def _compare(self, chosen: Sequence[tuple[Sample, Score]], found: Differences) -> None:
         try:
             async with self._shelf.borrow(found.b) as judge:
-                others = await judge.score([sample for sample, _ in chosen])
+                others = await score_unposted(judge, [sample for sample, _ in chosen])
         except MeshError as error:
             log.warning("the watched reward version %s does not score: %s", found.b, error)
             found.skipped += len(chosen)

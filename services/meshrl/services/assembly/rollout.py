@@ -3,11 +3,16 @@
 queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── WeightAgent ◀──Join── trainer
                                    ▲          ▲
                  MemberDoor (GetReport, Drain)   RolloutDoor (Generate, GetStats)
+
+Where the program is led by agents of other makes, a gateway stands between them and the engine (services/gateway/).
 """
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 from meshrl.rollout.assembly import build_engine, is_deterministic
+from meshrl.rollout.library import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.services import tls
@@ -15,6 +20,7 @@ from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.member import MemberDoor
 from meshrl.services.doors.rollout import RolloutDoor
+from meshrl.services.gateway.serving import gateway_of
 from meshrl.services.queues import queue_of
 from meshrl.services.runtime import Server
 from meshrl.services.site import Site
@@ -28,7 +34,21 @@ async def run(recipe: Recipe, site: Site) -> None:
     trainer = site.peer("trainer")
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
-    async with queue_of(recipe, site) as queue:
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(
+            gateway_of(
+                recipe,
+                tokenizer,
+                site.settings,
+                name=site.name,
+                on_demand=lambda: worker.wake(),
+            )
+        )
+        programs = await stack.enter_async_context(
+            Programs(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
+        )
+        external = getattr(await programs.start(), "external", False)
+        queue = await stack.enter_async_context(queue_of(recipe, site))
         max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,
@@ -42,7 +62,15 @@ async def run(recipe: Recipe, site: Site) -> None:
             max_staleness=max_staleness,
             breaker=recipe.rollout.breaker,
             serving=lambda: agent.serving(),
+            programs=programs,
+            demand=(lambda: gateway.demand) if gateway is not None and external else None,
         )
+
+        def drain() -> None:
+            worker.drain()
+            if gateway is not None:
+                gateway.drain()
+
         member = MemberDoor(worker, engine, leave=lambda: server.stop())
         async with Server(site.settings, [RolloutDoor(engine), member]) as server:
             agent = WeightAgent(
@@ -61,7 +89,7 @@ async def run(recipe: Recipe, site: Site) -> None:
                 await engine.start()
                 await server.ready()
                 await work_until_stopped(
-                    server, worker.run(grace_s=STAGE_GRACE_S), worker.drain, beside=agent.run()
+                    server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=agent.run()
                 )
             finally:
                 await engine.close()

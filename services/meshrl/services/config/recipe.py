@@ -8,13 +8,14 @@ from pathlib import Path
 
 from pydantic import Field
 
+from meshrl.contract import extend
 from meshrl.contract.config import Config
 from meshrl.contract.nouns import (
     REFERENCE_STAGE,
-    ROLLOUT_STAGE,
     RunSpec,
     SamplingParams,
     reward_stage,
+    rollout_stage,
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
@@ -141,6 +142,12 @@ def groups_taken(recipe: Recipe) -> int:
     return math.ceil(batch * judged.oversample) if judged.enable else batch
 
 
+def uses_gateway(recipe: Recipe) -> bool:
+    """True when agents lead the conversations of the run, and may say what they were worth."""
+    program = recipe.rollout.program
+    return bool(extend.constant("meshrl.rollout.programs", program, "USES_GATEWAY", False))
+
+
 def has_evaluation(recipe: Recipe) -> bool:
     """True when held-out prompts are given."""
     return bool(recipe.data.val_files)
@@ -151,8 +158,9 @@ def train_spec(recipe: Recipe) -> RunSpec:
     reward = reward_stage(
         keep_inputs=recipe.reward.mixed_versions == "rescore",
         token_rewards=recipe.reward.token_rewards,
+        posted=uses_gateway(recipe),
     )
-    stages = (ROLLOUT_STAGE, reward)
+    stages = (rollout_stage(posted=uses_gateway(recipe)), reward)
     return recipe.queue.run_spec(
         recipe.run.name,
         group_size=group_rows(recipe),
@@ -166,11 +174,13 @@ def eval_spec(recipe: Recipe) -> RunSpec:
 
     Its admission bound lies beyond any held-out set: an evaluation admits all its prompts at once.
     """
+    posted = uses_gateway(recipe)
     return RunSpec(
         run=recipe.run.name + EVAL_SUFFIX,
         group_size=recipe.rollout.val_kwargs.n,
         batch_groups=1,
         max_staleness=math.inf,
+        stages=(rollout_stage(posted=posted), reward_stage(posted=posted)),
         max_attempts=recipe.queue.max_attempts,
         lease_ttl_s=recipe.queue.lease_ttl_s,
         resident_batches=1 << 20,

@@ -39,6 +39,8 @@ class Role(StrEnum):
     """Hand in a version."""
     OPERATE = "operate"
     """Roll back, retire, watch."""
+    CLAIM = "claim"
+    """Claim sessions at a gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,24 @@ class _Quiet(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving_http(app: FastAPI, host: str, port: int, tls: TlsConfig) -> AsyncIterator[str]:
+async def serving_http(
+    app: FastAPI,
+    host: str,
+    port: int,
+    tls: TlsConfig,
+    *,
+    name: str = "reward registry",
+    at_once: int = AT_ONCE,
+) -> AsyncIterator[str]:
     """Serve `app` while the body runs; gives the address, `http://host:port`.
+
+    Args:
+        app: What answers.
+        host: Where to listen.
+        port: 0 picks a free one.
+        tls: Certificates.
+        name: What logs call it.
+        at_once: Connections and requests; beyond it uvicorn says 503.
 
     Raises:
         UserError: the port cannot be had.
@@ -52,21 +68,21 @@ async def serving_http(app: FastAPI, host: str, port: int, tls: TlsConfig) -> As
         server_header=False,
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=DRAIN_S,
-        limit_concurrency=AT_ONCE,
+        limit_concurrency=at_once,
         ssl_certfile=tls.cert,
         ssl_keyfile=tls.key,
         ssl_ca_certs=str(tls.client_ca) if tls.client_ca else None,
         ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
     )
     server = _Quiet(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="reward-http")
+    task = asyncio.create_task(server.serve(sockets=[listener]), name=f"{name} http")
     scheme = "https" if tls.cert else "http"
     address = f"{scheme}://{join_address(host, listener.getsockname()[1])}"
-    log.info("reward registry on %s (pages: %s/docs)", address, address)
+    log.info("%s on %s (pages: %s/docs)", name, address, address)
     try:
         yield address
         if task.done():
-            raise InfraError(f"the HTTP door of the reward service ended: {task.exception()}")
+            raise InfraError(f"the HTTP door of the {name} ended: {task.exception()}")
     finally:
         server.should_exit = True
         await asyncio.wait({task})

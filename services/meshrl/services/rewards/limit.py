@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrl.services.rewards.problems import problem
 
 
 class BodyLimit:
-    """ASGI middleware: 413 beyond `limit` bytes, announced or sent."""
+    """ASGI middleware: 413 beyond `limit` bytes, announced or sent; `refuse` words it for what is announced."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(
+        self, app: ASGIApp, limit: int, refuse: Callable[[int, str, str], Response] = problem
+    ) -> None:
         self._app = app
+        self._refuse = refuse
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -23,7 +29,7 @@ class BodyLimit:
         said = f"the request is larger than {self._limit} bytes"
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._limit:
-            await problem(413, "capacity", said)(scope, receive, send)
+            await self._refuse(413, "capacity", said)(scope, receive, send)
             return
         taken = 0
 

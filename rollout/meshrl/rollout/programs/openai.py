@@ -1,0 +1,158 @@
+"""The program `openai`: a black-box agent leads the conversation, through an endpoint that looks like OpenAI's.
+
+    agent ── POST {base_url}/chat/completions ──▶ gateway ──▶ Session ──▶ engine
+      (a function, a command, or somebody outside)              └── what was sampled ──▶ the row
+
+See docs/how-to/train-an-agent.md. The outcome of a row is its last answer's (`stop` ok, `length` truncated), and
+`truncated` once a request found no room, whatever the agent made of that. A fault of the engine is one of the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.nouns import Outcome, Task, Uid
+from meshrl.rollout.options import read_options
+from meshrl.rollout.ports import Address, Gateway, Generator, GiveBackError, Program, Rollout
+from meshrl.rollout.sessions.agents import Agent, AgentError, CommandAgent, FunctionAgent, task_json
+from meshrl.rollout.sessions.session import Branch, Session, SessionRules
+from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
+
+log = logging.getLogger(__name__)
+
+USES_GATEWAY = True
+"""Its worker opens a gateway, and its rows may come with a reward."""
+
+
+class Config(BaseConfig):
+    """`rollout.program_options` for `rollout.program: openai`."""
+
+    function: str = ""
+    """`package.module.function` or `path/to/agent.py:function`, called with `base_url`, `api_key` and `task`. A
+    coroutine function runs in the worker's event loop, any other in a thread."""
+    command: list[str] = Field(default_factory=list)
+    """A program and its arguments, run for each row with OPENAI_BASE_URL, OPENAI_API_KEY and the task on stdin."""
+    external: bool = False
+    """Agents come from outside: `POST /v1/sessions` gives them a row that waits."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further variables of `command`."""
+    cwd: Path | None = None
+    """Where `command` runs."""
+    branch: Branch = Branch.LAST
+    """Which branch of a conversation that was not always gone on with becomes the row: `last` (with the last answer),
+    `longest` (with the most sampled tokens), or `only` (a request that begins another one is refused)."""
+    client_sampling: bool = False
+    """A request's `temperature` and `top_p` count. Else those of `rollout` do: the trainer computes log-probs under
+    them."""
+    on_agent_error: Literal["infra_fault", "policy_fault"] = "infra_fault"
+    """Whose fault it is when an agent fails: the machinery's, and the row is tried again, or the policy's, and it is
+    trained on."""
+    concurrent: PositiveInt = 16
+    """Requests of one session that run at once; further ones are answered with 429."""
+    max_requests: PositiveInt = 1024
+    """Of one session."""
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> Self:
+        given = [n for n in ("function", "command", "external") if getattr(self, n)]
+        if len(given) != 1:
+            said = " and ".join(given) or "none of them"
+            raise ValueError(f"want exactly one of function, command and external, got {said}")
+        return self
+
+
+def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
+    """The program. Raises ConfigError for wrong options, an agent that cannot be imported, or without a gateway."""
+    config = read_options(Config, options, where="rollout.program_options")
+    if gateway is None:
+        raise ConfigError("the program openai needs a gateway, and only a rollout service has one")
+    return OpenAIProgram(config, gateway)
+
+
+class OpenAIProgram:
+    """Satisfies `meshrl.rollout.ports.Program`."""
+
+    def __init__(self, config: Config, gateway: Gateway) -> None:
+        self.external = config.external
+        """Rows are leased as agents from outside ask for them."""
+        self._config = config
+        self._gateway = gateway
+        self._agent: Agent | None = None
+        if config.function:
+            self._agent = FunctionAgent(config.function)
+        elif config.command:
+            self._agent = CommandAgent(config.command, env=config.env, cwd=config.cwd)
+        self._rules = SessionRules(
+            branch=config.branch,
+            client_sampling=config.client_sampling,
+            concurrent=config.concurrent,
+            requests=config.max_requests,
+            prompt_tokens=gateway.prompt_tokens,
+        )
+
+    async def __call__(
+        self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
+    ) -> Rollout:
+        """One session from its first request to its end."""
+        if not isinstance(tokenizer, ChatTokenizer):
+            raise ConfigError("the program openai needs a tokenizer that encodes")
+        session = Session(task, uid, engine, tokenizer, self._rules)
+        with self._gateway.opened(session) as address:
+            try:
+                failure = await self._lead(session, address, tokenizer)
+            finally:
+                await session.close("the row's agent or its time has come to an end")
+        if session.left_out:
+            log.info("%s: %d sampled tokens lie on other branches", uid, session.left_out)
+        return session.rollout(outcome=self._outcome(session, failure))
+
+    async def _lead(
+        self, session: Session, address: Address, tokenizer: Tokenizer
+    ) -> AgentError | None:
+        """Wait for the end of the conversation; how the agent failed, if it did.
+
+        Raises:
+            MeshError: the engine's fault, whatever became of the agent.
+        """
+        leading = asyncio.ensure_future(self._conversation(session, address, tokenizer))
+        try:
+            ends: set[asyncio.Future[Any]] = {leading, session.fault}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if session.fault.done():
+                raise session.fault.result()
+            leading.result()
+        except AgentError as error:
+            return error
+        finally:
+            leading.cancel()
+            await asyncio.gather(leading, return_exceptions=True)
+        return None
+
+    async def _conversation(self, session: Session, address: Address, tokenizer: Tokenizer) -> None:
+        if self._agent is None:
+            if not self._gateway.hand_over(session, address):
+                raise GiveBackError
+            await session.finished.wait()
+            return
+        reward = await self._agent(task_json(session.task, session.uid, tokenizer), address)
+        if reward is not None:
+            session.post(reward)
+
+    def _outcome(self, session: Session, failure: AgentError | None) -> Outcome | None:
+        """None: its last answer's. Raises InfraError for a failure that is not the policy's."""
+        if session.full:
+            return Outcome.TRUNCATED
+        if failure is None:
+            return None
+        if self._config.on_agent_error == "policy_fault":
+            log.info("%s: the agent failed: %s", session.uid, failure)
+            return Outcome.POLICY_FAULT
+        raise InfraError(f"the agent failed: {failure}")

@@ -1,0 +1,108 @@
+"""One answer on its way from the engine to a client; whichever of the two is gone, the other hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Self
+
+from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.nouns import GenerateDelta, GenerateRequest
+from meshrl.rollout.ports import Generator
+from meshrl.rollout.sampling import Response, closing, response_of
+from meshrl.rollout.sessions.asks import Answer, Piece
+from meshrl.rollout.sessions.visible import Visible
+
+ENDS = ("stop", "length")
+"""Reasons with which a response is whole."""
+
+
+class Asking:
+    """Iterate for the pieces of the answer; then `answer` is there. `aclose` before the end aborts the request."""
+
+    def __init__(
+        self,
+        engine: Generator,
+        request: GenerateRequest,
+        visible: Visible,
+        *,
+        ended: Callable[[Response, Answer], None],
+        fault: Callable[[MeshError], None],
+    ) -> None:
+        """`ended` hears of a whole response, before the client does; `fault` of what the engine cannot help."""
+        self.answer: Answer | None = None
+        self._engine = engine
+        self._request = request
+        self._visible = visible
+        self._ended = ended
+        self._fault = fault
+        self._events: asyncio.Queue[Piece | MeshError | None] = asyncio.Queue()
+        self.task = asyncio.create_task(self._run(), name=f"ask {request.request_id}")
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        event = await self._events.get()
+        if event is None:
+            raise StopAsyncIteration
+        if isinstance(event, MeshError):
+            raise event
+        return event
+
+    async def whole(self) -> Answer:
+        """The answer, once it is complete. Raises what ended it before."""
+        async for _ in self:
+            pass
+        assert self.answer is not None
+        return self.answer
+
+    def end(self, error: MeshError) -> None:
+        """Abort the request; its reader gets `error`."""
+        if self.task.cancel():
+            self._events.put_nowait(error)
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs; idempotent."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            response = await self._sampled()
+        except UserError as error:  # the engine's word for a request that it cannot run
+            self._events.put_nowait(error)
+        except Exception as error:
+            fault = error
+            if not isinstance(fault, MeshError):
+                fault = InfraError(f"{type(error).__name__}: {error}")
+            self._fault(fault)
+            self._events.put_nowait(fault)
+        else:
+            text, tail, calls = self._visible.end()
+            self.answer = Answer(
+                text=text,
+                tail=tail,
+                tool_calls=calls,
+                finish_reason="tool_calls" if calls else response.finish_reason,
+                prompt_tokens=len(self._request.prompt_ids),
+                tokens=response.tokens,
+                logprobs=response.logprobs,
+            )
+            self._ended(response, self.answer)
+            self._events.put_nowait(None)
+
+    async def _sampled(self) -> Response:
+        deltas: list[GenerateDelta] = []
+        async with closing(self._engine.generate(self._request)) as stream:
+            async for delta in stream:
+                deltas.append(delta)
+                if len(delta.tokens):
+                    text = self._visible.feed(delta.tokens.tolist())
+                    self._events.put_nowait(
+                        Piece(text=text, tokens=delta.tokens, logprobs=delta.logprobs)
+                    )
+        reason = deltas[-1].finish_reason if deltas else "abort"
+        if reason not in ENDS:
+            raise InfraError(f"the engine gave request {self._request.request_id} up: {reason}")
+        return response_of(deltas)

@@ -1,0 +1,74 @@
+r"""Tool calls in the policy's words (the form of Hermes and Qwen), and in a client's.
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
+
+is `{"id": "call_…", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 1, \"b\": 2}"}}`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.rollout.sessions.asks import ToolCall
+
+OPENING = "<tool_call>"
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """What is said before the first call, and the calls.
+
+    Where one of them cannot be read, or text follows that is none, nothing is a call and everything is said: a client
+    must not run half of what the policy asked for.
+    """
+    said, opening, rest = text.partition(OPENING)
+    if not opening:
+        return text, ()
+    found = CALL.findall(opening + rest)
+    calls = tuple(call for call in map(_read, found) if call is not None)
+    leftover = CALL.sub("", opening + rest).strip()
+    if leftover or len(calls) < len(found):
+        return text, ()
+    return said, calls
+
+
+def _read(text: str) -> ToolCall | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = read_arguments(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    written = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=f"call_{secrets.token_hex(12)}", name=call["name"], arguments=written)
+
+
+def read_arguments(text: str) -> Any:
+    """Arguments as a template wants them, an object; text that is no JSON stays text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def same_call(ours: ToolCall, theirs: Mapping[str, Any]) -> bool:
+    """Whether a client's tool call is the one that it was given; arguments may be written otherwise."""
+    function = theirs.get("function") or {}
+    given = function.get("arguments")
+    arguments = read_arguments(given) if isinstance(given, str) else given
+    return (theirs.get("id"), function.get("name"), arguments) == (
+        ours.id,
+        ours.name,
+        read_arguments(ours.arguments),
+    )

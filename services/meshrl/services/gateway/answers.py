@@ -1,0 +1,168 @@
+"""What a client gets: whole answers and streamed ones, in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import Float32, Int32
+from meshrl.rollout.sessions.asking import Asking
+from meshrl.rollout.sessions.asks import Answer, ToolCall
+from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.services.gateway.problems import error_body
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What an answer has beside its text."""
+
+    chat: bool
+    model: str
+    """As the client called it."""
+    tokenizer: Tokenizer
+    logprobs: bool = False
+    usage: bool = False
+    """At the end of a stream."""
+    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
+        if self.chat:
+            calls = [_call(call) for call in answer.tool_calls]
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": answer.text if answer.text or not calls else None,
+                "refusal": None,
+            }
+            choice["message"] = message | ({"tool_calls": calls} if calls else {})
+        else:
+            choice["text"] = answer.text
+        choice["logprobs"] = self._logprobs(answer.tokens, answer.logprobs)
+        return self._body([choice], usage=answer, chunk=False)
+
+    def chunk(
+        self,
+        text: str,
+        *,
+        tokens: Int32 | None = None,
+        logprobs: Float32 | None = None,
+        finish_reason: str | None = None,
+        first: bool = False,
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
+        """A part of a streamed answer."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+        if self.chat:
+            delta: dict[str, Any] = {"role": "assistant"} if first else {}
+            if text or first:
+                delta["content"] = text
+            if calls:
+                delta["tool_calls"] = [{"index": i} | _call(c) for i, c in enumerate(calls)]
+            choice["delta"] = delta
+        else:
+            choice["text"] = text
+        if tokens is not None and logprobs is not None:
+            choice["logprobs"] = self._logprobs(tokens, logprobs)
+        return _event(self._body([choice], chunk=True))
+
+    def usage_chunk(self, answer: Answer) -> bytes:
+        """The last part of a streamed answer, where it was asked for."""
+        return _event(self._body([], usage=answer, chunk=True))
+
+    def _body(
+        self, choices: list[dict[str, Any]], *, chunk: bool, usage: Answer | None = None
+    ) -> dict[str, Any]:
+        kind = ("chat.completion" + ".chunk" * chunk) if self.chat else "text_completion"
+        body: dict[str, Any] = {
+            "id": ("chatcmpl-" if self.chat else "cmpl-") + self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if usage is not None:
+            body["usage"] = {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": len(usage.tokens),
+                "total_tokens": usage.prompt_tokens + len(usage.tokens),
+            }
+        return body
+
+    def _logprobs(self, tokens: Int32, logprobs: Float32) -> dict[str, Any] | None:
+        """Of every sampled token, whatever of its text is shown."""
+        if not self.logprobs:
+            return None
+        texts = [self.tokenizer.decode([token]) for token in tokens.tolist()]
+        values = [float(value) for value in logprobs]
+        if not self.chat:
+            starts = [sum(map(len, texts[:i])) for i in range(len(texts))]
+            return {
+                "tokens": texts,
+                "token_logprobs": values,
+                "top_logprobs": None,
+                "text_offset": starts,
+            }
+        content = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, values, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+async def streamed(asking: Asking, form: Form) -> AsyncIterator[bytes]:
+    """Server-sent events, ended by `[DONE]`; an error on the way is one event and the end."""
+    if form.chat:
+        yield form.chunk("", first=True)
+    try:
+        async for piece in asking:
+            if piece.text or form.logprobs:
+                yield form.chunk(piece.text, tokens=piece.tokens, logprobs=piece.logprobs)
+    except MeshError as error:
+        yield _event(error_body(error))
+        return
+    answer = asking.answer
+    assert answer is not None
+    if answer.tail:
+        yield form.chunk(answer.tail)
+    if answer.tool_calls:
+        yield form.chunk("", calls=answer.tool_calls)
+    yield form.chunk("", finish_reason=answer.finish_reason)
+    if form.usage:
+        yield form.usage_chunk(answer)
+    yield DONE
+
+
+class Streamed(StreamingResponse):
+    """Aborts the request when the client is gone before its end."""
+
+    def __init__(self, asking: Asking, form: Form) -> None:
+        super().__init__(streamed(asking, form), media_type="text/event-stream")
+        self._asking = asking
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._asking.task.cancel()
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,238 @@
+"""The gateway's HTTP door: FastAPI, OpenAPI at /openapi.json, pages at /docs.
+
+Every session is reached in two ways, with the same API key: under `/sessions/{id}/v1`, and under `/v1`, where the key
+alone says which session it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.responses import Response
+
+from meshrl.contract.errors import ForbiddenError
+from meshrl.contract.nouns import PostedReward
+from meshrl.rollout.sessions.agents import task_json
+from meshrl.rollout.sessions.asking import Asking
+from meshrl.rollout.sessions.asks import SessionEndedError
+from meshrl.rollout.sessions.session import Session
+from meshrl.rollout.tokenizer import ChatTokenizer
+from meshrl.services.gateway import models as m
+from meshrl.services.gateway.answers import Form, Streamed
+from meshrl.services.gateway.book import GatewayBook, address
+from meshrl.services.gateway.problems import install, too_large
+from meshrl.services.rewards.auth import Guard, Role
+from meshrl.services.rewards.limit import BodyLimit
+from meshrl.services.rewards.problems import AsciiJSON
+
+T = TypeVar("T")
+MODEL = "policy"
+CLIENT_GONE = 499
+"""What nobody reads any more."""
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in {
+        400: "wrong input, or no room for an answer",
+        401: "no API key, or none of a session",
+        403: "another session's key",
+        405: "no such method",
+        410: "the session has ended",
+        413: "too large",
+        429: "too many requests at once",
+        500: "the engine failed",
+        503: "the engine is gone, or the worker drains",
+    }.items()
+}
+
+_bearer = HTTPBearer(auto_error=False, description="A session's API key.")
+Token = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+
+
+def _header(token: HTTPAuthorizationCredentials | None) -> str:
+    return f"{token.scheme} {token.credentials}" if token else ""
+
+
+def build_app(
+    book: GatewayBook, tokenizer: ChatTokenizer, *, max_body_bytes: int, guard: Guard | None
+) -> FastAPI:
+    """The app; `guard` admits those who claim sessions from outside, None: nobody may."""
+    app = FastAPI(
+        title="meshrl gateway",
+        version="1",
+        description="Sessions of rows, for clients of OpenAI's API.",
+        default_response_class=AsciiJSON,
+    )
+    app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=too_large)
+    install(app)
+
+    @app.get("/health", tags=["service"])
+    async def health() -> dict[str, Any]:
+        """Whether the door is open."""
+        return {"status": "serving", "sessions": book.sessions}
+
+    app.include_router(_sessions(book, tokenizer, guard), prefix="/v1")
+    app.include_router(_session_routes(book, tokenizer), prefix="/v1")
+    app.include_router(_session_routes(book, tokenizer), prefix="/sessions/{session_id}/v1")
+    return app
+
+
+def _session_routes(book: GatewayBook, tokenizer: ChatTokenizer) -> APIRouter:
+    """What OpenAI's client asks for, and how an agent says what its conversation was worth."""
+    router = APIRouter(responses=PROBLEMS)
+
+    def find(request: Request, token: Token) -> Session:
+        return book.find(_header(token), request.path_params.get("session_id"))
+
+    Found = Annotated[Session, Depends(find)]
+
+    @router.post("/chat/completions", tags=["openai"])
+    async def chat_completions(body: m.ChatBody, session: Found, request: Request) -> Response:
+        """An answer to a conversation, which becomes part of the session's row."""
+        form = Form(
+            chat=True,
+            model=body.model,
+            tokenizer=tokenizer,
+            logprobs=bool(body.logprobs),
+            usage=body.usage_in_stream,
+        )
+        return await _answered(session.ask(body.ask()), form, request, stream=bool(body.stream))
+
+    @router.post("/completions", tags=["openai"])
+    async def completions(body: m.CompletionBody, session: Found, request: Request) -> Response:
+        """What follows a prompt, which becomes part of the session's row."""
+        form = Form(
+            chat=False,
+            model=body.model,
+            tokenizer=tokenizer,
+            logprobs=body.logprobs is not None,
+            usage=body.usage_in_stream,
+        )
+        return await _answered(session.ask(body.ask()), form, request, stream=bool(body.stream))
+
+    @router.get("/models", tags=["openai"])
+    async def list_models(session: Found) -> dict[str, Any]:
+        """The policy."""
+        return {"object": "list", "data": [_model(MODEL)]}
+
+    @router.get("/models/{model:path}", tags=["openai"])
+    async def get_model(model: str, session: Found) -> dict[str, Any]:
+        """The policy, whatever it is called."""
+        return _model(model)
+
+    @router.post("/reward", tags=["sessions"])
+    async def post_reward(body: m.RewardBody, request: Request, token: Token) -> dict[str, Any]:
+        """Say what the session's conversation was worth; see /v1/sessions/{id}/reward."""
+        return _reward(book, body, _header(token), request.path_params.get("session_id"))
+
+    return router
+
+
+def _sessions(book: GatewayBook, tokenizer: ChatTokenizer, guard: Guard | None) -> APIRouter:
+    """Sessions for agents from outside."""
+    router = APIRouter(prefix="/sessions", tags=["sessions"], responses=PROBLEMS)
+
+    @router.post("", status_code=201, responses={408: {"description": "no row came"}})
+    async def claim_session(body: m.ClaimBody, request: Request, token: Token) -> Response:
+        """A row that waits for an agent from outside, as a session."""
+        if guard is None:
+            raise ForbiddenError(
+                "this worker gives out no sessions (rollout.program_options.external)"
+            )
+        peer = request.client.host if request.client else "unknown"
+        guard.admit(_header(token), peer, Role.CLAIM)
+        session = await _unless_gone(request, book.claim(body.wait_s))
+        if session is None:
+            return Response(status_code=CLIENT_GONE)
+        found = address(str(request.base_url).rstrip("/"), session)
+        return AsciiJSON(
+            {
+                "id": session.id,
+                "base_url": found.base_url,
+                "api_key": found.api_key,
+                "task": task_json(session.task, session.uid, tokenizer),
+            },
+            201,
+        )
+
+    @router.get("/{session_id}")
+    async def get_session(session_id: str, token: Token) -> dict[str, Any]:
+        """Where a session stands."""
+        session = book.find(_header(token), session_id)
+        return {
+            "id": session.id,
+            "answers": len(session.history.turns),
+            "reward": session.reward.to_json() if session.reward else None,
+        }
+
+    @router.post("/{session_id}/reward")
+    async def post_reward(session_id: str, body: m.RewardBody, token: Token) -> dict[str, Any]:
+        """Say what the session's conversation was worth; of several the last counts.
+
+        It stands in for the reward service's score. The session of an agent from outside ends with it.
+        """
+        return _reward(book, body, _header(token), session_id)
+
+    @router.post("/{session_id}/finish")
+    async def finish_session(session_id: str, token: Token) -> dict[str, Any]:
+        """End the session of an agent from outside; without a reward its row is scored as others are."""
+        try:
+            book.find(_header(token), session_id).finished.set()
+        except SessionEndedError:
+            if book.ended(_header(token)) is None:
+                raise
+        return {"id": session_id, "finished": True}
+
+    return router
+
+
+def _reward(
+    book: GatewayBook, body: m.RewardBody, authorization: str, session_id: str | None
+) -> dict[str, Any]:
+    reward = PostedReward(score=body.score, components=body.components)
+    try:
+        session = book.find(authorization, session_id)
+    except SessionEndedError:
+        ended = book.ended(authorization)
+        if ended is None or ended.reward != reward:  # saying the same twice is saying it once
+            raise
+        return {"id": ended.id, "reward": reward.to_json()}
+    session.post(reward)
+    if body.finish:
+        session.finished.set()
+    return {"id": session.id, "reward": reward.to_json()}
+
+
+async def _answered(asking: Asking, form: Form, request: Request, *, stream: bool) -> Response:
+    if stream:
+        return Streamed(asking, form)
+    try:
+        answer = await _unless_gone(request, asking.whole())
+    finally:
+        asking.task.cancel()
+    return Response(status_code=CLIENT_GONE) if answer is None else AsciiJSON(form.whole(answer))
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """What `work` gives; None, and it is cancelled, when the client leaves before."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for each in (working, leaving):
+            each.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "meshrl"}

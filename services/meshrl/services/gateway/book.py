@@ -1,0 +1,162 @@
+"""Which sessions are open, who may speak to which, and who waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from meshrl.contract.errors import (
+    ForbiddenError,
+    UnauthenticatedError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from meshrl.contract.nouns import PostedReward
+from meshrl.rollout.ports import Address
+from meshrl.rollout.sessions.asks import SessionEndedError
+from meshrl.rollout.sessions.session import Session
+
+REMEMBERED = 4096
+"""Ended sessions whose clients are told that they have ended, instead of that their token is unknown."""
+Claim: TypeAlias = asyncio.Future[Session]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What is left of a session."""
+
+    id: str
+    why: str
+    reward: PostedReward | None
+
+
+class GatewayBook:
+    """Implements the Gateway port. Sessions are found by a hash of their token, so that no time tells of it."""
+
+    def __init__(
+        self, *, prompt_tokens: int | None, on_demand: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_demand` is called when one more waits for a session."""
+        self.url = ""
+        """Where the door is, `http://host:port`, once it is open."""
+        self.prompt_tokens = prompt_tokens
+        self.opened_ever = 0
+        self.tokens_left_out = 0
+        """Sampled tokens of ended sessions that their rows do not have."""
+        self._on_demand = on_demand
+        self._open: dict[str, Session] = {}
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._claims: deque[Claim] = deque()
+        self._draining = False
+
+    @property
+    def sessions(self) -> int:
+        """Open now."""
+        return len(self._open)
+
+    @property
+    def demand(self) -> int:
+        """How many wait for a session."""
+        return sum(not claim.done() for claim in self._claims)
+
+    @contextmanager
+    def opened(self, session: Session) -> Iterator[Address]:
+        """See Gateway."""
+        key = _digest(session.token)
+        self._open[key] = session
+        self.opened_ever += 1
+        try:
+            yield address(self.url, session)
+        finally:
+            del self._open[key]
+            self.tokens_left_out += session.left_out
+            why = session.ended or "it is over"
+            self._ended[key] = Ended(id=session.id, why=why, reward=session.reward)
+            if len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def hand_over(self, session: Session, address: Address) -> bool:
+        """See Gateway."""
+        while self._claims:
+            claim = self._claims.popleft()
+            if not claim.done():
+                claim.set_result(session)
+                return True
+        return False
+
+    async def claim(self, wait_s: float) -> Session:
+        """A session for an agent from outside.
+
+        Raises:
+            WaitTimeoutError: no row came within `wait_s` seconds.
+            UnavailableError: the worker drains.
+        """
+        if self._draining:
+            raise UnavailableError("this worker drains: claim at another one")
+        claim: Claim = asyncio.get_running_loop().create_future()
+        self._claims.append(claim)
+        self._on_demand()
+        try:
+            async with asyncio.timeout(wait_s):
+                return await claim
+        except TimeoutError:
+            raise WaitTimeoutError(f"no row came within {wait_s:g} s") from None
+        finally:
+            claim.cancel()
+
+    def find(self, authorization: str, session_id: str | None = None) -> Session:
+        """The session whose token is sent; `session_id` must be its own, where one is in the address.
+
+        Raises:
+            UnauthenticatedError: no token, or none that was given out.
+            ForbiddenError: it is another session's.
+            SessionEndedError: it was this session's.
+        """
+        key = _digest(_bearer(authorization))
+        session = self._open.get(key)
+        if session is None:
+            ended = self._ended.get(key)
+            if ended is None:
+                raise UnauthenticatedError("this API key is no session's")
+            _same(ended.id, session_id)
+            raise SessionEndedError(f"the session has ended: {ended.why}")
+        _same(session.id, session_id)
+        return session
+
+    def ended(self, authorization: str) -> Ended | None:
+        """What is left of the session whose token is sent."""
+        return self._ended.get(_digest(_bearer(authorization)))
+
+    def drain(self) -> None:
+        """Give out no more sessions; those who wait are told so."""
+        self._draining = True
+        for claim in self._claims:
+            if not claim.done():
+                claim.set_exception(UnavailableError("this worker drains: claim at another one"))
+        self._claims.clear()
+
+
+def address(url: str, session: Session) -> Address:
+    """Where a session is, seen from `url`."""
+    return Address(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.token)
+
+
+def _same(found: str, wanted: str | None) -> None:
+    if wanted is not None and wanted != found:
+        raise ForbiddenError("this API key is another session's")
+
+
+def _bearer(authorization: str) -> str:
+    scheme, _, token = authorization.strip().partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise UnauthenticatedError("a session wants its token: Authorization: Bearer <api_key>")
+    return token.strip()
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()

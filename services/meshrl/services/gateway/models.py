@@ -1,0 +1,280 @@
+"""Bodies of requests, as OpenAI's API has them, and what of them this door refuses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
+
+from meshrl.contract.nouns import Json
+from meshrl.rollout.sessions.asks import Ask
+from meshrl.rollout.sessions.calls import read_arguments
+from meshrl.services.gateway.problems import ParameterError
+
+MAX_STOPS = 16
+MAX_TOKENS = 1 << 31
+Positive = Annotated[int, Field(ge=1, lt=MAX_TOKENS)]
+Token = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
+
+
+class Body(BaseModel):
+    """Fields that are not named here change nothing, and are passed over."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+
+class Function(Body):
+    """What a tool call calls."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCallBody(Body):
+    """One tool call of an assistant's message, as it was answered."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class TextPart(Body):
+    """A part of a message; only text is known here."""
+
+    type: Literal["text", "refusal"]
+    text: str = ""
+
+
+class MessageBody(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+
+    def message(self) -> dict[str, Json]:
+        """As a chat template reads it, but for arguments of tool calls, which are text here."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        found: dict[str, Json] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content or "",
+        }
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": read_arguments(call.function.arguments),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        found |= {k: v for k in ("name", "tool_call_id") if (v := getattr(self, k)) is not None}
+        return found
+
+
+class FunctionSchema(Body):
+    """What a tool is."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class ToolBody(Body):
+    """A tool that the policy may call."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: FunctionSchema
+
+
+class StreamOptions(Body):
+    """Of a streamed answer."""
+
+    include_usage: bool | None = False
+
+
+class Sampling(Body):
+    """What both kinds of requests have."""
+
+    model: str = Field(default="policy", max_length=256)
+    """Any name: there is one model, the policy."""
+    max_tokens: Positive | None = None
+    stop: Stops = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
+    """Counts only where the run lets clients sample as they like; see the how-to."""
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    """As `temperature`."""
+    n: int | None = 1
+    """1."""
+    seed: int | None = None
+    """Passed over: draws are the row's own."""
+    frequency_penalty: FiniteFloat | None = None
+    """0."""
+    presence_penalty: FiniteFloat | None = None
+    """0."""
+    logit_bias: dict[str, JsonValue] | None = None
+    """None."""
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a streamed answer ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Raises ParameterError for what would change the distribution that is trained, or cannot be had."""
+        if self.n not in (None, 1):
+            raise ParameterError("n", f"n is {self.n}: a session is one row, so n must be 1")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if getattr(self, name):
+                raise ParameterError(
+                    name, f"{name} must be 0: the policy is sampled as it is trained"
+                )
+        if self.logit_bias:
+            raise ParameterError("logit_bias", "logit_bias must be empty: see frequency_penalty")
+
+
+class ChatBody(Sampling):
+    """POST /chat/completions."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = None
+    """none or auto."""
+    parallel_tool_calls: bool | None = None
+    """Passed over: the policy calls what it calls."""
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    """0."""
+    response_format: dict[str, JsonValue] | None = None
+    """text."""
+    functions: list[JsonValue] | None = None
+    """None: `tools` are what replaced them."""
+
+    def ask(self) -> Ask:
+        """Raises ParameterError."""
+        self.check()
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ParameterError(
+                "tool_choice",
+                "tool_choice must be none or auto: the policy is not told what to say",
+            )
+        if self.top_logprobs:
+            raise ParameterError(
+                "top_logprobs", "top_logprobs must be 0: log-probs are those of what was sampled"
+            )
+        if self.response_format and self.response_format.get("type") != "text":
+            raise ParameterError("response_format", "response_format must be text")
+        if self.functions:
+            raise ParameterError("functions", "functions are not known here: use tools")
+        tools = self.tools if self.tools and self.tool_choice != "none" else []
+        return Ask(
+            messages=tuple(_unicode("messages", m.message()) for m in self.messages),
+            tools=tuple(_unicode("tools", tool.model_dump(exclude_none=True)) for tool in tools),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            stop=_unicode("stop", self.stops),
+            temperature=self.temperature,
+            top_p=self.top_p,
+        )
+
+
+class CompletionBody(Sampling):
+    """POST /completions."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    """Log-probs of what was sampled, for 0 and for 1."""
+    echo: bool | None = False
+    """False."""
+    suffix: str | None = None
+    """None."""
+    best_of: int | None = 1
+    """1."""
+
+    def ask(self) -> Ask:
+        """Raises ParameterError."""
+        self.check()
+        if self.echo:
+            raise ParameterError("echo", "echo must be false")
+        if self.suffix:
+            raise ParameterError(
+                "suffix", "suffix must be empty: the policy writes from left to right"
+            )
+        if self.best_of not in (None, 1):
+            raise ParameterError("best_of", "best_of must be 1: a session is one row")
+        return Ask(
+            prompt=_unicode("prompt", self._prompt()),
+            max_tokens=self.max_tokens,
+            stop=_unicode("stop", self.stops),
+            temperature=self.temperature,
+            top_p=self.top_p,
+        )
+
+    def _prompt(self) -> str | tuple[int, ...]:
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise ParameterError(
+                    "prompt", f"{len(prompt)} prompts: a session is one row, so there must be one"
+                )
+            prompt = prompt[0]
+        return prompt if isinstance(prompt, str) else tuple(prompt)
+
+
+class ClaimBody(Body):
+    """POST /v1/sessions."""
+
+    wait_s: Annotated[FiniteFloat, Field(ge=0, le=60)] = 20.0
+    """How long to wait for a row; then the answer is 408, and may be asked again."""
+
+
+class RewardBody(Body):
+    """POST /v1/sessions/{id}/reward."""
+
+    score: FiniteFloat
+    components: dict[Annotated[str, Field(min_length=1, max_length=64)], FiniteFloat] = Field(
+        default_factory=dict, max_length=64
+    )
+    """Reported beside the score."""
+    finish: bool = True
+    """Whether the session of an agent from outside ends with it; those of others end with their agents."""
+
+
+def _unicode(param: str, value: Any) -> Any:
+    """`value`, if all its text is. Raises ParameterError: half a surrogate pair cannot be tokenised."""
+    try:
+        for text in _texts(value):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError(param, f"{param}: text with half a surrogate pair") from error
+    except RecursionError as error:
+        raise ParameterError(param, f"{param}: nested too deeply") from error
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for pair in value.items() for part in pair for text in _texts(part)]
+    if isinstance(value, list | tuple):
+        return [text for part in value for text in _texts(part)]
+    return []

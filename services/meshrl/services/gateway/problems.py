@@ -1,0 +1,114 @@
+"""Every failure in the shape that OpenAI's clients read: `{"error": {message, type, param, code}}` and a status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from meshrl.contract.errors import (
+    CapacityError,
+    ConflictError,
+    ForbiddenError,
+    MeshError,
+    NotFoundError,
+    UnauthenticatedError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
+from meshrl.rollout.sessions.asks import ContextLengthError, SessionEndedError
+from meshrl.services.rewards.problems import MAX_DETAIL, AsciiJSON
+
+log = logging.getLogger(__name__)
+
+INVALID = "invalid_request_error"
+STATUS: Mapping[type[MeshError], tuple[int, str, str | None]] = {
+    ContextLengthError: (400, INVALID, "context_length_exceeded"),
+    UserError: (400, INVALID, None),
+    UnauthenticatedError: (401, INVALID, "invalid_api_key"),
+    ForbiddenError: (403, INVALID, "wrong_session"),
+    NotFoundError: (404, INVALID, "not_found"),
+    WaitTimeoutError: (408, "timeout", "no_row"),
+    ConflictError: (409, INVALID, "conflict"),
+    SessionEndedError: (410, INVALID, "session_ended"),
+    CapacityError: (429, "rate_limit_error", "rate_limit_exceeded"),
+    UnavailableError: (503, "server_error", "unavailable"),
+    MeshError: (500, "server_error", "engine_fault"),
+}
+"""By class, a subclass as its parent: status, type, code."""
+FINAL = (500, 503)
+"""A fault of the engine ends the session: asking again, as clients do by themselves, would be in vain."""
+
+
+class ParameterError(UserError):
+    """A field of a request; names it."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message, param=param)
+
+
+def error_body(error: MeshError) -> dict[str, Any]:
+    """The JSON of a failure."""
+    _, kind, code = status_of(error)
+    return _body(error.message, kind, error.details.get("param"), code)
+
+
+def status_of(error: MeshError) -> tuple[int, str, str | None]:
+    """Status, type and code."""
+    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+
+
+def refused(error: MeshError) -> AsciiJSON:
+    """The response to a failure."""
+    status = status_of(error)[0]
+    headers = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status in FINAL:
+        headers["x-should-retry"] = "false"
+    if wait_s := error.details.get("retry_after_s"):
+        headers["Retry-After"] = str(max(1, round(float(wait_s))))
+    return AsciiJSON(error_body(error), status, headers)
+
+
+def too_large(status: int, code: str, detail: str) -> AsciiJSON:
+    """What a body beyond the limit gets."""
+    return AsciiJSON(_body(detail, INVALID, None, code), status)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every failure of `app` in this shape."""
+
+    @app.exception_handler(MeshError)
+    async def mesh(request: Request, error: MeshError) -> AsciiJSON:
+        return refused(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> AsciiJSON:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{where or 'the body'}: {first['msg']}"
+        return AsciiJSON(_body(message, INVALID, where or None, None), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> AsciiJSON:
+        code = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}.get(
+            error.status_code
+        )
+        return AsciiJSON(
+            _body(str(error.detail), INVALID, None, code), error.status_code, error.headers
+        )
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> AsciiJSON:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return AsciiJSON(_body(f"{type(error).__name__}: {error}", "server_error", None, None), 500)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message[:MAX_DETAIL], "type": kind, "param": param, "code": code}}

@@ -1,0 +1,103 @@
+"""Opens the gateway of a rollout worker where its program needs one, and says in the run's directory where it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from meshrl.contract.errors import UserError
+from meshrl.rollout.tokenizer import ChatTokenizer
+from meshrl.services.config.recipe import Recipe, uses_gateway
+from meshrl.services.config.tls import TlsConfig
+from meshrl.services.gateway.app import build_app
+from meshrl.services.gateway.book import GatewayBook
+from meshrl.services.rewards.auth import Guard, TokenBook
+from meshrl.services.rewards.http import serving_http
+from meshrl.services.runtime import ServerSettings, is_loopback
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def gateway_of(
+    recipe: Recipe,
+    tokenizer: ChatTokenizer,
+    settings: ServerSettings,
+    *,
+    name: str,
+    on_demand: Callable[[], None] = lambda: None,
+) -> AsyncIterator[GatewayBook | None]:
+    """The gateway of worker `name`, open while the body runs; None where the run's program needs none.
+
+    Raises:
+        UserError: anybody could reach it, or its port cannot be had.
+    """
+    if not uses_gateway(recipe):
+        yield None
+        return
+    config = recipe.rollout.gateway
+    guard = _guard(recipe, settings)
+    book = GatewayBook(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
+    app = build_app(book, tokenizer, max_body_bytes=config.max_request_bytes, guard=guard)
+    # What starts on this machine is reached without TLS: no certificate is made out for a loopback address.
+    tls = TlsConfig() if is_loopback(config.host) else settings.tls
+    port = config.port + _number(name) if config.port else 0
+    async with serving_http(
+        app, config.host, port, tls, name="gateway", at_once=config.max_connections
+    ) as url:
+        book.url = url
+        with _announced(recipe.run.path / "gateways" / f"{name}.json", url):
+            try:
+                yield book
+            finally:
+                book.drain()
+
+
+def _guard(recipe: Recipe, settings: ServerSettings) -> Guard | None:
+    """Who may claim sessions from outside; None: nobody. Raises UserError for a door that everybody could pass."""
+    config = recipe.rollout.gateway
+    external = bool(recipe.rollout.program_options.get("external"))
+    local = is_loopback(config.host)
+    if not external:
+        if not local:
+            raise UserError(
+                f"rollout.gateway.host: {config.host!r} can be reached from other machines, and the agents of "
+                "this run are started here: want 127.0.0.1 (only program_options.external needs another)"
+            )
+        return None
+    protected = local or config.tokens is not None or settings.tls.mutual
+    if not protected:
+        if not settings.allow_insecure_bind:
+            raise UserError(
+                f"rollout.gateway.host: {config.host!r} can be reached from other machines, where anybody could "
+                "claim sessions: set rollout.gateway.tokens (role: claim) or tls.client_ca, or bind 127.0.0.1"
+            )
+        log.warning("the gateway on %s is open to everybody: it gives out no sessions", config.host)
+        return None
+    tokens = TokenBook(config.tokens) if config.tokens is not None else None
+    rate = config.claims_per_minute
+    return Guard(tokens, requests_per_minute=rate, submissions_per_minute=rate)
+
+
+def _number(name: str) -> int:
+    """Of a worker among those of its machine: `rollout-3` is 3."""
+    found = re.search(r"-(\d+)$", name)
+    return int(found[1]) if found else 0
+
+
+@contextmanager
+def _announced(path: Path, url: str) -> Iterator[None]:
+    """A file that says where the gateway is, while it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

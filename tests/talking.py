@@ -1,0 +1,101 @@
+"""A tiny tokenizer that knows chats and tools, a checkpoint with it, and an engine that says what it is told to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Version
+from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from meshrl.services.demo.tiny_model import write_tiny_model
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<eos>"
+    "{% else %}{{ m.role[0] | upper }}:{{ m.content }}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}"
+)
+FIRST, SECOND = Version(1, 0), Version(1, 1)
+
+
+def write_talking_model(path: Path, **options: Any) -> None:
+    """The demo's model, with a chat template."""
+    write_tiny_model(path, **options)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def talking_tokenizer(path: Path) -> HuggingFaceTokenizer:
+    write_talking_model(path)
+    return load_tokenizer(path)
+
+
+class Scripted:
+    """A `Generator` whose responses are given: texts, or the error that ends one. The last token is <eos>.
+
+    Each token has a log-prob of its own; from `swap_at` on tokens are of the second version. It stalls at `pause`
+    until `go` is set.
+    """
+
+    def __init__(
+        self, tokenizer: HuggingFaceTokenizer, *responses: str | MeshError, swap_at: int = 1 << 30
+    ) -> None:
+        self.version = FIRST
+        self.requests: list[GenerateRequest] = []
+        self.sampled: list[tuple[list[int], list[float]]] = []
+        self.aborted = 0
+        self.go = asyncio.Event()
+        self.go.set()
+        self._tokenizer = tokenizer
+        self._responses = list(responses)
+        self._swap_at = swap_at
+        self._count = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        self.requests.append(request)
+        response = self._responses.pop(0)
+        if isinstance(response, MeshError):
+            raise response
+        ids = [*self._tokenizer.encode(response), self._tokenizer.encode("<eos>")[0]]
+        kept = ids[: request.sampling.max_tokens]
+        for stop in request.sampling.stop:
+            for count in range(1, len(kept)):
+                if stop in self._tokenizer.decode(kept[:count]):
+                    kept = kept[:count]
+                    break
+        logprobs = [-0.01 * (self._count + i + 1) for i in range(len(kept))]
+        self._count += len(kept)
+        self.sampled.append((kept, logprobs))
+        cut = len(kept) < len(ids) and not any(
+            stop in self._tokenizer.decode(kept) for stop in request.sampling.stop
+        )
+        try:
+            for start in range(0, len(kept), 3):
+                if start:
+                    await self.go.wait()
+                await asyncio.sleep(0)
+                part = kept[start : start + 3]
+                last = start + 3 >= len(kept)
+                self.version = FIRST if self._count < self._swap_at else SECOND
+                yield delta(
+                    part, logprobs[start : start + 3], self.version, ("length" if cut else "stop") if last else ""
+                )
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted += 1
+            raise
+
+
+def delta(
+    tokens: Sequence[int], logprobs: Sequence[float], version: Version, reason: str
+) -> GenerateDelta:
+    return GenerateDelta(
+        tokens=np.array(tokens, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        version=version,
+        finish_reason=reason,
+    )

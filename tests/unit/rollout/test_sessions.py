@@ -1,0 +1,401 @@
+"""Sessions: what a client says and hears becomes a row of exactly the tokens that were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import CapacityError, InfraError, UserError
+from meshrl.contract.nouns import (
+    POSTED_REWARD,
+    Outcome,
+    PostedReward,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Uid,
+)
+from meshrl.contract.rows import column_posted
+from meshrl.rollout.sessions.asks import Answer, Ask, ContextLengthError, SessionEndedError, ToolCall
+from meshrl.rollout.sessions.session import Branch, Session, SessionRules
+from meshrl.rollout.sessions.visible import Visible
+from meshrl.rollout.tokenizer import HuggingFaceTokenizer
+
+from ...talking import FIRST, SECOND, Scripted, talking_tokenizer
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    return talking_tokenizer(tmp_path_factory.mktemp("talking"))
+
+
+def task(**sampling: Any) -> Task:
+    return Task(
+        run="run",
+        task_id="t",
+        prompt_ids=np.array([5], dtype=np.int32),
+        sampling=SamplingParams(**{"max_tokens": 400, **sampling}),
+    )
+
+
+def session_of(
+    tokenizer: HuggingFaceTokenizer, engine: Scripted, rules: SessionRules | None = None, **sampling: Any
+) -> Session:
+    return Session(task(**sampling), Uid("run", "t", 0), engine, tokenizer, rules)
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, *calls: ToolCall) -> dict[str, Any]:
+    """The message as a client sends it back; arguments as an object, which is how the door hands them on."""
+    given = [
+        {"id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls
+    ]
+    return {"role": "assistant", "content": content, **({"tool_calls": given} if given else {})}
+
+
+async def say(session: Session, *messages: Any, **options: Any) -> Answer:
+    return await session.ask(Ask(messages=messages, **options)).whole()
+
+
+async def write(session: Session, prompt: Any, **options: Any) -> Answer:
+    return await session.ask(Ask(prompt=prompt, **options)).whole()
+
+
+def row(session: Session) -> Trajectory:
+    return session.rollout().trajectory
+
+
+def check_sampled(row: Trajectory, sampled: Sequence[tuple[list[int], list[float]]]) -> None:
+    """The masked tokens and their log-probs are the sampled ones, in order, and nothing else is."""
+    mask = row.loss_mask.astype(bool)
+    assert row.tokens[mask].tolist() == [token for tokens, _ in sampled for token in tokens]
+    expected = [value for _, values in sampled for value in values]
+    np.testing.assert_array_equal(row.rollout_logprobs[mask], np.array(expected, dtype=np.float32))
+    assert not row.rollout_logprobs[~mask].any()
+    spanned = np.zeros(len(row.tokens), dtype=bool)
+    for span in row.spans:
+        assert not spanned[span.start : span.end].any()
+        spanned[span.start : span.end] = True
+    assert (spanned == mask).all()
+
+
+async def test_a_conversation_of_two_turns_is_one_row_of_the_sampled_tokens(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "it is", "yes, 3")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("1+2?"))
+    second = await say(session, user("1+2?"), assistant(first.text), user("sure?"))
+    assert (first.text, second.text, second.finish_reason) == ("it is", "yes, 3", "stop")
+    found = row(session)
+    check_sampled(found, engine.sampled)
+    assert tokenizer.decode_all(found.tokens.tolist()) == (
+        "U:1+2?<eos>A:it is<eos>U:sure?<eos>A:yes, 3<eos>"
+    )
+    # The second request was the row so far, to the token.
+    before = len(found.tokens) - len(engine.sampled[1][0])
+    assert engine.requests[1].prompt_ids.tolist() == found.tokens[:before].tolist()
+    assert second.prompt_tokens == before
+    assert session.rollout().outcome is Outcome.OK
+    assert session.left_out == 0
+
+
+async def test_what_was_sampled_is_not_tokenised_again(tokenizer: HuggingFaceTokenizer) -> None:
+    """The policy ends in a token that decodes to nothing: text alone could not bring it back."""
+    engine = Scripted(tokenizer, "a<pad>b", "c")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("x"))
+    assert first.text == "ab"
+    await say(session, user("x"), assistant("ab"), user("y"))
+    check_sampled(row(session), engine.sampled)
+    assert tokenizer.decode_all(row(session).tokens.tolist()).count("<pad>") == 1
+
+
+async def test_a_row_whose_version_changes_on_the_way_has_a_span_for_each(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "first answer", "second answer", swap_at=20)
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("x"))
+    await say(session, user("x"), assistant(first.text), user("y"))
+    found = row(session)
+    check_sampled(found, engine.sampled)
+    assert [span.version for span in found.spans] == [FIRST, SECOND]
+
+
+async def test_tool_calls_are_known_by_their_ids_however_the_client_writes_them(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "hm " + CALL, "3")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("1+2?"), tools=(ADD,))
+    assert (first.text, first.finish_reason) == ("hm ", "tool_calls")
+    (call,) = first.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": 2})
+    # The content is dropped, and the arguments are in another order.
+    back = assistant("", ToolCall(id=call.id, name="add", arguments='{"b": 2,   "a": 1}'))
+    result = {"role": "tool", "content": "3", "tool_call_id": call.id}
+    await say(session, user("1+2?"), back, result, tools=(ADD,))
+    found = row(session)
+    check_sampled(found, engine.sampled)
+    assert tokenizer.decode_all(found.tokens.tolist()) == (
+        f"[add]U:1+2?<eos>A:hm {CALL}<eos>T:3<eos>A:3<eos>"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda call: assistant("", ToolCall(id="other", name="add", arguments=call.arguments)),
+        lambda call: assistant("", ToolCall(id=call.id, name="sub", arguments=call.arguments)),
+        lambda call: assistant("", ToolCall(id=call.id, name="add", arguments='{"a": 9}')),
+        lambda call: assistant("other words", call),
+        lambda call: assistant(CALL),
+    ],
+)
+async def test_a_message_that_is_not_the_one_that_was_answered_begins_another_branch(
+    tokenizer: HuggingFaceTokenizer, change: Any
+) -> None:
+    engine = Scripted(tokenizer, CALL, "3")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("1+2?"), tools=(ADD,))
+    await say(session, user("1+2?"), change(first.tool_calls[0]), user("go on"), tools=(ADD,))
+    found = row(session)
+    check_sampled(found, engine.sampled[1:])  # nothing of the first response is trained in its place
+    assert session.left_out == len(engine.sampled[0][0])
+
+
+async def test_an_edited_past_is_a_branch_and_the_branch_of_the_last_answer_is_the_row(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "one", "two", "edited")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("x"))
+    await say(session, user("x"), assistant(first.text), user("y"))
+    await say(session, user("x, but better"))
+    check_sampled(row(session), engine.sampled[2:])
+    assert session.left_out == len(engine.sampled[0][0]) + len(engine.sampled[1][0])
+
+
+async def test_the_longest_branch_is_the_row_where_that_is_asked_for(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "one", "two", "sub")
+    session = session_of(tokenizer, engine, SessionRules(branch=Branch.LONGEST))
+    first = await say(session, user("x"))
+    await say(session, user("x"), assistant(first.text), user("y"))
+    await say(session, user("sub-agent"))
+    check_sampled(row(session), engine.sampled[:2])
+
+
+async def test_a_second_branch_is_refused_where_there_may_be_but_one(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "one")
+    session = session_of(tokenizer, engine, SessionRules(branch=Branch.ONLY))
+    await say(session, user("x"))
+    with pytest.raises(UserError, match="does not go on from the last answer"):
+        await say(session, user("y"))
+    check_sampled(row(session), engine.sampled)
+
+
+async def test_two_answers_to_one_conversation_are_siblings(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "heads", "tails", "so be it")
+    session = session_of(tokenizer, engine)
+    both = await asyncio.gather(say(session, user("toss")), say(session, user("toss")))
+    assert sorted(answer.text for answer in both) == ["heads", "tails"]
+    assert len({request.request_id for request in engine.requests}) == 2
+    await say(session, user("toss"), assistant("heads"), user("ok"))
+    check_sampled(row(session), [engine.sampled[0], engine.sampled[2]])
+
+
+async def test_a_template_that_says_nothing_of_tools_is_no_template_for_tools(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    plain = talking_tokenizer(tmp_path)
+    plain._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    session = session_of(plain, Scripted(plain, "x"))
+    with pytest.raises(UserError, match="does not tell it of tools"):
+        session.ask(Ask(messages=(user("x"),), tools=(ADD,)))
+
+
+async def test_a_stop_string_is_sampled_but_not_shown(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "Act: look END more", "seen")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("x"), stop=("END",))
+    assert (first.text, first.finish_reason) == ("Act: look ", "stop")
+    await say(session, user("x"), assistant(first.text), user("y"))
+    check_sampled(row(session), engine.sampled)
+    assert "END<eos>U:y" in tokenizer.decode_all(row(session).tokens.tolist())
+
+
+async def test_completions_go_on_from_their_text_and_do_not_repeat_the_stop_string(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, " thought Obs: x", "done")
+    session = session_of(tokenizer, engine)
+    first = await write(session, "Q:", stop=("Obs:",))
+    assert first.text == " thought "
+    await write(session, "Q:" + first.text + "Obs: 42.")
+    found = row(session)
+    check_sampled(found, engine.sampled)
+    assert tokenizer.decode_all(found.tokens.tolist()) == "Q: thought Obs: 42.done<eos>"
+
+
+async def test_completions_in_tokens_go_on_from_tokens(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "ab", "cd", "ef")
+    session = session_of(tokenizer, engine)
+    await write(session, (9, 10))
+    await write(session, (9, 10, *engine.sampled[0][0], 11))
+    check_sampled(row(session), engine.sampled[:2])
+    await write(session, (9, 11))
+    check_sampled(row(session), engine.sampled[2:])
+
+
+async def test_a_conversation_without_room_for_an_answer_is_refused_and_its_row_truncated(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "12345", "x")
+    session = session_of(tokenizer, engine, max_tokens=20)
+    first = await say(session, user("x"), max_tokens=500)
+    with pytest.raises(ContextLengthError, match="adds 18: no room for an answer in 20"):
+        await say(session, user("x"), assistant(first.text), user("0123456789abc"))
+    assert session.full
+    check_sampled(row(session), engine.sampled)
+
+
+async def test_an_answer_is_cut_where_the_row_ends(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "0123456789")
+    session = session_of(tokenizer, engine, max_tokens=4)
+    answer = await say(session, user("x"), max_tokens=500)
+    assert (answer.text, answer.finish_reason) == ("0123", "length")
+    assert session.rollout().outcome is Outcome.TRUNCATED
+
+
+async def test_a_first_prompt_has_a_limit_of_its_own(tokenizer: HuggingFaceTokenizer) -> None:
+    session = session_of(tokenizer, Scripted(tokenizer), SessionRules(prompt_tokens=8))
+    with pytest.raises(ContextLengthError, match="the prompt has 9 tokens, and may have 8"):
+        session.ask(Ask(messages=(user("1234"),)))
+
+
+@pytest.mark.parametrize(("client", "wanted"), [(False, (0.7, 0.9)), (True, (0.1, 0.5))])
+async def test_the_task_says_how_it_is_sampled_unless_the_client_may(
+    tokenizer: HuggingFaceTokenizer, client: bool, wanted: tuple[float, float]
+) -> None:
+    engine = Scripted(tokenizer, "x")
+    rules = SessionRules(client_sampling=client)
+    session = session_of(tokenizer, engine, rules, temperature=0.7, top_p=0.9, stop=("!",))
+    await say(session, user("x"), temperature=0.1, top_p=0.5, stop=("?", "!"), max_tokens=7)
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p) == wanted
+    assert (sampling.stop, sampling.max_tokens) == (("!", "?"), 7)
+
+
+async def test_a_client_that_leaves_leaves_nothing_in_the_row(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "never heard", "heard")
+    session = session_of(tokenizer, engine)
+    engine.go.clear()
+    asking = session.ask(Ask(messages=(user("x"),)))
+    await anext(asking)
+    await asking.aclose()
+    assert engine.aborted == 1
+    engine.go.set()
+    await say(session, user("x"))
+    check_sampled(row(session), engine.sampled[1:])
+
+
+async def test_closing_ends_what_runs_and_takes_no_more(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "never heard")
+    session = session_of(tokenizer, engine)
+    engine.go.clear()
+    asking = session.ask(Ask(messages=(user("x"),)))
+    await anext(asking)
+    await session.close("it is late")
+    with pytest.raises(SessionEndedError, match="it is late"):
+        await anext(asking)
+    with pytest.raises(SessionEndedError, match="it is late"):
+        session.ask(Ask(messages=(user("x"),)))
+    assert engine.aborted == 1
+    with pytest.raises(InfraError, match="no answer"):
+        session.rollout()
+
+
+async def test_a_fault_of_the_engine_is_the_session_s_and_the_client_hears_of_it(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    session = session_of(tokenizer, Scripted(tokenizer, InfraError("the engine broke")))
+    with pytest.raises(InfraError, match="the engine broke"):
+        await say(session, user("x"))
+    assert str(session.fault.result()) == "the engine broke"
+
+
+async def test_requests_beyond_the_limits_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "one", "two")
+    session = session_of(tokenizer, engine, SessionRules(concurrent=1, requests=2))
+    engine.go.clear()
+    first = session.ask(Ask(messages=(user("abcdef"),)))
+    with pytest.raises(CapacityError, match="1 requests of this session"):
+        session.ask(Ask(messages=(user("x"),)))
+    engine.go.set()
+    await first.whole()
+    await asyncio.sleep(0)
+    await say(session, user("x"))
+    await asyncio.sleep(0)
+    with pytest.raises(SessionEndedError, match="had its 2 requests"):
+        session.ask(Ask(messages=(user("x"),)))
+
+
+async def test_a_posted_reward_goes_with_the_row(tokenizer: HuggingFaceTokenizer) -> None:
+    session = session_of(tokenizer, Scripted(tokenizer, "x"))
+    await say(session, user("x"))
+    assert column_posted(session.rollout().columns[POSTED_REWARD]) is None
+    session.post(PostedReward(score=1.0))
+    reward = PostedReward(score=0.5, components={"steps": 2.0})
+    session.post(reward)
+    assert column_posted(session.rollout().columns[POSTED_REWARD]) == reward
+
+
+def shown(tokenizer: HuggingFaceTokenizer, text: str, **options: Any) -> tuple[list[str], Any]:
+    visible = Visible(tokenizer, **{"stop": (), "tools": False, **options})
+    pieces = [visible.feed([token]) for token in tokenizer.encode(text)]
+    return pieces, visible.end()
+
+
+def test_what_may_become_a_stop_string_or_a_call_is_not_shown_early(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    pieces, (text, tail, calls) = shown(tokenizer, "a STO b STOP", stop=("STOP",))
+    assert (text, tail, calls) == ("a STO b ", "", ())
+    assert "".join(pieces) == text
+    pieces, (text, tail, calls) = shown(tokenizer, "a <tool b " + CALL, tools=True)
+    assert (text, tail, len(calls)) == ("a <tool b ", "", 1)
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{not json}</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        CALL + "<tool_call>{}</tool_call>",
+        CALL + " and then",
+        '<tool_call>{"name": "add"',
+    ],
+)
+def test_a_call_that_cannot_be_read_is_text(tokenizer: HuggingFaceTokenizer, text: str) -> None:
+    pieces, (whole, tail, calls) = shown(tokenizer, "so: " + text, tools=True)
+    assert (whole, calls) == ("so: " + text, ())
+    assert "".join(pieces) + tail == whole
