@@ -515,6 +515,30 @@ async def test_a_quorum_commits_and_the_straggler_follows(tmp_path: Path) -> Non
         assert slow.version == Version(1, 0)
 
 
+async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quorum_is_lower(
+    tmp_path: Path,
+) -> None:
+    gate = asyncio.Event()
+
+    class Slow(HashSink):
+        async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+            await gate.wait()
+            await super().stage_weights(manifest, buckets)
+
+    async with opened("disk", tmp_path, late_quorum=0.5, late_s=0.0) as fleet:
+        engines = [fleet.join("one"), fleet.join("two")]
+        slow = fleet.join("slow", Slow())
+        await until(lambda: len(fleet.plane.fleet().replicas) == 3)
+        await fleet.carry(fleet.source(0))
+        assert [engine.version for engine in engines] == [Version(1, 0)] * 2
+        assert slow.version is None
+        assert fleet.state_of("slow") is not ReplicaState.OUT
+        await fleet.carry(fleet.source(1))
+        gate.set()
+        await until(lambda: slow.version == Version(1, 1))
+        assert fleet.published == [Version(1, 0), Version(1, 1)]
+
+
 async def test_a_replica_of_another_run_is_told_so(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
         fleet.join("stranger", run="elsewhere")

@@ -94,6 +94,27 @@ def test_a_quorum_is_rounded_up() -> None:
     assert version.phase is Phase.COMMITTED
 
 
+def test_the_late_quorum_counts_only_once_the_stragglers_have_had_their_time() -> None:
+    version = Transaction(SOURCE, (1, 2, 3), 1.0, late_quorum=0.6)
+    version.prepared(1)
+    assert not version.half_prepared
+    version.prepared(2)
+    assert version.half_prepared
+    assert not version.may_commit
+    version.hurry()
+    assert version.may_commit
+    assert not version.half_prepared
+
+
+def test_a_replica_that_comes_serving_the_version_commits_it_when_nobody_else_is_left() -> None:
+    version = transaction()
+    version.holds(4)
+    assert version.phase is Phase.COMMITTED
+    waiting = transaction(1)
+    waiting.holds(4)
+    assert waiting.phase is Phase.PREPARING
+
+
 def test_a_version_that_may_be_committed_can_be_dropped_no_more() -> None:
     version = transaction(1)
     version.prepared(1)

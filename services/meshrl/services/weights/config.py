@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
 from meshrl.services.weights.nccl.config import NcclConfig
@@ -50,6 +50,10 @@ class WeightsConfig(Config):
     """How often buckets that arrive corrupted are sent again before the replica is quarantined."""
     quorum: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the live replicas that must hold a version before it is committed; the others follow."""
+    late_quorum: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share that suffices once stragglers have had half as long again as the faster half took, and `late_s`."""
+    late_s: NonNegativeFloat = 1.0
+    """Shortest time that the first half of the replicas waits for the others."""
     keep: int = Field(default=2, ge=2)
     """Versions that the carriers disk and shm keep."""
     nccl: NcclConfig = NcclConfig()

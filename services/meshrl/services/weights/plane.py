@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
@@ -39,6 +40,8 @@ from meshrl.services.weights.wire import stamp, stamped_version
 from meshrl.v1 import weights_pb2 as pb
 
 logger = logging.getLogger(__name__)
+_LATE_SHARE = 0.5
+"""Of the time that half of the replicas took: what the others get on top of it."""
 
 
 class WeightPlane:
@@ -69,6 +72,9 @@ class WeightPlane:
         """Of the live replicas, by generation: an error set here shows one the door."""
         self._generation = 0
         self._task: asyncio.Task[None] | None = None
+        self._hurry: asyncio.Task[None] | None = None
+        """Waits for the stragglers of the proposed version."""
+        self._proposed_at = 0.0
         self._closed = False
 
     async def start(self) -> None:
@@ -79,9 +85,9 @@ class WeightPlane:
     async def close(self) -> None:
         """Part from all replicas; idempotent. What is not committed by now (see `drained`) never is."""
         self._closed = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        for task in filter(None, (self._task, self._hurry)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         for generation in self._doors:
             self._show_out(generation, "the weight plane closes")
         await self._announce()
@@ -260,6 +266,8 @@ class WeightPlane:
             transaction.drop()
         else:
             transaction.prepared(replica.generation)
+            if transaction is self._proposed and transaction.half_prepared and self._hurry is None:
+                self._hurry = asyncio.create_task(self._hurry_up(transaction), name="stragglers")
         await self._announce()
         # Bounded: every replica that is waited for here has a progress deadline of its own.
         await self._until(lambda: transaction.may_commit or transaction.phase is Phase.DROPPED)
@@ -268,6 +276,13 @@ class WeightPlane:
             return
         await replica.commit(transaction.version)
         transaction.committed(replica.generation)
+        await self._announce()
+
+    async def _hurry_up(self, transaction: Transaction) -> None:
+        """Half of the members hold the version: the others get half as long again."""
+        taken_s = time.monotonic() - self._proposed_at
+        await asyncio.sleep(max(self._config.late_s, _LATE_SHARE * taken_s))
+        transaction.hurry()
         await self._announce()
 
     def _next_for(self, replica: Replica) -> Transaction | None:
@@ -310,24 +325,19 @@ class WeightPlane:
     async def _propose(self) -> None:
         source = self._offered
         assert source is not None
-        # Who is still on its way to the committed version is no member: it follows when it gets there.
-        committed = self._committed.version if self._committed else None
-        members = [
-            replica
-            for replica in self._replicas.values()
-            if replica.state is not ReplicaState.OUT
-            and (committed is None or replica.version == committed)
-        ]
-        await self._ways.stage(source, [replica.peer for replica in members])
-        # Who went out meanwhile must not be waited for.
-        present = [r.generation for r in members if r.state is not ReplicaState.OUT]
+        await self._ways.stage(source, [replica.peer for replica in self._candidates()])
+        members = [replica.generation for replica in self._candidates()]
         if self._proposed is not None:
             logger.info(
                 "version %s replaces %s, which nobody took",
                 source.manifest.version,
                 self._proposed.version,
             )
-        self._proposed = Transaction(source, present, self._config.quorum)
+        self._proposed = Transaction(source, members, self._config.quorum, self._config.late_quorum)
+        self._proposed_at = time.monotonic()
+        if self._hurry is not None:
+            self._hurry.cancel()
+            self._hurry = None
         self._offered = None
 
     async def _conclude(self) -> None:
@@ -340,6 +350,19 @@ class WeightPlane:
             await self._on_committed(transaction.version)
             logger.info("version %s is committed", transaction.version)
         self._proposed = None
+
+    def _candidates(self) -> list[Replica]:
+        """Members of a version that is proposed now.
+
+        Who is still on its way to the committed one is none: it follows when it gets there.
+        """
+        committed = self._committed.version if self._committed else None
+        return [
+            replica
+            for replica in self._replicas.values()
+            if replica.state is not ReplicaState.OUT
+            and (committed is None or replica.version == committed)
+        ]
 
     @property
     def _through(self) -> bool:

@@ -33,10 +33,13 @@ class Transaction:
     follows, and takes the members' place only when none is left.
     """
 
-    def __init__(self, source: WeightSource, members: Iterable[int], quorum: float) -> None:
+    def __init__(
+        self, source: WeightSource, members: Iterable[int], quorum: float, late_quorum: float = 1.0
+    ) -> None:
         self.source = source
         self.phase = Phase.PARKED
         self._quorum = quorum
+        self._late_quorum = late_quorum
         self._members = set(members)
         self._followers: set[int] = set()
         self._prepared: set[int] = set()
@@ -57,6 +60,17 @@ class Transaction:
     def may_commit(self) -> bool:
         """True once the fleet has decided: a replica that holds the version may switch to it."""
         return self.phase in (Phase.COMMITTING, Phase.COMMITTED)
+
+    @property
+    def half_prepared(self) -> bool:
+        """True once half of the members hold the version, and others are waited for."""
+        holders = len(self._members & self._prepared)
+        return self.phase is Phase.PREPARING and 2 * holders >= len(self._members)
+
+    def hurry(self) -> None:
+        """The stragglers have had their time: from now on the late quorum suffices."""
+        self._quorum = min(self._quorum, self._late_quorum)
+        self._advance()
 
     def enter(self, replica: int) -> None:
         """A replica begins to receive the version."""
