@@ -265,3 +265,63 @@ async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
             assert isinstance(
                 await ask(secret=secret, run=RUN, generation=1, version="seven"), UserError
             )
+
+
+async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_joins_late(
+    tmp_path: Path,
+) -> None:
+    async with opened("object", tmp_path) as fleet:
+        engines = await joined(fleet, "one", "two")
+        for step in range(100):
+            if step == 47:
+                engines += await joined(fleet, "late")
+                await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+            source = sparse(step)
+            await fleet.carry(source)
+            for engine in engines:
+                assert engine.hashes == source.manifest.bucket_hashes
+        folders = sorted(path.name for path in (tmp_path / "objects" / RUN).iterdir())
+        assert folders == [f"1.{step}" for step in range(90, 100)]
+        anchor, patch = (tmp_path / "objects" / RUN / name for name in ("1.90", "1.99"))
+        size = {
+            path: sum(each.stat().st_size for each in path.iterdir()) for path in (anchor, patch)
+        }
+        assert size[patch] < 0.02 * size[anchor]
+        assert fleet.published == [Version(1, step) for step in range(100)]
+
+
+async def test_a_patch_that_rots_in_the_store_is_found_and_put_there_whole(tmp_path: Path) -> None:
+    async with opened("object", tmp_path) as fleet:
+        (early,) = await joined(fleet, "early")
+        for step in range(3):
+            await fleet.carry(sparse(step))
+        path = tmp_path / "objects" / RUN / "1.1" / "model-00003-of-00004.patch"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        (late,) = await joined(fleet, "late")
+        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        assert late.hashes == early.hashes == sparse(2).manifest.bucket_hashes
+        source = sparse(3)
+        await fleet.carry(source)
+        assert late.hashes == early.hashes == source.manifest.bucket_hashes
+        anchors = sorted((tmp_path / "objects" / RUN).glob("*/model.safetensors.index.json"))
+        assert [each.parent.name for each in anchors] == ["1.0", "1.3"]
+
+
+async def test_a_trainer_that_takes_over_begins_a_chain_of_its_own(tmp_path: Path) -> None:
+    async with opened("object", tmp_path) as fleet:
+        (engine,) = await joined(fleet, "one")
+        for step in range(4):
+            await fleet.carry(sparse(step))
+        await fleet.close_plane()
+        fleet.epoch = 2
+        await fleet.open_plane()
+        for step in (2, 3):
+            await fleet.carry(sparse(step, epoch=2))
+        await until(lambda: engine.version == Version(2, 3))
+        (late,) = await joined(fleet, "late")
+        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        assert late.hashes == engine.hashes == sparse(3, epoch=2).manifest.bucket_hashes
+        folders = sorted(path.name for path in (tmp_path / "objects" / RUN).iterdir())
+        assert folders == ["2.2", "2.3"]

@@ -112,13 +112,13 @@ async def until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def opened(carrier: str, directory: Path, **options: object) -> AsyncIterator[Fleet]:
     # No GPU is needed: the carrier's processes speak through sockets here.
-    options = {"nccl": {"library": "stub"}, **options}
+    options = {"nccl": {"library": "stub"}, "directory": str(directory / "objects"), **options}
     config = WeightsConfig.model_validate({"carrier": carrier, **options})
     async with Fleet(config, directory, epoch=1, port=0) as fleet:
         yield fleet
 
 
-@pytest.fixture(params=["gloo", "disk", "shm", "auto", "nccl", "delta"])
+@pytest.fixture(params=["gloo", "disk", "shm", "auto", "nccl", "delta", "object"])
 def carrier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
 from meshrl.services.weights.nccl.config import NcclConfig
@@ -59,9 +59,19 @@ class WeightsConfig(Config):
     nccl: NcclConfig = NcclConfig()
     """The processes of the `nccl` carrier."""
     bases: int = Field(default=2, ge=1, le=8)
-    """Older versions that the trainer keeps in memory for the carrier delta: of those that engines serve, the newest."""
+    """Older versions that the trainer keeps in memory for the carrier delta, of those that engines serve."""
     max_density: float = Field(default=0.15, gt=0.0, le=1.0)
     """Share of changed words above which a bucket is sent whole instead of as a patch."""
+    directory: str = ""
+    """Where the carrier object keeps versions: a path or URL that fsspec opens (s3://bucket/prefix, /mnt/shared)."""
+    anchor_every: PositiveInt = Field(default=10, le=10)
+    """Versions from one whole copy in `directory` to the next; those between hold what changed."""
+
+    @model_validator(mode="after")
+    def _object_needs_a_directory(self) -> Self:
+        if self.carrier == "object" and not self.directory:
+            raise ValueError("carrier 'object' needs weights.directory, a path or a URL")
+        return self
 
     def deadline_s(self, nbytes: int) -> float:
         """Seconds within which moving `nbytes` must show progress."""

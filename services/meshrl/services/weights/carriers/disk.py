@@ -8,15 +8,22 @@ by the receiver, against the manifest. No torch: a bucket is one file, written a
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
-from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.carrier import Link, Place
+from meshrl.services.weights.checkpoint_files import (
+    INDEX,
+    companions,
+    file_name,
+    index_text,
+    read_tensors,
+    write_tensors,
+)
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.lane import Lane
 
@@ -24,11 +31,6 @@ REACH = "directory"
 RATE = 0.5e9
 
 FOLDER = "weights"
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_COMPANIONS = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("vocab.*", "merges.txt", "chat_template*"),
-)
 
 
 class Carrier:
@@ -81,15 +83,9 @@ class Carrier:
         self._prune(root)
 
     def _write_companions(self, folder: Path, manifest: WeightManifest) -> None:
-        index = {
-            "metadata": {"total_size": manifest.total_bytes},
-            "weight_map": {t.name: _file_name(manifest, t.bucket) for t in manifest.tensors},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        if self._place.model_path is not None:
-            for pattern in _COMPANIONS:
-                for path in self._place.model_path.glob(pattern):
-                    shutil.copyfile(path, folder / path.name)
+        (folder / INDEX).write_text(index_text(manifest))
+        for path in companions(self._place.model_path):
+            shutil.copyfile(path, folder / path.name)
 
     def _prune(self, root: Path) -> None:
         versions = sorted(Version.parse(path.name) for path in root.iterdir() if path.is_dir())
@@ -143,24 +139,10 @@ class DiskCell:
 
 def write_bucket(folder: Path, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
     """Write one bucket as a safetensors file, durable and atomic."""
-    tensors = _tensors(manifest, index)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.nbytes],
-        }
-        position += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants its data aligned
-    path = folder / _file_name(manifest, index)
+    path = folder / file_name(manifest, index)
     temporary = path.with_name(f".{path.name}")
     with temporary.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            file.write(bucket.data[tensor.offset : tensor.offset + tensor.nbytes])
+        write_tensors(file, manifest, index, bucket)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -172,32 +154,12 @@ def read_bucket(folder: Path, manifest: WeightManifest, index: int, into: Uint8)
     Raises:
         CorruptError: the file is missing, cut short or not laid out as the manifest says.
     """
-    path = folder / _file_name(manifest, index)
-    tensors = _tensors(manifest, index)
-    into[:] = 0
-    view = into.data
+    path = folder / file_name(manifest, index)
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if 8 + length + sum(t.nbytes for t in tensors) != path.stat().st_size:
-                raise CorruptError(f"{path}: not the size that its manifest says")
-            header = json.loads(file.read(length))
-            for tensor in tensors:
-                begin, end = header[tensor.name]["data_offsets"]
-                if end - begin != tensor.nbytes:
-                    raise CorruptError(f"{path}: {tensor.name} has {end - begin} bytes")
-                file.seek(8 + length + begin)
-                file.readinto(view[tensor.offset : tensor.offset + tensor.nbytes])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            read_tensors(file, path.stat().st_size, str(path), manifest, index, into)
+    except OSError as error:
         raise CorruptError(f"{path}: cannot be read ({error!r})") from error
-
-
-def _tensors(manifest: WeightManifest, index: int) -> list[TensorSpec]:
-    return sorted((t for t in manifest.tensors if t.bucket == index), key=lambda t: t.offset)
-
-
-def _file_name(manifest: WeightManifest, index: int) -> str:
-    return f"model-{index + 1:05d}-of-{len(manifest.bucket_bytes):05d}.safetensors"
 
 
 def _flush_directory(path: Path) -> None:

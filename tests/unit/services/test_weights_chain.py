@@ -1,0 +1,262 @@
+"""Anchors and patches in a store: what is written when, what is kept, what is seen, and what a reader makes of it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors import deserialize
+
+from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
+from meshrl.contract.nouns import Uint8, Version
+from meshrl.services.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.delta.held import Held
+from meshrl.services.weights.stub import MadeSource
+
+RUN = "a run/with a slash"
+BUCKETS = 2
+
+
+class Flaky(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
+    """Memory that refuses writes when told to."""
+
+    protocol = "flaky"
+    writes_left = 1 << 30
+    store: dict[str, Any] = {}  # noqa: RUF012 - as in the class that it extends
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+        if Flaky.writes_left == 0:
+            raise OSError("no room\nno room at all")
+        Flaky.writes_left -= 1
+        super().pipe_file(path, value, **options)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture(params=["memory", "flaky", "local"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "local":
+        return str(tmp_path / "store")
+    Flaky.writes_left = 1 << 30
+    return f"{request.param}://{secrets.token_hex(4)}/weights"
+
+
+def made(step: int, density: float = 0.01, epoch: int = 1, run: str = RUN) -> MadeSource:
+    return MadeSource(
+        run,
+        Version(epoch, step),
+        buckets=BUCKETS,
+        bucket_bytes=1 << 13,
+        dtype="bfloat16",
+        density=density,
+    )
+
+
+def writer(url: str, **options: Any) -> ChainWriter:
+    return ChainWriter(WeightsConfig.model_validate(options), Store(url), None)
+
+
+def read(url: str, source: MadeSource, held: Held | None = None) -> list[Uint8]:
+    reader = ChainReader(Store(url), source.manifest.run, held or Held())
+    found = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
+    for index, into in enumerate(found):
+        reader.read(source.manifest, index, into, again=False)
+    return found
+
+
+def same(found: list[Uint8], source: MadeSource) -> bool:
+    return all(np.array_equal(bucket, source.bucket(i)) for i, bucket in enumerate(found))
+
+
+def chain_of(url: str, source: MadeSource) -> list[int]:
+    chain = read_chain(Store(url), source.manifest.run, source.manifest.version)
+    return [version.step for version in chain]
+
+
+def test_every_version_that_is_kept_can_be_read_by_a_joiner_at_any_moment(url: str) -> None:
+    chain = writer(url, keep=3, anchor_every=4)
+    for step in range(14):
+        chain.write(made(step))
+        assert chain_of(url, made(step)) == list(range(step - step % 4, step + 1))
+        for kept in range(max(0, step - 2), step + 1):
+            assert same(read(url, made(kept)), made(kept))
+
+
+def test_what_no_kept_version_needs_is_removed(url: str) -> None:
+    chain, store = writer(url, keep=2, anchor_every=5), Store(url)
+    left = {}
+    for step in range(7):
+        chain.write(made(step))
+        left[step] = sorted(store.folders("a%20run%2Fwith%20a%20slash"))
+    assert left[4] == [f"1.{each}" for each in range(5)]
+    assert left[5] == [f"1.{each}" for each in range(6)]  # 1.4 is kept, and needs all before it
+    assert left[6] == ["1.5", "1.6"]
+
+
+def test_a_patch_is_small_and_an_anchor_a_checkpoint(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    chain = ChainWriter(WeightsConfig(), Store(str(tmp_path / "store")), model)
+    for step in range(2):
+        chain.write(made(step, run="r"))
+    anchor, patch = tmp_path / "store/r/1.0", tmp_path / "store/r/1.1"
+    assert (anchor / "config.json").read_text() == "{}"
+    assert sum(path.stat().st_size for path in patch.iterdir()) < 0.1 * (BUCKETS << 13)
+    source = made(0, run="r")
+    tensor = source.manifest.tensors[3]
+    loaded = dict(deserialize((anchor / "model-00002-of-00002.safetensors").read_bytes()))
+    sent = source.bucket(1)[tensor.offset : tensor.offset + tensor.nbytes]
+    assert loaded[tensor.name]["data"] == sent.tobytes()
+    assert loaded[tensor.name]["dtype"] == "BF16"
+
+
+def test_an_anchor_is_written_when_too_much_changed_and_on_a_resume(url: str) -> None:
+    chain = writer(url)
+    for step in range(3):
+        chain.write(made(step))
+    assert chain_of(url, made(2)) == [0, 1, 2]
+    dense = made(3, density=0.5)
+    chain.write(dense)
+    assert chain_of(url, dense) == [3]
+    chain.write(made(4, density=0.5))
+    assert chain_of(url, made(4)) == [4]
+    resumed = writer(url)
+    resumed.write(made(2, epoch=2))
+    resumed.write(made(3, epoch=2))
+    assert chain_of(url, made(3, epoch=2)) == [2, 3]
+    assert same(read(url, made(3, epoch=2)), made(3, epoch=2))
+
+
+def test_one_dense_bucket_among_sparse_ones_goes_whole_in_a_patch(url: str) -> None:
+    chain = writer(url, max_density=0.6)
+    old, new, dense = made(0), made(1), made(1, density=0.99)
+    new._buckets[1] = dense.bucket(1)
+    hashes = new.manifest.bucket_hashes[0], dense.manifest.bucket_hashes[1]
+    new._manifest = replace(new.manifest, bucket_hashes=hashes)
+    chain.write(old)
+    chain.write(new)
+    assert chain_of(url, new) == [0, 1]
+    assert same(read(url, new), new)
+
+
+def test_a_replica_reads_only_what_it_lacks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, held = writer(url), Held()
+    for step in range(3):
+        chain.write(made(step))
+    first = read(url, made(1))
+    for index, bucket in enumerate(first):
+        held.arrived(made(1).manifest, index, bucket)
+    held.commit(Version(1, 1))
+    chain.write(made(3))
+    paths: list[str] = []
+    original = Store.read
+
+    def spy(store: Store, path: str) -> bytes:
+        paths.append(path.partition("/1.")[2])
+        return original(store, path)
+
+    monkeypatch.setattr(Store, "read", spy)
+    assert same(read(url, made(3), held), made(3))
+    assert {path[0] for path in paths} == {"2", "3"}
+    assert same(first, made(1))  # what the engine may hold is not written to
+
+
+def test_a_version_without_its_last_object_does_not_exist_and_is_removed(url: str) -> None:
+    store, chain = Store(url), writer(url)
+    chain.write(made(0))
+    folder = "a%20run%2Fwith%20a%20slash/1.1"
+    store.write(f"{folder}/model-00001-of-00002.patch", b"half")  # killed here
+    with pytest.raises(CorruptError, match=r"1\.1/version\.json is missing"):
+        read(url, made(1))
+    resumed = writer(url)
+    resumed.write(made(1, epoch=2))
+    assert "1.1" not in store.folders("a%20run%2Fwith%20a%20slash")
+    assert same(read(url, made(0)), made(0))
+
+
+def test_after_a_write_that_failed_half_way_comes_an_anchor() -> None:
+    url = f"flaky://{secrets.token_hex(4)}"
+    Flaky.writes_left = 1 << 30
+    chain = writer(url)
+    chain.write(made(0))
+    for left in range(3):  # two patches and the last object
+        Flaky.writes_left = left
+        with pytest.raises(CapacityError, match=r"cannot write .* to flaky://\w+: no room$"):
+            chain.write(made(1 + left))
+        Flaky.writes_left = 1 << 30
+        with pytest.raises(CorruptError):
+            read(url, made(1 + left))
+        chain.write(made(1 + left))
+        assert chain_of(url, made(1 + left)) == [1 + left]
+        assert same(read(url, made(1 + left)), made(1 + left))
+
+
+def test_a_spoiled_patch_is_repaired_whole_and_an_anchor_follows(url: str) -> None:
+    chain, store = writer(url), Store(url)
+    for step in range(2):
+        chain.write(made(step))
+    store.write("a%20run%2Fwith%20a%20slash/1.1/model-00001-of-00002.patch", b"mdp1 spoiled")
+    source = made(1)
+    reader, into = ChainReader(store, RUN, Held()), np.empty(1 << 13, dtype=np.uint8)
+    with pytest.raises(CorruptError, match="patch"):
+        reader.read(source.manifest, 0, into, again=False)
+    chain.repair(source.manifest, 0, source.bucket(0))
+    reader.read(source.manifest, 0, into, again=True)
+    assert np.array_equal(into, source.bucket(0))
+    chain.write(made(2))
+    assert chain_of(url, made(2)) == [2]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"run": "other", "chain": ["1.0"]}', b'{"chain": ["x"]}']
+)
+def test_a_version_file_that_makes_no_sense_is_corrupt_in_one_line(content: bytes) -> None:
+    url = f"memory://{secrets.token_hex(4)}"
+    writer(url).write(made(0))
+    Store(url).write("a%20run%2Fwith%20a%20slash/1.0/version.json", content)
+    with pytest.raises(CorruptError, match=r"version\.json cannot be read") as caught:
+        read(url, made(0))
+    assert "\n" not in str(caught.value)
+
+
+def test_runs_do_not_mix_in_one_directory(url: str) -> None:
+    for run in ("one", "two"):
+        writer(url).write(made(0, run=run))
+        writer(url).write(made(3 if run == "one" else 4, epoch=2, run=run))
+    assert same(read(url, made(3, epoch=2, run="one")), made(3, epoch=2, run="one"))
+    assert same(read(url, made(4, epoch=2, run="two")), made(4, epoch=2, run="two"))
+
+
+def test_stores_that_cannot_be_used_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.directory: nfs4://x: Protocol not known"):
+        Store("nfs4://x")
+    with pytest.raises(ConfigError, match="needs a path or a URL"):
+        Store("")
+    with pytest.raises(ValueError, match=r"carrier 'object' needs weights\.directory"):
+        WeightsConfig(carrier="object")
+
+    def absent(*_: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", absent)
+    with pytest.raises(ConfigError, match=r"Install s3fs to access S3 .*'meshrl\[s3\]'"):
+        Store("s3://bucket/weights")
+
+
+def test_a_replica_that_sees_another_store_is_told_so() -> None:
+    url = f"memory://{secrets.token_hex(4)}"
+    reader = ChainReader(Store(url), RUN, Held())
+    with pytest.raises(UnavailableError, match="trainer and rollout need the same store"):
+        reader.check()
+    Store(url).write(MARK, b"{}")
+    reader.check()
