@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import signal
 import subprocess
 import sys
@@ -10,6 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from meshrl.services.cli.commands.fleet import roster_json
+from meshrl.services.cli.roster import Site, call_roll
+from meshrl.services.up.book import BOOK_NAME, AddressBook
 
 from .mesh import Mesh, make_mesh
 
@@ -50,20 +54,22 @@ def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def members(mesh: Mesh) -> Members:
-    """The workers by name, as `meshrl fleet --json` tells them."""
-    return {told["name"]: told for told in json.loads(fleet(mesh, "--json"))["members"]}
+async def members(mesh: Mesh) -> Members:
+    """The workers by name, as `meshrl fleet --json` tells them, without a process for each question."""
+    book = AddressBook.load(mesh.run_dir / BOOK_NAME)
+    roster = await call_roll(Site(trainer=book.address("trainer"), run_dir=mesh.run_dir))
+    return {told["name"]: told for told in roster_json(roster)["members"]}
 
 
-def wait_for(
+async def wait_for(
     mesh: Mesh, process: subprocess.Popen[bytes], met: Callable[[Members], bool], what: str
 ) -> Members:
     """The members as soon as they are as wanted."""
     deadline = time.monotonic() + 90
-    while not met(found := members(mesh)):
+    while not met(found := await members(mesh)):
         assert process.poll() is None, f"up ended early:\n{mesh.output[-6000:]}"
         assert time.monotonic() < deadline, f"never {what}: {found}\n{mesh.output[-4000:]}"
-        time.sleep(0.2)
+        await asyncio.sleep(0.2)
     return found
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 from pathlib import Path
 
-from ..fleet import end, fleet, make_fleet, members, wait_for, working
+from ..fleet import end, fleet, make_fleet, wait_for, working
 from ..mesh import Mesh
 
 
@@ -15,16 +16,16 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
     mesh = make_fleet(tmp_path, workers=2)
     with mesh.up() as process:
         mesh.wait_for_step(process, 1, timeout_s=90)
-        assert working("rollout-0", "rollout-1")(members(mesh))
+        await wait_for(mesh, process, working("rollout-0", "rollout-1"), "at work")
         assert "rollout-2, rollout-3 start" in fleet(mesh, "add", "--count", "2")
         # Nobody is given rows before it serves a committed version.
-        wait_for(mesh, process, working("rollout-2", "rollout-3"), "joined by two")
+        await wait_for(mesh, process, working("rollout-2", "rollout-3"), "joined by two")
         assert "rollout-0 has left; 3 of this `up` remain" in fleet(mesh, "drain", "rollout-0")
         assert "rollout-1 has left; 2 of this `up` remain" in fleet(mesh, "drain", "rollout-1")
         assert "has left already" in fleet(mesh, "drain", "rollout-0")
         done = len(mesh.steps())
         mesh.wait_for_step(process, done + 3, timeout_s=60)
-        left = members(mesh)
+        left = {told["name"]: told for told in json.loads(fleet(mesh, "--json"))["members"]}
         assert [left[name]["state"] for name in sorted(left)] == [
             "OUT",
             "OUT",
@@ -44,10 +45,10 @@ async def leave_and_join_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -
     command = fleet(mesh, "add", "--print").split()
     assert command[:3] == ["meshrl", "serve", "rollout"] and "rollout-4" in command
     joiner = mesh.serve(*command[2:])
-    wait_for(mesh, process, working("rollout-4"), "joined by hand")
+    await wait_for(mesh, process, working("rollout-4"), "joined by hand")
     assert "hands over" in fleet(mesh, "drain", "rollout-4")
     assert joiner.wait(60) == 0
-    wait_for(mesh, process, lambda told: told["rollout-4"]["state"] == "OUT", "left by hand")
+    await wait_for(mesh, process, lambda told: told["rollout-4"]["state"] == "OUT", "left by hand")
     message = fleet(mesh, "drain", "rollout-9", code=2)
     assert message.count("\n") == 1 and "(it has: rollout-0, rollout-1, rollout-2" in message
 
@@ -60,14 +61,14 @@ async def test_a_member_that_is_killed_or_stopped_costs_no_row(tmp_path: Path) -
         stopped = mesh.pid("rollout-1")
         os.kill(stopped, signal.SIGSTOP)
         try:
-            out = wait_for(
+            out = await wait_for(
                 mesh, process, lambda told: told["rollout-1"]["state"] == "OUT", "rid of rollout-1"
             )
             assert out["rollout-1"]["answers"] is False
             mesh.wait_for_step(process, len(mesh.steps()) + 2, timeout_s=60)
         finally:
             os.kill(stopped, signal.SIGCONT)
-        again = wait_for(
+        again = await wait_for(
             mesh, process, working("rollout-0", "rollout-1", "rollout-2"), "whole again"
         )
         assert again["rollout-0"]["restarts"] == 1 and again["rollout-1"]["restarts"] == 0

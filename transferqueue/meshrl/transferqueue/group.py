@@ -16,6 +16,7 @@ from meshrl.transferqueue.sealed import Encoded, seal_json, to_json
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.batches import TakenBatch
+    from meshrl.transferqueue.pace import Holder
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")
@@ -72,6 +73,8 @@ class Grant:
     since: float
     """Monotonic seconds; like `deadline`, begins anew when the queue opens."""
     deadline: float
+    holder: Holder | None = None
+    """The books of the worker, where they are kept."""
     spared: bool = False
     """Its deadline passed while the queue itself stood still; see waiting.py."""
 
@@ -276,6 +279,8 @@ class Group:
         ended = False
         for grant in self.grants:
             if grant.stage == stage:
+                if grant.holder is not None:
+                    grant.holder.rows -= (grant.mask & mask).bit_count()
                 grant.mask &= ~mask
                 ended = ended or not grant.mask
         if ended:

@@ -93,10 +93,13 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
     run.last_token += 1
     now = run.clock()
     granted: list[Granted] = []
-    rows = run.ready[number].pop(limit)
+    rows = run.ready[number].pop(limit, worker, now)
+    holder = run.pace.holder(worker, now) if stage.first else None
     for group, mask in rows:
         deadline = now + run.spec.lease_ttl_s
-        given = Grant(group, number, run.last_token, worker, mask, now, deadline)
+        given = Grant(group, number, run.last_token, worker, mask, now, deadline, holder)
+        if holder is not None:
+            holder.rows += mask.bit_count()
         group.grants.append(given)
         group.held[number] |= mask
         group.since = now
@@ -127,7 +130,10 @@ def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]
             lost.append(uid)
         else:
             named[group.number] = named.get(group.number, 0) | 1 << uid.index
-    deadline = run.clock() + run.spec.lease_ttl_s
+    now = run.clock()
+    deadline = now + run.spec.lease_ttl_s
+    if stage.first:
+        run.pace.holder(worker, now)
     for number, mask in named.items():
         group = run.groups[number]
         for held in list(group.grants):
@@ -150,7 +156,8 @@ def _extend(run: Run, held: Grant, mask: int, deadline: float) -> None:
     if rest:
         held.mask &= mask
         left = Grant(
-            held.group, held.stage, held.token, held.worker, rest, held.since, held.deadline
+            *(held.group, held.stage, held.token, held.worker, rest, held.since),
+            *(held.deadline, held.holder),
         )
         held.group.grants.append(left)
         run.expiry.watch(left)
@@ -231,6 +238,7 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
     for item in writes:
         group = item.group
         run.keep_frame(group, number, item.rows, item.mask, item.frame)
+        _measure(group, stage, item, now)
         group.let_go(number, item.mask)
         group.done[number] |= item.mask
         partial.drop(run, stage, group, item.mask)
@@ -244,6 +252,34 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
         run.refresh(group)
         policies.rows_finished(run, group)
     run.save([item.group for item in writes])
+    settled_with(run, stage)
+
+
+def _measure(group: Group, stage: Stage, item: CheckedWrite, now: float) -> None:
+    """How fast its holder made these rows."""
+    for held in group.grants:
+        if held.holder is not None and held.stage == stage.number and held.token == item.token:
+            for facts in item.facts:
+                held.holder.finished(facts.num_tokens, now - held.since)
+
+
+def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int:
+    """How many rows `worker` should be granted now. Callers that want a fixed number have their reasons."""
+    if not stage.first or at_least > 1:
+        return limit
+    return run.pace.share(
+        worker,
+        len(run.ready[stage.number]),
+        limit,
+        now=run.clock(),
+        silence_s=run.spec.lease_ttl_s,
+    )
+
+
+def settled_with(run: Run, stage: Stage) -> None:
+    """A worker holds fewer rows than before: one that waits for its share may have one now."""
+    if stage.first and len(run.ready[stage.number]):
+        run.rows_bell[stage.number].ring()
 
 
 def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason: str) -> None:

@@ -240,7 +240,9 @@ class TransferQueue(RowVerbs):
                                 f" {run.published}: ask again with the engine's version"
                             )
                     elif leases.enough(run, spec, min(limit, at_least)):
-                        return await self._grant(run, spec, worker, limit)
+                        share = leases.share(run, spec, worker, limit, at_least)
+                        if share:
+                            return await self._grant(run, spec, worker, share)
                 bells = [run.rows_bell[spec.number] for run, spec in candidates]
                 await any_bell([*bells, self._opened], deadline, reason)
 

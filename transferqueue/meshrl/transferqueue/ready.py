@@ -6,9 +6,16 @@ import heapq
 
 from meshrl.transferqueue.group import Group, lowest
 
+CLAIM_S = 2.0
+"""How long the rest of a group waits for the worker that has its siblings, while others have rows without it."""
+
 
 class ReadyRows:
-    """Highest task priority first, then oldest group, then index: siblings come together."""
+    """Highest task priority first, then oldest group, then index: siblings come together.
+
+    A worker that was handed a part of a group is handed the rest first, since it has the prompt in its cache already;
+    others pass that group over for CLAIM_S, unless there is nothing else for them.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int]] = []
@@ -17,6 +24,10 @@ class ReadyRows:
         self._rows: dict[int, tuple[Group, int]] = {}
         """By group number: the group and the mask of its rows that are here."""
         self._count = 0
+        self._claims: dict[int, tuple[str, float]] = {}
+        """By group number: who has siblings of its rows, and until when that counts. At most a few per worker."""
+        self._claimed: dict[str, dict[int, None]] = {}
+        """The same by worker, in order."""
 
     def __len__(self) -> int:
         return self._count
@@ -26,6 +37,9 @@ class ReadyRows:
         number = group.number
         _, old = self._rows.get(number, (group, 0))
         self._count += mask.bit_count() - old.bit_count()
+        came = bool(mask & ~old)
+        if came or not mask:
+            self._disclaim(number)  # rows that came back need not go to where they came from
         if not mask:
             self._rows.pop(number, None)
             return False
@@ -33,21 +47,56 @@ class ReadyRows:
         if number not in self._queued:
             self._queued.add(number)
             heapq.heappush(self._heap, (-group.traits.priority, number))
-        return bool(mask & ~old)
+        return came
 
-    def pop(self, limit: int) -> list[tuple[Group, int]]:
-        """At most `limit` rows in order; they are here no more. O(groups met x log groups)."""
+    def pop(self, limit: int, worker: str = "", now: float = 0.0) -> list[tuple[Group, int]]:
+        """At most `limit` rows in order, for `worker`; they are here no more. O(groups met x log groups)."""
         found: list[tuple[Group, int]] = []
-        while self._heap and limit > 0:
-            number = self._heap[0][1]
-            entry = self._rows.get(number)
-            if entry is None:
-                heapq.heappop(self._heap)
-                self._queued.discard(number)
-                continue
-            group, mask = entry
-            taken = lowest(mask, limit)
-            limit -= taken.bit_count()
-            found.append((group, taken))
-            self.set(group, mask & ~taken)
+        head = self._head()
+        for number in list(self._claimed.get(worker, ())):
+            group = self._rows[number][0]
+            if limit > 0 and head is not None and -group.traits.priority <= head[0]:
+                limit -= self._take(number, limit, worker, now, found)
+        others: list[tuple[int, int]] = []
+        while limit > 0 and (head := self._head()) is not None:
+            claim = self._claims.get(head[1])
+            if claim is not None and claim[0] != worker and now < claim[1]:
+                others.append(heapq.heappop(self._heap))
+            else:
+                limit -= self._take(head[1], limit, worker, now, found)
+        for entry in others:
+            heapq.heappush(self._heap, entry)
+        for _, number in others:
+            if limit > 0:
+                limit -= self._take(number, limit, worker, now, found)
         return found
+
+    def _head(self) -> tuple[int, int] | None:
+        """The first entry whose group has rows."""
+        while self._heap:
+            if self._heap[0][1] in self._rows:
+                return self._heap[0]
+            self._queued.discard(heapq.heappop(self._heap)[1])
+        return None
+
+    def _take(
+        self, number: int, limit: int, worker: str, now: float, found: list[tuple[Group, int]]
+    ) -> int:
+        """Move up to `limit` rows of one group to `found`; returns how many."""
+        group, mask = self._rows[number]
+        taken = lowest(mask, limit)
+        found.append((group, taken))
+        self.set(group, mask & ~taken)
+        if mask & ~taken and self._claims.get(number, ("", 0.0))[0] != worker:
+            self._disclaim(number)
+            self._claims[number] = (worker, now + CLAIM_S)
+            self._claimed.setdefault(worker, {})[number] = None
+        return taken.bit_count()
+
+    def _disclaim(self, number: int) -> None:
+        claim = self._claims.pop(number, None)
+        if claim is not None:
+            claimed = self._claimed[claim[0]]
+            del claimed[number]
+            if not claimed:
+                del self._claimed[claim[0]]

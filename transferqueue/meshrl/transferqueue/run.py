@@ -20,6 +20,7 @@ from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.ledger import Books, Exit, State
 from meshrl.transferqueue.measures import Durations
 from meshrl.transferqueue.ordered import OrderedNumbers
+from meshrl.transferqueue.pace import Pace
 from meshrl.transferqueue.ready import ReadyRows
 from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.stages import Stages
@@ -74,6 +75,8 @@ class Run:
         self.trail = Trail(number)
 
         self.ready = tuple(ReadyRows() for _ in self.stages)
+        self.pace = Pace()
+        """Of the workers that sample."""
         self.sampler = sampling.build(spec.sampler)
         self.replay = OrderedNumbers()
         """Complete groups that were taken before, by position: to be taken again first, and in that order."""

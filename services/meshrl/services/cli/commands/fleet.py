@@ -64,7 +64,7 @@ def fleet(
         _watch(site, as_json)
     roster = asyncio.run(call_roll(site))
     if as_json:
-        click.echo(json.dumps(_json(roster), indent=2))
+        click.echo(json.dumps(roster_json(roster), indent=2))
     else:
         console = Console(highlight=False)
         console.print(_table(roster), width=None if console.is_terminal else PLAIN_WIDTH)
@@ -162,7 +162,7 @@ def _watch(site: Site, as_json: bool) -> None:
     """Until Ctrl-C: one table in place, or one line of JSON a second."""
     if as_json:
         while True:
-            click.echo(json.dumps(_json(asyncio.run(call_roll(site)))))
+            click.echo(json.dumps(roster_json(asyncio.run(call_roll(site)))))
             time.sleep(WATCH_EVERY_S)
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
@@ -170,7 +170,8 @@ def _watch(site: Site, as_json: bool) -> None:
             time.sleep(WATCH_EVERY_S)
 
 
-def _json(roster: Roster) -> dict[str, Any]:
+def roster_json(roster: Roster) -> dict[str, Any]:
+    """What `--json` prints."""
     view = roster.view
     return {
         "run": view.run if view else None,

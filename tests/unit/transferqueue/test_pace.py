@@ -1,0 +1,149 @@
+"""Rows that are left go to those who finish them soonest; siblings go to one worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from meshrl.contract.nouns import ROLLOUT_STAGE, Lease, Version
+from meshrl.transferqueue import pace
+from meshrl.transferqueue.pace import Pace, divide
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import rollout_of, spec, tasks
+
+FIRST = Version(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "speeds", "slots", "shares"),
+    [
+        (100, [4, 1], [100, 100], [80, 20]),
+        (100, [4, 1], [64, 100], [64, 36]),  # what one has no slots for goes to the other
+        (100, [1, 1, 1], [10, 20, 100], [10, 20, 70]),
+        (100, [4, 1], [64, 20], [64, 20]),  # more rows than slots: nobody is bounded
+        (0, [4, 1], [64, 64], [0, 0]),
+    ],
+)
+def test_rows_are_divided_by_speed_up_to_the_slots(
+    rows: int, speeds: list[float], slots: list[int], shares: list[float]
+) -> None:
+    assert divide(rows, speeds, slots) == pytest.approx(shares)
+
+
+def measured(**speeds: float) -> Pace:
+    books = Pace()
+    for name, speed in speeds.items():
+        holder = books.holder(name, 0.0)
+        holder.finished(int(speed * 100), 100.0)
+        holder.slots = 64
+    return books
+
+
+def test_a_slow_worker_gets_its_share_of_a_short_supply_and_never_nothing() -> None:
+    books = measured(fast=40.0, slow=10.0)
+    assert books.share("slow", 50, 64, now=1.0, silence_s=10) == 10
+    books.holder("slow", 1.0).rows = 10
+    assert books.share("slow", 40, 54, now=1.0, silence_s=10) == 0
+    books.holder("slow", 1.0).rows = 0
+    assert books.share("slow", 1, 64, now=1.0, silence_s=10) == 1
+
+
+def test_while_there_are_rows_for_all_slots_nobody_is_bounded() -> None:
+    books = measured(fast=40.0, slow=10.0)
+    assert books.share("slow", 1000, 64, now=1.0, silence_s=10) == 64
+
+
+def test_a_worker_that_fell_silent_is_not_reckoned_with() -> None:
+    books = measured(fast=40.0, slow=10.0)
+    assert books.share("slow", 50, 64, now=11.0, silence_s=10) == 64
+
+
+def test_a_worker_that_has_finished_nothing_yet_is_not_bounded() -> None:
+    books = measured(fast=40.0, slow=10.0)
+    assert books.share("joiner", 50, 64, now=1.0, silence_s=10) == 64
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[TransferQueue]:
+    opened = await TransferQueue.open(MemoryStore())
+    await opened.open_run(spec(batch_groups=64, stages=(ROLLOUT_STAGE,), group_size=4))
+    await opened.acquire("run", "trainer")
+    await opened.publish("run", FIRST)
+    yield opened
+    await opened.close()
+
+
+async def lease(queue: TransferQueue, worker: str, limit: int) -> Lease:
+    return await queue.lease(
+        ["run"], "rollout", worker=worker, limit=limit, version=FIRST, wait_s=5
+    )
+
+
+async def admit(queue: TransferQueue, count: int) -> None:
+    await queue.admit("run", tasks(count, group_size=4), cursor="c", wait_s=5)
+
+
+def groups_of(given: Lease) -> list[tuple[str, int]]:
+    return [(row.uid.task, row.uid.index) for row in given.rows]
+
+
+async def test_siblings_go_to_the_worker_that_has_the_first_of_them(queue: TransferQueue) -> None:
+    await admit(queue, 4)
+    assert groups_of(await lease(queue, "a", 1)) == [("t0", 0)]
+    assert groups_of(await lease(queue, "b", 1)) == [("t1", 0)]
+    assert groups_of(await lease(queue, "a", 2)) == [("t0", 1), ("t0", 2)]
+    assert groups_of(await lease(queue, "b", 4)) == [
+        *(("t1", 1), ("t1", 2), ("t1", 3)),
+        ("t2", 0),
+    ]
+    assert groups_of(await lease(queue, "a", 2)) == [("t0", 3), ("t3", 0)]
+
+
+async def test_nobody_waits_for_rows_that_another_worker_has_a_claim_to(
+    queue: TransferQueue,
+) -> None:
+    await admit(queue, 2)
+    await lease(queue, "a", 1)
+    given = await lease(queue, "b", 8)
+    assert groups_of(given) == [*(("t1", i) for i in range(4)), *(("t0", i) for i in (1, 2, 3))]
+
+
+async def test_a_claim_ends_by_itself_and_order_is_as_before(
+    queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.transferqueue.ready.CLAIM_S", 0.0)
+    await admit(queue, 2)
+    await lease(queue, "a", 1)
+    assert groups_of(await lease(queue, "b", 1)) == [("t0", 1)]
+
+
+async def test_rows_that_came_back_need_not_go_to_where_they_failed(queue: TransferQueue) -> None:
+    await admit(queue, 2)
+    given = await lease(queue, "a", 2)
+    await queue.release("run", "rollout", {given.rows[0].uid: given.rows[0].token})
+    assert groups_of(await lease(queue, "b", 1)) == [("t0", 0)]
+
+
+async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
+    queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "WEIGHT", 0.0)  # the speeds below are the last word
+    await admit(queue, 3)
+    run = queue.open_runs[0]
+    for name, tokens in (("fast", 400), ("slow", 1)):
+        holder = run.pace.holder(name, run.clock())
+        holder.finished(tokens, 1.0)
+        holder.slots = 64
+    given = await lease(queue, "slow", 8)
+    assert len(given.rows) == 1
+    asking = asyncio.create_task(lease(queue, "slow", 7))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not asking.done()
+    (row,) = given.rows
+    await queue.write("run", "rollout", {row.uid: row.token}, [rollout_of(row, FIRST)])
+    assert len((await asking).rows) == 1

@@ -1,0 +1,87 @@
+"""Who should hold how many of the rows that are left: as many as each can finish in the same time.
+
+A worker that samples slowly and leases whatever its slots hold is the last one to finish at the end of a batch, with
+rows that others could have had. So the rows that are out or ready are divided by measured speed, up to each one's
+slots (water-filling), and nobody is granted more than its share. While there are rows for all slots this bounds nothing.
+
+Speed is a *row's* tokens a second, not the worker's: a worker with few rows looks no slower for it, and one with many
+looks slower than it is, so the division settles where all finish together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WEIGHT = 0.1
+"""Of the newest row in the moving average of speeds."""
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """One worker, as its leases show it."""
+
+    rows: int = 0
+    """Held now."""
+    slots: int = 0
+    """Held when it last asked, and what it asked for."""
+    speed: float = 0.0
+    """Tokens a second of one row; 0 before the first one is finished."""
+    seen: float = 0.0
+
+    def finished(self, tokens: int, seconds: float) -> None:
+        """It wrote a row of so many tokens, which it had for so long."""
+        speed = tokens / max(seconds, 1e-3)
+        self.speed += (speed - self.speed) * (WEIGHT if self.speed else 1.0)
+
+
+class Pace:
+    """The workers of one stage."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, Holder] = {}
+
+    def holder(self, worker: str, now: float) -> Holder:
+        """The books of `worker`, which was heard of now."""
+        holder = self._holders.setdefault(worker, Holder())
+        holder.seen = now
+        return holder
+
+    def share(self, worker: str, ready: int, limit: int, *, now: float, silence_s: float) -> int:
+        """How many of `ready` rows `worker`, which wants `limit`, should be granted; at least one if it has none.
+
+        Workers that were not heard of for `silence_s`, or have finished nothing yet, are not reckoned with.
+        """
+        mine = self.holder(worker, now)
+        mine.slots = mine.rows + limit
+        for name in [n for n, h in self._holders.items() if now - h.seen > silence_s]:
+            del self._holders[name]
+        known = [holder for holder in self._holders.values() if holder.speed]
+        if not mine.speed or len(known) < 2:
+            return limit
+        shares = divide(
+            ready + sum(holder.rows for holder in known),
+            [holder.speed for holder in known],
+            [holder.slots for holder in known],
+        )
+        wanted = math.ceil(shares[known.index(mine)]) - mine.rows
+        return min(limit, max(wanted, 0 if mine.rows else 1))
+
+
+def divide(rows: int, speeds: Sequence[float], slots: Sequence[int]) -> list[float]:
+    """`rows` in proportion to `speeds`, nobody above its `slots`; what one cannot take goes to the others."""
+    shares = [0.0] * len(speeds)
+    left, open_ = float(rows), set(range(len(speeds)))
+    while open_ and left > 0:
+        level = left / sum(speeds[i] for i in open_)
+        full = {i for i in open_ if speeds[i] * level >= slots[i]}
+        if not full:
+            for i in open_:
+                shares[i] = speeds[i] * level
+            break
+        for i in full:
+            shares[i] = float(slots[i])
+            left -= slots[i]
+        open_ -= full
+    return shares
