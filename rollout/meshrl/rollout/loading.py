@@ -39,12 +39,11 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # A name that no import statement can mean; dataclasses and pickle look their module up under it.
+    spec = importlib.util.spec_from_file_location(f"file:{path.resolve()}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # By its path, which no import statement can mean; dataclasses and pickle look their module up here.
-    spec.name = module.__name__ = f"file:{path.resolve()}"
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
