@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -78,14 +79,18 @@ def cache_marks(answer: Response) -> list[int]:
     return [marks_of(float(value))[1] for value in answer.logprobs]
 
 
+async def post(url: str, route: str, body: Mapping[str, object]) -> None:
+    """Somebody else's call."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        (await http.post(f"{url}{route}", json=body)).raise_for_status()
+
+
 async def fault(url: str, **what: object) -> None:
     """Have the stand-in fail; see `Routes._fault`."""
-    async with httpx.AsyncClient(trust_env=False) as http:
-        (await http.post(f"{url}/fake/fault", json=what)).raise_for_status()
+    await post(url, "/fake/fault", what)
 
 
-async def state(url: str) -> dict[str, object]:
+async def state(url: str) -> Any:
     """What the stand-in knows of itself."""
     async with httpx.AsyncClient(trust_env=False) as http:
-        found: dict[str, object] = (await http.get(f"{url}/fake/state")).json()
-        return found
+        return (await http.get(f"{url}/fake/state")).json()

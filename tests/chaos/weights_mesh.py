@@ -46,7 +46,7 @@ class Process:
     def hashes(self, key: str) -> dict[str, list[str]]:
         return {event[key]: event["hashes"] for event in self.events if key in event}
 
-    async def publish(self, step: int, **trap: int) -> None:
+    async def publish(self, step: int, **trap: float) -> None:
         assert self.child.stdin is not None
         self.child.stdin.write(json.dumps({"publish": step, **trap}).encode() + b"\n")
         await self.child.stdin.drain()

@@ -39,8 +39,8 @@ def report(**event: object) -> None:
 class Trap(MadeSource):
     """Sends a signal to a process when one bucket is asked for the given time."""
 
-    def __init__(self, version: Version, command: dict[str, int]) -> None:
-        super().__init__(RUN, version)
+    def __init__(self, version: Version, command: dict[str, Any]) -> None:
+        super().__init__(RUN, version, density=command.get("density", 1.0))
         self._command = command
         self._calls = command.get("call", 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -422,6 +423,29 @@ async def test_two_runs_with_other_delays_are_equal_bit_by_bit(tmp_path: Path) -
     response = tokens[uid][len(prompt) :].tolist()
     logprobs = np.frombuffer(first[uid][1], dtype=np.float32)[len(prompt) :]
     np.testing.assert_allclose(logprobs, forced_logprobs(model, prompt, response), atol=1e-4)
+
+
+async def test_a_worker_leases_only_what_the_engines_cache_holds(
+    queue: TransferQueue, tmp_path: Path
+) -> None:
+    make_model("Qwen3", head_dim=8, tie_word_embeddings=True).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    heads = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * 8 * 4
+    options = {"device": "cpu", "max_model_len": 96, "kv_cache_bytes": 2 * 96 * heads}
+    engine = torch.build(options, model=tmp_path, slots=8)
+    await engine.start()
+    await engine.serve_checkpoint(FIRST)
+    assert engine.stats().capacity == 2  # while any length is possible
+    await open_run(queue, tasks(12))  # at most 8 + 32 tokens, so 64 positions: three of them
+    async with working(queue, engine) as worker:
+        held = set()
+        async with asyncio.timeout(60):
+            while (await queue.ledger(RUN)).resident.get("ready", 0) < 48:
+                held.add(worker.held)
+                await asyncio.sleep(0.001)
+        assert max(held) <= 3
+        assert engine.stats().capacity == 3
+    await engine.close()
 
 
 class LonelyEngine:

@@ -163,11 +163,15 @@ class Breaker:
 class WatchedGenerator:
     """A `Generator` for one row that tells the breaker how its requests ended."""
 
-    def __init__(self, engine: Generator, breaker: Breaker) -> None:
+    def __init__(
+        self, engine: Generator, breaker: Breaker, *, asked: Callable[[], None] | None = None
+    ) -> None:
+        """`asked` is called when the engine has taken a request."""
         self.faulted = False
         """A request ended with a fault of the engine."""
         self._engine = engine
         self._breaker = breaker
+        self._asked = asked
 
     @property
     def version(self) -> Version:
@@ -178,6 +182,8 @@ class WatchedGenerator:
         """Sample one response. One that its reader leaves, or the engine aborts, counts neither way."""
         try:
             async with closing(self._engine.generate(request)) as stream:
+                if self._asked is not None:
+                    self._asked()
                 async for delta in stream:
                     if delta.finish_reason and delta.finish_reason != "abort":
                         self._breaker.succeeded()

@@ -229,17 +229,19 @@ class RolloutWorker:
         return [task.result() for task in tasks]
 
     def _room(self, held: int) -> int:
-        """Rows that may be held beyond the `held` ones."""
-        room = self._slots - held
-        if self.breaker is not None:
-            room = self.breaker.allows(held, self._slots)
+        """Rows that may be held beyond the `held` ones: what the engine's cache has room for, while it answers."""
+        if self.breaker is None:  # a wave is whole or not at all
+            return self._slots - held
+        limit = max(1, min(self._slots, self._engine.stats().capacity))
+        room = self.breaker.allows(held, limit)
         return room if self._demand is None else min(room, self._demand())
 
     async def _one(self, row: LeasedRow) -> StageResult:
         """One row; a fault that says more of the engine than of the row is no attempt at it."""
         if self.breaker is None:
             return await self._journaled(row, self._engine)
-        watched = WatchedGenerator(self._engine, self.breaker)
+        # Whatever the engine has learned of the length of rows may let more in.
+        watched = WatchedGenerator(self._engine, self.breaker, asked=self._loop.wake)
         result = await self._journaled(row, watched)
         fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
         if fault and watched.faulted and self.breaker.spares(row.uid):

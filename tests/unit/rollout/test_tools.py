@@ -153,9 +153,13 @@ def test_a_mistake_in_a_recipe_is_named(options: dict[str, Any], problem: str) -
     ("path", "problem"),
     [
         ("nowhere.add", "cannot import 'nowhere.add'"),
-        (f"{HERE}.subtract", "has no 'subtract'"),
-        (f"{HERE}.not_a_function", "is no function; want package.module.function"),
-        ("add", "is no function; want package.module.function"),
+        (f"{HERE}.subtract", "'subtract' is not there in tests.unit"),
+        (f"{HERE}.not_a_function", "'not_a_function' is no function in tests.unit"),
+        (
+            "add",
+            "'add' names no function; want package.module.function or path/to/file.py:function",
+        ),
+        ("nowhere.py:add", "cannot import 'nowhere.py:add': FileNotFoundError: no such file"),
     ],
 )
 def test_a_function_that_is_not_there_is_named_with_its_key(path: str, problem: str) -> None:

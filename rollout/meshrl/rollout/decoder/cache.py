@@ -45,6 +45,10 @@ class KvCache:
         """Positions that a single row may have."""
         return self._max_bytes // self._bytes_per_token // LENGTH_STEP * LENGTH_STEP
 
+    def rows_of(self, length: int) -> int:
+        """How many rows of `length` positions respect the bounds."""
+        return min(self._max_rows, self._max_bytes // (rounded(length) * self._bytes_per_token))
+
     def fits(self, rows: int, length: int) -> bool:
         """True when `rows` rows of `length` positions respect the bounds."""
         total = rows * rounded(length) * self._bytes_per_token

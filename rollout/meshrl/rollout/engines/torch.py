@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -105,6 +106,9 @@ class TorchEngine:
         self._tokenizer = tokenizer
         self._thread: DecodeThread | None = None
         self._decoder: Decoder | None = None
+        self._cache: KvCache | None = None
+        self._lengths: deque[int] = deque(maxlen=slots)
+        """What the last requests may grow to."""
         self._max_length = 0
         self._eos: tuple[int, ...] = ()
         self._staged: dict[Version, Weights] = {}
@@ -170,6 +174,7 @@ class TorchEngine:
                 if row.done:
                     stream.push(row.take_fresh(self.version))
                     continue
+                self._lengths.append(row.longest)
                 stream.on_close(functools.partial(_abort, thread, row))
                 rows.append(row)
             thread.post(Submit(rows))
@@ -220,12 +225,19 @@ class TorchEngine:
         return EngineStats(
             version=self.version,
             running=thread.running if thread else 0,
-            capacity=self._slots,
+            capacity=self._capacity,
             tokens_generated=thread.tokens_generated if thread else 0,
             tokens_per_s=thread.tokens_per_s if thread else 0.0,
             updates=thread.updates if thread else 0,
             update_pause_s=thread.update_pause_s if thread else 0.0,
         )
+
+    @property
+    def _capacity(self) -> int:
+        """Requests as long as the last ones, or before those as long as any may be, that the cache holds at once."""
+        if self._cache is None:
+            return self._slots
+        return self._cache.rows_of(max(self._lengths, default=self._max_length))
 
     def _prepare(self) -> Batch:
         config = self._config
@@ -240,7 +252,7 @@ class TorchEngine:
             if config.dtype == "auto"
             else config.dtype
         )
-        cache = KvCache(
+        cache = self._cache = KvCache(
             num_layers=architecture.num_layers,
             num_kv_heads=architecture.num_kv_heads,
             head_dim=architecture.head_dim,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.nouns import Uid
+from meshrl.rollout.loading import load_function
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.cutting import Cut
 from meshrl.rollout.tools.functions import FunctionTool
@@ -68,26 +66,6 @@ class Workshop:
     async def close(self) -> None:
         """End all servers; idempotent."""
         await asyncio.gather(*(server.close() for _, server in self._servers))
-
-
-def load_function(path: str, key: str) -> Callable[..., Any]:
-    """The function at a dotted path.
-
-    Raises:
-        ConfigError: with `key`; there is no such module, or no such function in it.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name) if module else None
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}: cannot import {path!r}: {error}", key=key) from error
-    except AttributeError as error:
-        raise ConfigError(f"{key}: module {module!r} has no {name!r}", key=key) from error
-    if not callable(found):
-        want = "want package.module.function"
-        raise ConfigError(f"{key}: {path!r} is no function; {want}", key=key)
-    function: Callable[..., Any] = found
-    return function
 
 
 def _offered(tool: Tool, config: ToolConfig) -> Offered:

@@ -13,7 +13,8 @@ class ToolConfig(Config):
     """One Python function, or the tools of one MCP server: exactly one of `function`, `command` and `url`."""
 
     function: str = ""
-    """Dotted path of a function with type hints; its docstring tells the policy what it does."""
+    """`package.module.function` or `path/to/file.py:function`, with type hints; its docstring tells the policy what
+    it does."""
     command: list[str] = Field(default_factory=list)
     """An MCP server that speaks over stdin and stdout, started by each rollout worker."""
     url: str = ""

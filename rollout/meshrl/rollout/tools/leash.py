@@ -17,9 +17,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+GRACE_S = 1.0
+"""For a server that is told to end, and for its last words."""
 PIECE = 1 << 16
 TOO_LONG = -32099
 """In the range that JSON-RPC leaves to servers."""
@@ -29,26 +32,29 @@ ID = re.compile(rb'"id"\s*:\s*(\d+|"[^"]{1,64}")')
 def main() -> int:
     """Run the command with our stdin; exits as it does (128 + n for signal n)."""
     worker, most, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    # Functions, not SIG_IGN: the server would inherit that. SIGTERM goes to the whole group, and is the server's.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.signal(signal.SIGUSR1, lambda *_: _end(128 + signal.SIGKILL))
+    killed = 128 + signal.SIGKILL
+    # SIGTERM goes to the whole group, the server included; what ignores it is killed. SIG_IGN would be inherited.
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, GRACE_S))
+    signal.signal(signal.SIGALRM, lambda *_: _end(killed))
+    signal.signal(signal.SIGUSR1, lambda *_: _end(killed))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != worker:
-        return 128 + signal.SIGKILL  # it died before the line above
+        return killed  # it died before the line above
     try:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=_die_with_leash)
     except OSError as error:
         print(f"cannot start {command[0]}: {error}", file=sys.stderr)
         return 127
     assert server.stdout is not None
-    with contextlib.suppress(
-        BrokenPipeError
-    ):  # the worker has hung up: the server sees its stdin end
-        pass_on(server.stdout.fileno(), sys.stdout.fileno(), most)
+    ends = (server.stdout.fileno(), sys.stdout.fileno())
+    # Beside the wait: what the server started may hold its stdout open when it is gone.
+    passing = threading.Thread(target=pass_on, args=(*ends, most), daemon=True)
+    passing.start()
     code = server.wait()
-    _end(code if code >= 0 else 128 - code)
-    return code
+    _kill_children()
+    passing.join(GRACE_S)
+    return code if code >= 0 else 128 - code
 
 
 def pass_on(source: int, target: int, most: int) -> None:
@@ -73,12 +79,20 @@ def _too_long(line: bytes, size: int, most: int) -> bytes:
 
 
 def _write(target: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(target, data) :]
+    with contextlib.suppress(
+        BrokenPipeError
+    ):  # the worker has hung up: the server sees its stdin end
+        while data:
+            data = data[os.write(target, data) :]
 
 
 def _end(code: int) -> None:
-    """Kill everything below us, then go."""
+    _kill_children()
+    os._exit(code)
+
+
+def _kill_children() -> None:
+    """Kill everything below us."""
     while children := _children():
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -86,13 +100,12 @@ def _end(code: int) -> None:
         for child in children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child, 0)
-    os._exit(code)
 
 
 def _children() -> list[int]:
-    """Ours, and by and by those of the killed ones."""
+    """Ours, and by and by those of the killed ones. A process is its parent's main thread's child."""
     try:
-        return list(map(int, Path("/proc/thread-self/children").read_text().split()))
+        return list(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     except OSError:
         return []  # not Linux
 

@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -26,7 +27,7 @@ from meshrl.rollout.tools.ports import Caller, ToolError
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.client._transport import Transport
+    from mcp.client._transport import Transport, TransportStreams
     from mcp_types import CallToolResult, ListToolsResult, Tool
 
 Answer = TypeVar("Answer")
@@ -271,12 +272,9 @@ def text_of(result: CallToolResult) -> str:
 
 def _transport(config: ToolConfig) -> Transport:
     from mcp.client.stdio import StdioServerParameters, stdio_client
-    from mcp.client.streamable_http import streamable_http_client
-    from mcp.shared._httpx_utils import create_mcp_http_client
 
     if config.url:
-        client = create_mcp_http_client(headers=config.headers)
-        return streamable_http_client(config.url, http_client=client)
+        return _http(config)
     leash = [str(Path(__file__).with_name("leash.py")), str(os.getpid()), str(MOST_BYTES)]
     return stdio_client(
         StdioServerParameters(
@@ -286,6 +284,18 @@ def _transport(config: ToolConfig) -> Transport:
             cwd=config.cwd,
         )
     )
+
+
+@asynccontextmanager
+async def _http(config: ToolConfig) -> AsyncIterator[TransportStreams]:
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    async with (
+        create_mcp_http_client(headers=config.headers) as client,
+        streamable_http_client(config.url, http_client=client) as streams,
+    ):
+        yield streams
 
 
 def _reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from meshrl.contract.errors import UserError
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.request import Ask
-from meshrl.rollout.engines._sglang.client import LOADER, Client, Facts
+from meshrl.rollout.engines._sglang.client import LOADER, Client, Facts, Sender
 from meshrl.rollout.engines._sglang.config import Config
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,11 @@ class Sglang:
         """Speaks to the server there."""
         config = self._config
         return Client(
-            url, update=config.update, silence_s=config.silence_s, update_s=config.update_s
+            url,
+            update=config.update,
+            silence_s=config.silence_s,
+            update_s=config.update_s,
+            sender=_sender(config) if config.update == "native" else None,
         )
 
     async def check(self, client: Client, checkpoint: Checkpoint, max_length: int) -> None:
@@ -126,6 +130,17 @@ class Sglang:
             raise UserError(
                 f"{where} with --weight-cache-mode {info['weight_cache_mode']}: it refuses weights; want off"
             )
+
+
+def _sender(config: Config) -> Sender:
+    from meshrl.rollout.engines._sglang.native import GroupSender  # torch, for nothing else
+
+    return GroupSender(
+        address=config.group_address,
+        backend=config.group_backend,
+        bucket_bytes=config.bucket_bytes,
+        deadline_s=config.update_s,
+    )
 
 
 PROBE = Ask(

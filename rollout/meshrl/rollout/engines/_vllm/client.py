@@ -13,6 +13,7 @@ from meshrl.contract.nouns import OnUpdate, Version
 from meshrl.rollout.engines._server.answer import Chunk
 from meshrl.rollout.engines._server.http import Http, message_of
 from meshrl.rollout.engines._server.request import Ask
+from meshrl.rollout.engines._vllm.native import NativeSender
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -29,9 +30,26 @@ PAUSE = {
 class Client(Http):
     """Satisfies `meshrl.rollout.engines._server.host.Client`."""
 
-    def __init__(self, url: str, *, silence_s: float, update_s: float) -> None:
+    def __init__(
+        self, url: str, *, silence_s: float, update_s: float, sender: NativeSender | None = None
+    ) -> None:
+        """With a `sender` versions are broadcast, without one the server's plugin reads them."""
         key = os.environ.get("VLLM_API_KEY")  # the name by which the server itself reads it
         super().__init__("vLLM", url, key=key, silence_s=silence_s, update_s=update_s)
+        self._sender = sender
+
+    async def close(self) -> None:
+        """Leave the communicator, free the connections."""
+        if self._sender is not None:
+            await self._sender.close()
+        await super().close()
+
+    async def ready_for_weights(self) -> None:
+        """Have the server's workers ready for an update. Raises MeshError."""
+        if self._sender is not None:
+            await self._sender.join(self)
+        else:
+            await self.call("POST", "/init_weight_transfer_engine", json={"init_info": {}})
 
     async def label(self) -> str:
         """The version's label that the server stamps on tokens now. Raises what `call` does."""
@@ -43,9 +61,15 @@ class Client(Http):
         Raises:
             MeshError: at any point; the server must then be taken for half loaded.
         """
+        if self._sender is not None:
+            await self._sender.join(self)  # again, if rank 0 died since
         await self.call("POST", "/pause", params=PAUSE[on_update])
         await self.call("POST", "/start_weight_update")
-        await self.call("POST", "/update_weights", json={"update_info": {"path": str(directory)}})
+        if self._sender is not None:
+            await self._sender.send(self, directory)
+        else:
+            info = {"path": str(directory)}
+            await self.call("POST", "/update_weights", json={"update_info": info})
         await self.call("POST", "/finish_weight_update", json={"weight_version": str(version)})
         label = await self.label()
         if label != str(version):

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from meshrl.contract import extend
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.request import Ask
 from meshrl.rollout.engines._vllm.client import Client
 from meshrl.rollout.engines._vllm.config import Config
+from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
 
+ENGINES = "meshrl.rollout.engines"
 PLUGIN_DIR = Path(__file__).with_name("plugin")
 """Goes on the server's PYTHONPATH: the folder of `meshrl_vllm`."""
-PLUGIN_ARGUMENTS = (
-    *("--worker-extension-cls", "meshrl_vllm.Worker"),
-    *("--weight-transfer-config", '{"backend": "mesh"}'),
-    *("--logprobs-mode", "processed_logprobs"),
-    "--enable-scale-out",
-)
+UPDATE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "staged": (
+        *("--worker-extension-cls", "meshrl_vllm.Worker"),
+        *("--weight-transfer-config", '{"backend": "mesh"}'),
+    ),
+    "native": ("--weight-transfer-config", '{"backend": "nccl"}'),
+}
+"""What a server must be started with to take weights, by `rollout.engine.update`."""
+ARGUMENTS = ("--logprobs-mode", "processed_logprobs", "--enable-scale-out")
 """What any server must be started with to be driven by the mesh."""
 PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 CHILD_ENVIRONMENT = {
@@ -43,7 +50,11 @@ class Vllm:
     plugin = PLUGIN_DIR
 
     def __init__(self, config: Config) -> None:
+        """Raises ConfigError when versions are to be broadcast and cannot be."""
         self._config = config
+        if config.update == "native":
+            self._build_root: RootBuilder = extend.load(ENGINES, config.root, "build")
+            self._build_root(config.nccl)  # what is wrong with the options is said now
 
     def arguments(
         self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
@@ -57,7 +68,8 @@ class Vllm:
             *("--max-num-seqs", str(slots)),
             # Requests carry everything themselves: ids in, ids out, no default of the checkpoint applied.
             *("--skip-tokenizer-init", "--generation-config", "vllm"),
-            *PLUGIN_ARGUMENTS,
+            *UPDATE_ARGUMENTS[self._config.update],
+            *ARGUMENTS,
             *self._config.extra_args,
         )
 
@@ -67,7 +79,21 @@ class Vllm:
 
     def client(self, url: str) -> Client:
         """Speaks to the server there."""
-        return Client(url, silence_s=self._config.silence_s, update_s=self._config.update_s)
+        config = self._config
+        return Client(
+            url, silence_s=config.silence_s, update_s=config.update_s, sender=self._sender()
+        )
+
+    def _sender(self) -> NativeSender | None:
+        config = self._config
+        if config.update != "native":
+            return None
+        return NativeSender(
+            functools.partial(self._build_root, config.nccl),
+            buffer_bytes=config.packed_bytes,
+            join_s=config.join_s,
+            update_s=config.update_s,
+        )
 
     async def check(self, client: Client, checkpoint: Checkpoint, max_length: int) -> None:
         """Ask for everything that generation and updates will need; also pays for the first request's warm-up.
@@ -80,10 +106,12 @@ class Vllm:
         except UserError as error:
             raise _without(client, "the environment variable VLLM_SERVER_DEV_MODE=1") from error
         try:
-            await client.call("POST", "/init_weight_transfer_engine", json={"init_info": {}})
+            await client.ready_for_weights()
         except InfraError as error:
-            options = " ".join(PLUGIN_ARGUMENTS[:4])
-            raise _without(client, f"{options} and PYTHONPATH={PLUGIN_DIR}") from error
+            options = " ".join(UPDATE_ARGUMENTS[self._config.update])
+            if self._config.update == "staged":
+                options += f" and PYTHONPATH={PLUGIN_DIR}"
+            raise _without(client, f"{options} ({error})") from error
         (card, *_) = (await client.call("GET", "/v1/models"))["data"]
         allowed = card.get("max_model_len") or max_length
         if allowed < max_length:

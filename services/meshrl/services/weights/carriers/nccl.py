@@ -18,16 +18,14 @@ end sends every version once per replica instead of once into a ring or tree, an
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 
 import numpy as np
 
-from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, UserError
+from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.nccl.config import NcclConfig
 from meshrl.services.weights.nccl.meeting import Meetings, check_alike, knock
 from meshrl.services.weights.nccl.process import NcclProcess, NcclProcesses
 from meshrl.services.weights.patience import within
@@ -41,7 +39,6 @@ class Carrier:
 
     def __init__(self, config: WeightsConfig, place: Place) -> None:
         """Raises ConfigError where cupy is missing, or NCCL is told not to block."""
-        check_installed(config.nccl)
         self._config = config
         self._processes = NcclProcesses(config.nccl)
         self._meetings = Meetings()
@@ -169,12 +166,3 @@ class NcclCell:
         if self._process is None or self._given_up:
             raise UnavailableError("it is not open")
         return self._process
-
-
-def check_installed(config: NcclConfig) -> None:
-    """Raises ConfigError where the recipe wants cupy and there is none."""
-    if config.library == "cupy" and importlib.util.find_spec("cupy") is None:
-        raise ConfigError(
-            "weights.carrier nccl: cupy is not installed here; pip install 'meshrl[nccl]' on machines with an NVIDIA "
-            "GPU, or choose another carrier (gloo, shm, delta, disk)"
-        )

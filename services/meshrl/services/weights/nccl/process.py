@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import mmap
 import os
@@ -42,7 +43,16 @@ class Facts:
 
 
 def environment(config: NcclConfig) -> dict[str, str]:
-    """The process's environment. Raises ConfigError for a NCCL that does not block: cupy cannot drive it."""
+    """The process's environment.
+
+    Raises:
+        ConfigError: cupy is missing, or NCCL is told not to block, which cupy cannot drive.
+    """
+    if config.library == "cupy" and importlib.util.find_spec("cupy") is None:
+        raise ConfigError(
+            "NCCL needs cupy, which is not installed here: pip install 'meshrl[nccl]' on machines with an NVIDIA "
+            "GPU; elsewhere choose another weights.carrier, such as gloo, shm or disk"
+        )
     merged = {**os.environ, **config.env}
     if merged.get(_BLOCKING, "1") == "0":
         raise ConfigError(
@@ -203,6 +213,7 @@ class NcclProcesses:
     """Gives out processes, and keeps one in waiting."""
 
     def __init__(self, config: NcclConfig) -> None:
+        """Raises ConfigError, see `environment`."""
         environment(config)  # what is wrong with it is said now
         self._config = config
         self._spare: NcclProcess | None = None

@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--custom-weight-loader", nargs="*", default=[])
     parser.add_argument("--disable-overlap-schedule", action="store_true")
     parser.add_argument("--incremental-streaming-output", action="store_true")
+    parser.add_argument(
+        "--cumulative-streaming-output",
+        dest="incremental_streaming_output",
+        action="store_false",
+        help="ours: takes back the option before",
+    )
     parser.add_argument("--step-s", type=float, default=0.0, help="ours: time of a decode step")
     return parser
 

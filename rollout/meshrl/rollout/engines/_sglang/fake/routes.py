@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import pickle
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -300,7 +301,8 @@ class Routes:
         """Break something.
 
         `{"route", "status", "message", "times"}`: that route answers so; `{"die_at": tokens}`; `{"stalled": bool}`;
-        `{"partial": bool}`: the next load stops in the middle; `{"step_s": s}`; `{"says_mark": bool}`.
+        `{"partial": bool}`: the next load stops in the middle; `{"holds": [[tokens, label], …]}`: after so many more
+        tokens nothing is computed until the label is that; `{"says_mark": bool}`.
         """
         scheduler = self._scheduler
         if "route" in body:
@@ -309,7 +311,9 @@ class Routes:
             )
         scheduler.die_at = body.get("die_at", scheduler.die_at)
         scheduler.says_mark = body.get("says_mark", scheduler.says_mark)
-        scheduler.step_s = body.get("step_s", scheduler.step_s)
+        if "holds" in body:
+            at = scheduler.tokens
+            scheduler.holds = deque((at + more, label) for more, label in body["holds"])
         scheduler.stalled = body.get("stalled", scheduler.stalled)
         self._updates.partial = body.get("partial", self._updates.partial)
         if not scheduler.stalled and not scheduler.paused:

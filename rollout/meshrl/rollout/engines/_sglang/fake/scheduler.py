@@ -53,6 +53,8 @@ class Scheduler:
         self.mark = 0
         self.step_s = step_s
         self.stalled = False
+        self.holds: deque[tuple[int, str]] = deque()
+        """(tokens, label): once so many tokens have been booked nothing is computed until the label is that."""
         self.die_at: int | None = None
         """The process is killed when so many tokens have been booked."""
         self.paused = False
@@ -116,6 +118,7 @@ class Scheduler:
             if request.tokens:
                 request.changes.append((self.label, len(request.tokens)))
         self.label = label
+        self._work.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Return when `condition` holds; looked at whenever a request has left or a pause has ended."""
@@ -132,7 +135,8 @@ class Scheduler:
     async def run(self) -> None:
         """Steps, for ever."""
         while True:
-            if self.paused or self.stalled or not (self._running or self._waiting or self._in_hand):
+            busy = self._running or self._waiting or self._in_hand
+            if self.paused or self.stalled or self._held() or not busy:
                 self._work.clear()
                 await self._work.wait()
                 continue
@@ -141,6 +145,11 @@ class Scheduler:
             if len(self.requests) < gone:
                 await self.notify()
             await asyncio.sleep(self.step_s)
+
+    def _held(self) -> bool:
+        while self.holds and self.label == self.holds[0][1]:
+            self.holds.popleft()
+        return bool(self.holds) and self.tokens >= self.holds[0][0]
 
     def _step(self) -> None:
         while self._waiting and len(self._running) < self._slots:

@@ -1,0 +1,234 @@
+"""What a cell of the `nccl` carrier does on real GPUs: joining, bytes, deadlines, deaths, and how fast it comes back.
+
+    python benchmarks/gpu/nccl_cells.py [--mib 256] [--buckets 8] [--rounds 5] [--library stub]
+
+Two GPUs or more: a rank on each of the first two. One GPU: both ranks on it, which NCCL permits from 2.30 on with
+NCCL_MULTI_RANK_GPU_ENABLE=1 (experimental). Without a GPU it says why it is skipped; `--library stub` rehearses the
+whole script over sockets, and its seconds mean nothing. On one GPU no figure tells anything of NVLink, of a network
+or of more ranks. The last line is one JSON object:
+
+    open_s       both ends: processes in waiting, versions compared, id exchanged, NCCL joined, warm-up done
+    gb_per_s     shared memory to shared memory, through both GPUs; `exact` compares every byte
+    deadline_s   what was allowed, and when a broadcast that nobody answers was over
+    killed       SIGKILL of rank 1 in a broadcast: when its own end knew, until rank 0 was given up and gone
+    rebuilt_s    from there to the next generation, open and warm
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import Version
+from meshrl.services.weights.carrier import Link, Place
+from meshrl.services.weights.carriers.nccl import Carrier, NcclCell
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.nccl.process import NcclProcess
+from meshrl.services.weights.stub import MadeSource
+
+ONE_GPU_NCCL = (2, 30)
+OPEN_S = 60.0
+DEADLINE_S = 10.0
+ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
+Cells = tuple[NcclCell, NcclCell]
+
+
+class Bench:
+    """Both carriers of one machine, and cells of one generation after the other."""
+
+    def __init__(self, library: str, devices: tuple[int, int], env: dict[str, str]) -> None:
+        place = Place(directory=Path())
+        self._carriers = [
+            Carrier(WeightsConfig.model_validate(self._config(library, device, env)), place)
+            for device in devices
+        ]
+        self._endpoint = ""
+        self._generation = 0
+
+    def _config(self, library: str, device: int, env: dict[str, str]) -> dict[str, Any]:
+        nccl = {"library": library, "device": device, "env": env}
+        return {"nccl": nccl, "base_s": DEADLINE_S, "min_bytes_per_s": 1e9}
+
+    async def start(self) -> None:
+        self._endpoint = await self._carriers[0].listen()
+        # The other end's process in waiting, too: what is measured is a generation, not an import.
+        process = await self._carriers[1]._processes.take()
+        await process.facts()
+        self._carriers[1]._processes.put_back(process)
+
+    async def open(self) -> tuple[Cells, float]:
+        self._generation += 1
+        first, second = (
+            carrier.cell(
+                Link(
+                    run="bench",
+                    epoch=1,
+                    generation=self._generation,
+                    endpoint=self._endpoint,
+                    rank=rank,
+                )
+            )
+            for rank, carrier in enumerate(self._carriers)
+        )
+        began = time.perf_counter()
+        await asyncio.gather(first.open(OPEN_S), second.open(OPEN_S))
+        return (first, second), time.perf_counter() - began
+
+    async def spares(self) -> None:
+        """Let the processes in waiting finish their imports."""
+        for carrier in self._carriers:
+            starting = carrier._processes._starting
+            if starting is not None:
+                await starting
+            if (spare := carrier._processes._spare) is not None:
+                await spare.facts()
+
+    async def close(self) -> None:
+        for carrier in self._carriers:
+            await carrier.close()
+
+
+async def carry(cells: Cells, source: MadeSource) -> tuple[bool, float]:
+    """One version: whether every byte arrived, and the seconds that it took."""
+    into = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
+    indices = range(len(into))
+
+    async def send() -> None:
+        for index in indices:
+            await cells[0].send(source.manifest, index, source.bucket(index))
+
+    async def receive() -> None:
+        for index in indices:
+            await cells[1].receive(source.manifest, index, into[index])
+
+    began = time.perf_counter()
+    await asyncio.gather(send(), receive())
+    seconds = time.perf_counter() - began
+    return all(np.array_equal(into[i], source.bucket(i)) for i in indices), seconds
+
+
+async def unanswered(cell: NcclCell, source: MadeSource) -> dict[str, float | str]:
+    """A broadcast that the other rank does not take part in."""
+    began = time.perf_counter()
+    try:
+        await cell.send(source.manifest, 0, source.bucket(0))
+    except MeshError as error:
+        said = str(error)
+    else:
+        said = "it came back as if it had been received"
+    allowed = DEADLINE_S + source.manifest.bucket_bytes[0] / 1e9
+    return {"allowed": allowed, "took": time.perf_counter() - began, "said": said}
+
+
+async def killed(cells: Cells, source: MadeSource) -> dict[str, float]:
+    """SIGKILL of rank 1 while rank 0 broadcasts; its end tells the plane, which gives rank 0 up."""
+    first, second = cells
+    into = np.empty(source.manifest.bucket_bytes[0], dtype=np.uint8)
+    sending = asyncio.create_task(first.send(source.manifest, 0, source.bucket(0)))
+    began = time.perf_counter()
+    assert second._process is not None and second._process.pid
+    os.kill(second._process.pid, signal.SIGKILL)
+    await asyncio.gather(second.receive(source.manifest, 0, into), return_exceptions=True)
+    known = time.perf_counter() - began
+    first.abort()
+    await asyncio.gather(sending, return_exceptions=True)
+    await asyncio.gather(first.close(), second.close())
+    return {"known_s": known, "gone_s": time.perf_counter() - began}
+
+
+async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
+    nbytes = args.mib << 20
+    source = MadeSource("bench", Version(1, 0), buckets=args.buckets, bucket_bytes=nbytes)
+    await bench.start()
+    cells, open_s = await bench.open()
+    await carry(cells, source)  # pins memory, sets up NCCL's channels
+    rounds = [await carry(cells, source) for _ in range(args.rounds)]
+    seconds = statistics.median(took for _, took in rounds)
+    await bench.spares()
+    deadline = await unanswered(cells[0], source)
+    await asyncio.gather(*(cell.close() for cell in cells))
+    cells, _ = await bench.open()
+    await carry(cells, source)
+    await bench.spares()
+    death = await killed(cells, source)
+    cells, rebuilt_s = await bench.open()
+    exact, _ = await carry(cells, source)
+    await asyncio.gather(*(cell.close() for cell in cells))
+    return {
+        "open_s": open_s,
+        "exact": exact and all(same for same, _ in rounds),
+        "gb_per_s": args.buckets * nbytes / seconds / 1e9,
+        "deadline_s": deadline,
+        "killed": death,
+        "rebuilt_s": rebuilt_s,
+    }
+
+
+def devices() -> list[str]:
+    """Names of the GPUs that the driver lists."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return re.findall(r"^GPU \d+: (.*?) \(", listed.stdout, flags=re.MULTILINE)
+
+
+async def reason_to_skip(library: str, gpus: list[str]) -> str:
+    """Why there is nothing to measure here; empty when there is."""
+    if library == "stub":
+        return ""
+    if not gpus:
+        return "no NVIDIA GPU is listed by nvidia-smi"
+    if importlib.util.find_spec("cupy") is None:
+        return "cupy is not installed: pip install 'meshrl[nccl]'"
+    process = NcclProcess(WeightsConfig().nccl)
+    try:
+        await process.start()
+        version = (await process.facts()).version
+    except MeshError as error:
+        return str(error)
+    finally:
+        await process.leave()
+    if len(gpus) == 1 and tuple(map(int, version.split(".")[:2])) < ONE_GPU_NCCL:
+        return f"one GPU, and NCCL {version} refuses two ranks on it: want 2.30 or later"
+    return ""
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mib", type=int, default=256, help="of a bucket")
+    parser.add_argument("--buckets", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--library", default="cupy", choices=["cupy", "stub"])
+    args = parser.parse_args()
+    gpus = devices()
+    about = {"benchmark": "nccl_cells", "library": args.library, "gpus": gpus}
+    if reason := await reason_to_skip(args.library, gpus):
+        print(f"skipped: {reason}", file=sys.stderr)
+        print(json.dumps({**about, "skipped": reason}))
+        return
+    apart = len(gpus) > 1
+    bench = Bench(args.library, (0, 1) if apart else (0, 0), {} if apart else ON_ONE_GPU)
+    try:
+        result = await measure(args, bench)
+    finally:
+        await bench.close()
+    print(json.dumps({**about, "mib": args.mib, "buckets": args.buckets, **result}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,215 @@
+"""Broadcasts versions to an SGLang server through the process group that it offers itself. Imports torch.
+
+The server can join through torch only: a TCPStore at the master (here), under the prefixes that torch's own helper
+puts before a group's keys. This is rank 0 of it, built directly, so no default group of this process is touched.
+
+    init_weights_update_group ─┐ together       update_weights_from_distributed ─┐ together, once a bucket
+    ProcessGroup(rank 0)      ─┘                broadcast(uint8)                ─┘
+
+A collective cannot be ended from outside with certainty: it runs in a daemon thread with a deadline, and after any
+failure group and thread are given up, as the server is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed
+
+from meshrl.contract.errors import InfraError, MeshError
+from meshrl.contract.nouns import Version
+from meshrl.rollout.engines._server.pieces import read_pieces
+from meshrl.rollout.engines._sglang.client import Client
+from meshrl.rollout.engines._sglang.plan import Bucket, plan, update_body
+
+c10d: Any = torch.distributed
+"""torch's stubs leave out the stores and the options of process groups."""
+JOIN_S = 60.0
+LEAVE_S = 10.0
+T = TypeVar("T")
+
+
+class GroupSender:
+    """Rank 0 of a group whose others are the server's tensor-parallel ranks. One version at a time."""
+
+    def __init__(self, *, address: str, backend: str, bucket_bytes: int, deadline_s: float) -> None:
+        """`address`: where the server's ranks find this process. `deadline_s`: of one bucket."""
+        self._address = address
+        self._backend = backend
+        self._bucket_bytes = bucket_bytes
+        self._deadline_s = deadline_s
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self._name = f"meshrl-{uuid.uuid4().hex}"
+        self._store: Any = None
+        self._group: Any = None
+        self._client: Client | None = None
+
+    async def send(self, client: Client, directory: Path, version: Version) -> None:
+        """Broadcast the version in `directory`; the server's weight-update session is open.
+
+        Raises:
+            MeshError: the server refuses a bucket, or a broadcast fails or takes longer than its deadline.
+        """
+        try:
+            if self._group is None:
+                await self._join(client)
+            file = directory / "model.safetensors"
+            buckets = plan(await asyncio.to_thread(read_pieces, file), self._bucket_bytes)
+            for number, bucket in enumerate(buckets, 1):
+                label = str(version) if number == len(buckets) else None
+                body = update_body(bucket, group=self._name, label=label)
+                flat = await asyncio.to_thread(_fill, file, bucket, self._device)
+                await self._together(
+                    client.call("POST", "/update_weights_from_distributed", json=body),
+                    functools.partial(self._broadcast, flat),
+                    self._deadline_s,
+                )
+        except BaseException:
+            self._give_up()
+            raise
+
+    async def close(self) -> None:
+        """Leave the group together with the server, if it still answers; idempotent."""
+        client, self._client = self._client, None
+        if client is not None and self._group is not None:
+            with contextlib.suppress(MeshError):
+                await client.call(
+                    "POST",
+                    "/destroy_weights_update_group",
+                    json={"group_name": self._name},
+                    wait_s=LEAVE_S,
+                )
+        self._give_up()
+
+    async def _join(self, client: Client) -> None:
+        self._client = client
+        self._store = c10d.TCPStore(
+            self._address,
+            0,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=JOIN_S),
+        )
+        size = 1 + client.facts.ranks
+        body = {
+            "master_address": self._address,
+            "master_port": self._store.port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": self._name,
+            "backend": self._backend,
+        }
+        self._group = await self._together(
+            client.call("POST", "/init_weights_update_group", json=body),
+            functools.partial(self._open, size),
+            JOIN_S,
+        )
+
+    def _open(self, size: int) -> Any:
+        """A group whose keys lie where torch's helper, on the server's side, looks for them."""
+        store = c10d.PrefixStore(self._name, self._store)
+        store = c10d.PrefixStore(f"{self._name}/", store)
+        store = c10d.PrefixStore(f"{self._device.type}/", store)
+        timeout = timedelta(seconds=self._deadline_s)
+        if self._backend == "nccl":
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return c10d.ProcessGroupNCCL(store, 0, size, options)
+        return c10d.ProcessGroupGloo(store, 0, size, timeout)
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([flat], options).wait()
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
+
+    async def _together(self, call: Any, collective: Callable[[], T], deadline_s: float) -> T:
+        """A control call and the collective that it announces; the first failure of either ends the wait.
+
+        Raises:
+            MeshError: the server's own account where it has one.
+        """
+        told = asyncio.ensure_future(call)
+        done = asyncio.ensure_future(_in_daemon(collective))
+        try:
+            async with asyncio.timeout(deadline_s):
+                # What a broken collective says is worth less than what the server says of it; but a collective
+                # that failed alone leaves the server waiting.
+                await asyncio.wait({told, done}, return_when=asyncio.FIRST_EXCEPTION)
+                await (told if told.done() else done)
+                await told
+                return await done
+        except TimeoutError as error:
+            raise InfraError(
+                f"a broadcast to {self._name} took longer than {deadline_s:g} s"
+            ) from error
+        except RuntimeError as error:
+            raise InfraError(f"a broadcast to {self._name} failed: {_line(error)}") from error
+        finally:
+            told.cancel()
+            done.cancel()
+            await asyncio.gather(told, done, return_exceptions=True)
+
+    def _give_up(self) -> None:
+        """Forget the group; a collective that still runs is told to end, and its thread ends with the process."""
+        group, self._group, self._store = self._group, None, None
+        self._name = f"meshrl-{uuid.uuid4().hex}"
+        if group is not None and hasattr(group, "abort"):
+            threading.Thread(target=_abort, args=(group,), daemon=True).start()
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
+
+
+def _fill(file: Path, bucket: Bucket, device: torch.device) -> torch.Tensor:
+    """uint8[bucket.nbytes] on `device`."""
+    mapped = torch.from_numpy(
+        np.memmap(file, dtype=np.uint8, mode="c")
+    )  # "c": torch wants it writable
+    flat = torch.empty(bucket.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    offset = 0
+    for piece in bucket.pieces:
+        size = piece.end - piece.start
+        flat[offset : offset + size] = mapped[piece.start : piece.end]
+        offset += size
+    return flat.to(device)
+
+
+async def _in_daemon(work: Callable[[], T]) -> T:
+    """Run `work` in a thread that the end of this process does not wait for."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            settle = functools.partial(_settle, result.set_result, work())
+        except Exception as error:
+            settle = functools.partial(_settle, result.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle)
+
+    threading.Thread(target=run, name="sglang-broadcast", daemon=True).start()
+    return await result
+
+
+def _settle(settle: Callable[[Any], None], value: Any) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):  # cancelled: nobody waits
+        settle(value)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,150 @@
+"""Broadcasts versions to a stock vLLM server through its own NCCL backend: nothing of ours runs in its workers.
+
+    /init_weight_transfer_engine {id} ─┐ together        /update_weights {names} ─┐ together, once a version
+    root: init, warm-up               ─┘                 root: bucket, bucket …  ─┘
+
+The ranks are root 0 and, from 1 on, the server's workers. Either side of a pair may fail while the other waits inside
+NCCL for ever: the first failure ends both, the root's process is killed, and the server is taken for half loaded.
+Routes, bodies and the packing rule were read in vLLM 0.33.0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshrl.contract.nouns import Uint8
+from meshrl.rollout.engines._server.http import Http
+from meshrl.rollout.engines._server.pieces import Piece, read_pieces
+from meshrl.rollout.engines._vllm.packing import pack, update_info
+
+ROOT_RANKS = 1
+
+
+class Root(Protocol):
+    """Rank 0, in a process that can be killed."""
+
+    @property
+    def alive(self) -> bool:
+        """It can still broadcast."""
+        ...
+
+    async def unique_id(self) -> bytes:
+        """Name the communicator, bytes[128]."""
+        ...
+
+    async def join(self, size: int, unique_id: bytes, deadline_s: float) -> None:
+        """Meet the other ranks, then one all-reduce of one float32 with them."""
+        ...
+
+    async def broadcast(self, parts: Sequence[Uint8], deadline_s: float) -> None:
+        """The parts back to back, as one broadcast of uint8."""
+        ...
+
+    def abort(self) -> None:
+        """Kill it; never waits."""
+        ...
+
+    async def close(self) -> None:
+        """Part in peace."""
+        ...
+
+
+class RootBuilder(Protocol):
+    """The `build` of the module that `rollout.engine.root` names."""
+
+    def __call__(self, options: Mapping[str, object]) -> Root:
+        """Raises ConfigError for options that it does not know."""
+        ...
+
+
+class NativeSender:
+    """The communicator with one server. One call at a time."""
+
+    def __init__(
+        self, make_root: Callable[[], Root], *, buffer_bytes: int, join_s: float, update_s: float
+    ) -> None:
+        """Deadlines: `join_s` for meeting the server's ranks, `update_s` for each bucket."""
+        self._make_root = make_root
+        self._buffer_bytes = buffer_bytes
+        self._join_s = join_s
+        self._update_s = update_s
+        self._root: Root | None = None
+
+    async def join(self, client: Http) -> None:
+        """Have a communicator with the server, unless there is one. Raises MeshError."""
+        if self._root is not None and self._root.alive:
+            return
+        await self.close()
+        world = int((await client.call("GET", "/get_world_size"))["world_size"])
+        root = self._root = self._make_root()
+        try:
+            unique_id = await root.unique_id()
+            info = {
+                "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
+                "rank_offset": ROOT_RANKS,
+                "world_size": ROOT_RANKS + world,
+                "packed": True,
+                "packed_buffer_size_bytes": self._buffer_bytes,
+            }
+            init = client.call(
+                "POST",
+                "/init_weight_transfer_engine",
+                json={"init_info": info},
+                wait_s=self._join_s,
+            )
+            await _both(init, root.join(ROOT_RANKS + world, unique_id, self._join_s))
+        except BaseException:
+            root.abort()
+            raise
+
+    async def send(self, client: Http, directory: Path) -> None:
+        """Broadcast the version in `directory`; the server's update has been started.
+
+        Raises:
+            MeshError: the server refuses it, or a broadcast fails or misses its deadline.
+        """
+        file = directory / "model.safetensors"
+        buckets = pack(await asyncio.to_thread(read_pieces, file), self._buffer_bytes)
+        told = client.call("POST", "/update_weights", json={"update_info": update_info(buckets)})
+        try:
+            await _both(told, self._broadcast(file, buckets))
+        except BaseException:
+            if self._root is not None:
+                self._root.abort()
+            raise
+
+    async def close(self) -> None:
+        """Leave the communicator; idempotent. The server is not told: it would wait for this rank."""
+        root, self._root = self._root, None
+        if root is not None:
+            await root.close()
+
+    async def _broadcast(self, file: Path, buckets: Sequence[Sequence[Piece]]) -> None:
+        assert self._root is not None
+        data = np.memmap(file, dtype=np.uint8, mode="r")
+        for bucket in buckets:
+            parts = [data[piece.start : piece.end] for piece in bucket]
+            await self._root.broadcast(parts, self._update_s)
+
+
+async def _both(told: Coroutine[Any, Any, object], moved: Coroutine[Any, Any, None]) -> None:
+    """What the server is told, and what has to happen here meanwhile; the first failure cancels the other.
+
+    Where both have failed, the server's account is raised.
+    """
+    tasks = [asyncio.ensure_future(told), asyncio.ensure_future(moved)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

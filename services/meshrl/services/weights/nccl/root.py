@@ -1,0 +1,56 @@
+"""Rank 0 of a communicator whose other ranks are an inference server's own: what broadcasts straight into engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from meshrl.contract.nouns import Uint8
+from meshrl.rollout.options import read_options
+from meshrl.services.weights.nccl.config import NcclConfig
+from meshrl.services.weights.nccl.process import NcclProcess, environment
+
+
+def build(options: Mapping[str, object]) -> Root:
+    """With the options of `NcclConfig`. Raises ConfigError for wrong ones, and where cupy is missing."""
+    config = read_options(NcclConfig, options, where="rollout.engine.nccl")
+    environment(config)
+    return Root(config)
+
+
+class Root:
+    """Satisfies `meshrl.rollout.engines._vllm.native.Root`: one process, one communicator, no second life."""
+
+    def __init__(self, config: NcclConfig) -> None:
+        self._process = NcclProcess(config)
+
+    @property
+    def alive(self) -> bool:
+        """Its process runs."""
+        return self._process.alive
+
+    async def unique_id(self) -> bytes:
+        """Start the process and mint the id, bytes[128]. Raises ConfigError, UnavailableError."""
+        await self._process.start()
+        return await self._process.unique_id()
+
+    async def join(self, size: int, unique_id: bytes, deadline_s: float) -> None:
+        """Meet the server's ranks and warm up with them; the process is killed past the deadline."""
+        await self._process.join(size, unique_id, 0, deadline_s)
+
+    async def broadcast(self, parts: Sequence[Uint8], deadline_s: float) -> None:
+        """The parts back to back, as one broadcast of uint8. Raises UnavailableError, WaitTimeoutError."""
+        nbytes = sum(part.nbytes for part in parts)
+        memory = await self._process.memory(nbytes)
+        await asyncio.to_thread(np.concatenate, parts, out=memory[:nbytes])
+        await self._process.broadcast(nbytes, deadline_s)
+
+    def abort(self) -> None:
+        """Kill the process; idempotent."""
+        self._process.kill()
+
+    async def close(self) -> None:
+        """Have it abort the communicator and end; idempotent."""
+        await self._process.leave()

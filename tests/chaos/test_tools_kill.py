@@ -1,0 +1,135 @@
+"""kill -9 at an MCP server in the middle of a call, and at the worker that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract import rows
+from meshrl.contract.nouns import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
+from meshrl.services.doors import QueueDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ..integration.test_mcp_tools import runs
+from ..unit.rollout.chats import chat_tokenizer
+from ..unit.rollout.scripted import task
+from .tools_process import CALL, RUN
+
+TOKENIZER = chat_tokenizer()
+FIRST = Version(1, 0)
+
+
+class Mesh:
+    """A queue behind a door, and what the MCP servers have noted."""
+
+    def __init__(self, queue: TransferQueue, address: str, log: Path) -> None:
+        self.queue = queue
+        self.address = address
+        self.log = log
+
+    def noted(self, what: str) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line for line in lines if line.startswith(what)]
+
+    async def until_called(self, times: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.noted("called")) < times:  # noqa: ASYNC110 (another process's file)
+                await asyncio.sleep(0.01)
+
+    async def row(self) -> Trajectory:
+        batch = await self.queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=60)
+        (found,) = batch.rows
+        (columns,) = await self.queue.fetch(RUN, [found.uid], ROLLOUT_COLUMNS)
+        return rows.trajectory(found.uid, columns)
+
+    async def ended(self) -> None:
+        """Wait until no server is left."""
+        async with asyncio.timeout(30):
+            for line in self.noted("pid"):
+                while runs(int(line.split()[1])):  # noqa: ASYNC110 (no child of ours)
+                    await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def worker(mesh: Mesh, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos.tools_process"),
+        *(mesh.address, str(mesh.log), name),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    queue = await TransferQueue.open(MemoryStore())
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+    async with Server(settings, [QueueDoor(queue)]) as server:
+        spec = RunSpec(
+            run=RUN,
+            group_size=1,
+            stages=(ROLLOUT_STAGE,),
+            batch_groups=1,
+            max_staleness=0.0,
+            max_attempts=2,
+            lease_ttl_s=3.0,
+        )
+        await queue.open_run(spec)
+        await queue.acquire(RUN, "trainer")
+        await queue.publish(RUN, FIRST)
+        asked = replace(task(TOKENIZER), run=RUN, program="tools")
+        await queue.admit(RUN, [asked], cursor="", wait_s=5)
+        await queue.close_feed(RUN)
+        yield Mesh(queue, server.address, tmp_path / "log")
+    await queue.close()
+
+
+def check(row: Trajectory) -> None:
+    text = TOKENIZER.decode_all(row.tokens.tolist())
+    said = TOKENIZER.decode_all(row.tokens[row.loss_mask.astype(bool)].tolist())
+    assert said == f"{CALL}It is 42.<|end|>"
+    assert text.endswith("<|start|>tool\n42<|end|>\n<|start|>assistant\nIt is 42.<|end|>")
+
+
+async def test_a_server_killed_in_a_call_costs_an_attempt_and_the_row_goes_on(mesh: Mesh) -> None:
+    async with worker(mesh, "w0") as process:
+        await mesh.until_called(1)
+        os.kill(int(mesh.noted("pid")[0].split()[1]), signal.SIGKILL)
+        row = await mesh.row()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    check(row)
+    ledger = await mesh.queue.ledger(RUN)
+    assert ledger.balanced and not ledger.dead_lettered
+    assert len(mesh.noted("called")) == 2 and len(mesh.noted("pid")) == 2
+    await mesh.ended()
+
+
+async def test_a_killed_worker_leaves_no_server_and_another_goes_on(mesh: Mesh) -> None:
+    async with worker(mesh, "w0") as process:
+        await mesh.until_called(1)
+        process.kill()
+        await process.wait()
+        await mesh.ended()
+    async with worker(mesh, "w1") as process:
+        row = await mesh.row()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    check(row)
+    assert (await mesh.queue.ledger(RUN)).balanced
+    await mesh.ended()

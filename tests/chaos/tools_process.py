@@ -1,0 +1,52 @@
+"""A rollout worker as a process of its own whose policy calls an MCP server: `python -m … QUEUE LOG NAME`.
+
+The policy is scripted: one call of `add_or_wait`, then an answer with what was observed. Runs until SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.library import Programs
+from meshrl.rollout.worker import RolloutWorker
+from meshrl.services.wires import QueueWire
+
+from ..unit.rollout.chats import chat_tokenizer
+from ..unit.rollout.scripted import END, Scripted
+
+RUN = "chaos"
+LIGHT = Path(__file__).parents[1] / "integration" / "mcp_light.py"
+CALL = f'<tool_call>{{"name": "add_or_wait", "arguments": {{"a": 20, "b": 22}}}}</tool_call>{END}'
+
+
+def answer(prompt: str) -> str:
+    observed = prompt.rpartition("<|start|>tool\n")[2].partition(END)[0]
+    return f"It is {observed}.{END}"
+
+
+async def work(queue: str, log: str, name: str) -> None:
+    tokenizer = chat_tokenizer()
+    command = [sys.executable, "-E", "-S", str(LIGHT), log]
+    async with QueueWire(queue) as wire:
+        programs = Programs("tools", {"tools": [{"command": command}]})
+        worker = RolloutWorker(
+            wire,
+            Scripted(tokenizer, [CALL, answer]),  # type: ignore[arg-type]
+            tokenizer,
+            runs=[RUN],
+            worker=name,
+            slots=1,
+            programs=programs,
+            journal=JournalIntervals(tokens=2, ms=20),
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
+        await worker.run(grace_s=60)
+        await programs.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(work(*sys.argv[1:]))

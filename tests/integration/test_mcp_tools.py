@@ -1,0 +1,253 @@
+"""MCP servers as tools: what they offer, what they say, and what becomes of calls when they die, hang or grow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.nouns import Uid
+from meshrl.rollout.tools import servers
+from meshrl.rollout.tools.assembly import Workshop
+from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
+from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.toolbox import TaskTools
+
+from ..unit.rollout.chats import chat_tokenizer
+from ..unit.rollout.scripted import task
+
+OFFICIAL = Path(__file__).with_name("mcp_server.py")
+LIGHT = Path(__file__).with_name("mcp_light.py")
+TOKENIZER = chat_tokenizer()
+
+
+class Bench:
+    """The tools of a workshop, for rows 0, 1, …"""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.workshop: Any = None
+        self.tools: Any = None
+
+    async def open(self, **options: Any) -> TaskTools:
+        light = [sys.executable, "-E", "-S", str(LIGHT), str(self.log)]
+        given = {"command": light} | options
+        if "url" in given:
+            del given["command"]
+        self.workshop = Workshop(ToolsConfig(tools=[ToolConfig(**given)]))
+        self.tools = (await self.workshop.toolbox()).of(task(TOKENIZER))
+        return self.tools
+
+    async def say(self, name: str, row: int = 0, **arguments: Any) -> str:
+        caller = Caller(task=task(TOKENIZER), uid=Uid("run", "t0", row))
+        found: str = await self.tools.call(
+            ToolCall(name=name, arguments=arguments), caller, TOKENIZER
+        )
+        return found
+
+    def noted(self, what: str) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line.removeprefix(what + " ") for line in lines if line.startswith(what + " ")]
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path / "log")
+    yield made
+    if made.workshop is not None:
+        await made.workshop.close()
+    async with asyncio.timeout(20):
+        for pid in map(int, made.noted("pid") + made.noted("child")):
+            while runs(pid):  # noqa: ASYNC110 (not our child: its end has no event)
+                await asyncio.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_a_server_offers_its_tools_and_answers(bench: Bench) -> None:
+    command = [sys.executable, str(OFFICIAL), str(bench.log)]
+    tools = await bench.open(command=command, only=["add", "fail"])
+    names = [schema["function"]["name"] for schema in tools.schemas()]
+    assert names == ["add", "fail"]
+    add = tools.schemas()[0]["function"]
+    assert add["description"] == "Add two numbers."
+    assert add["parameters"]["properties"]["a"]["type"] == "integer"
+    assert await bench.say("add", a=1, b=2) == "3"
+    assert (await bench.say("fail")).startswith("Error: ")
+    assert (await bench.say("add", a="x", b=2)).startswith("Error: ")
+    assert await bench.say("wait") == "Error: no tool 'wait'; there are add, fail"
+    assert len(bench.noted("pid")) == 1
+
+
+async def test_rows_share_a_server_unless_it_is_stateful(bench: Bench) -> None:
+    await bench.open()
+    assert [await bench.say("tick", row) for row in (0, 1, 0)] == ["1", "2", "3"]
+    await bench.workshop.close()
+    await bench.open(stateful=True)
+    ticks = await asyncio.gather(*(bench.say("tick", row) for row in (0, 1)))
+    assert ticks == ["1", "1"] and await bench.say("tick", 0) == "2"
+    before = bench.noted("pid")
+    await bench.workshop.release(Uid("run", "t0", 0))
+    assert await bench.say("tick", 0) == "1" and await bench.say("tick", 1) == "2"
+    assert len(bench.noted("pid")) == len(before) + 1
+
+
+@pytest.mark.parametrize("how", ["die", "killed"])
+async def test_a_server_that_dies_is_a_fault_of_its_calls_and_is_started_again(
+    bench: Bench, how: str
+) -> None:
+    await bench.open()
+    calls = [asyncio.create_task(bench.say("wait")) for _ in range(3)]
+    assert await bench.say("add", a=1, b=2) == "3"
+    if how == "die":
+        calls.append(asyncio.create_task(bench.say("die")))
+    else:
+        os.kill(int(bench.noted("pid")[0]), signal.SIGKILL)
+    for found in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(found, InfraError) and "MCP server" in str(found)
+    assert await bench.say("add", a=2, b=2) == "4"
+    assert len(set(bench.noted("pid"))) == 2
+
+
+async def test_a_hanging_call_is_observed_and_a_hanging_server_is_a_fault(bench: Bench) -> None:
+    await bench.open(timeout_s=0.2)
+    assert await bench.say("wait") == "Error: wait timed out after 0.2 s"
+    assert len(bench.noted("pid")) == 1  # the same server goes on
+    await bench.workshop.close()
+    await bench.open(timeout_s=0.2, start_timeout_s=15)
+    assert await bench.say("add", a=1, b=2) == "3"
+    for _, server in bench.workshop._servers:
+        object.__setattr__(
+            server, "_config", server._config.model_copy(update={"start_timeout_s": 0.5})
+        )
+    with pytest.raises(InfraError, match="does not answer any more"):
+        await bench.say("stop")
+
+
+async def test_an_answer_without_end_is_cut_off_before_it_reaches_the_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "MOST_BYTES", 100_000)
+    await bench.open()
+    assert "more than 100000" in await bench.say("long", n=3_000_000)
+    assert await bench.say("add", a=1, b=2) == "3"
+    assert len(bench.noted("pid")) == 1
+
+
+async def test_what_a_server_has_started_ends_with_it(bench: Bench) -> None:
+    """The fixture waits for the end of every process that the server noted."""
+    await bench.open()
+    assert await bench.say("fork", count=5) == "forked"
+    assert len(bench.noted("child")) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"command": ["/nowhere/server"]}, "MCP server /nowhere/server cannot be started"),
+        ({"command": [sys.executable, "-c", "pass"]}, "cannot be started"),
+        (
+            {
+                "command": [sys.executable, "-c", "input(); input(); input()"],
+                "start_timeout_s": 1.5,
+            },
+            "did not answer within 1.5 s",
+        ),
+        ({"url": "http://127.0.0.1:9/mcp"}, "MCP server http://127.0.0.1:9/mcp cannot be reached"),
+    ],
+    ids=["no file", "ends", "mute", "nobody"],
+)
+async def test_a_server_that_does_not_start_is_a_fault(
+    bench: Bench, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InfraError, match=problem):
+        await bench.open(**options)
+
+
+async def test_a_tool_that_a_server_does_not_have_is_named(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match="has no tool 'divide' \\(it has add, "):
+        await bench.open(only=["divide"])
+
+
+async def test_attempts_that_fail_wait_longer_and_longer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(servers.asyncio, "sleep", sleep)
+    server = servers.Server(ToolConfig(command=["/nowhere/server"]))
+    for _ in range(9):
+        with pytest.raises(InfraError):
+            await server.tools()
+    assert [pause for pause in pauses if pause >= 0.5] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+@asynccontextmanager
+async def http_server(log: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(OFFICIAL), str(log), str(port), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(60):
+            while not await accepts(port):  # noqa: ASYNC110 (a port has no event)
+                await asyncio.sleep(0.02)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def accepts(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        number: int = bound.getsockname()[1]
+        return number
+
+
+async def test_a_server_over_http_may_go_away_and_come_back(bench: Bench) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/mcp"
+    async with http_server(bench.log, port) as process:
+        await bench.open(url=url, headers={"X-Test": "1"})
+        assert await bench.say("add", a=1, b=2) == "3"
+        waiting = asyncio.create_task(bench.say("wait"))
+        assert await bench.say("add", a=2, b=2) == "4"
+        process.kill()
+        with pytest.raises(InfraError, match="MCP server http"):
+            await waiting
+    with pytest.raises(InfraError, match=r"cannot be reached|hung up|failed|is gone"):
+        await bench.say("add", a=1, b=2)
+    async with http_server(bench.log, port):
+        assert await bench.say("add", a=5, b=2) == "7"
+        await bench.workshop.close()

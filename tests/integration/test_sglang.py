@@ -1,0 +1,444 @@
+"""The sglang engine against a server of ours with SGLang's routes, bodies and failure answers.
+
+No SGLang runs here: what is proved is that the engine does the right thing with what 0.5.23 says in its sources.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.rollout.engines._server.engine import ServerEngine
+from meshrl.rollout.engines._sglang.client import LOADER
+from meshrl.rollout.engines._sglang.fake.routes import NOT_FLUSHED
+from meshrl.rollout.engines._sglang.fake.updates import PARTIAL
+from meshrl.rollout.engines.sglang import build
+from meshrl.rollout.sampling import Response, closing, sample
+from meshrl.rollout.versions import UNSERVED
+
+from ..contract.engine_suite import SLOTS, ask
+from ..marked import (
+    EOS,
+    cache_marks,
+    fault,
+    make_checkpoint,
+    mislabelled,
+    post,
+    state,
+    weights,
+)
+
+FAKE = [sys.executable, "-m", "meshrl.rollout.engines._sglang.fake"]
+BOOKED = "--disable-overlap-schedule"
+LONG = 2000
+LABELLED_TOKENS = int(os.environ.get("MESHRL_LABELLED_TOKENS", "104000"))
+"""Tokens whose labels are checked; more on demand."""
+Maker = Callable[..., Awaitable[ServerEngine]]
+
+
+class Words:
+    """A tokenizer: token 7 is `w7 `."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f"w{token} " for token in ids)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), max_length=2 * LONG)
+
+
+@pytest.fixture
+async def make(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Maker]:
+    engines: list[ServerEngine] = []
+
+    async def build_one(
+        *arguments: str, slots: int = SLOTS, url: str | None = None, **options: Any
+    ) -> ServerEngine:
+        options |= {"url": url} if url else {"command": FAKE, "extra_args": list(arguments)}
+        options = {"eos_token_ids": [], "log": str(tmp_path / "log"), **options}
+        engine = build(options, model=checkpoint, slots=slots, tokenizer=Words())
+        engines.append(engine)
+        await engine.start()
+        return engine
+
+    yield build_one
+    for engine in engines:
+        await engine.close()
+
+
+async def commit(
+    engine: ServerEngine, step: int, on_update: OnUpdate = OnUpdate.IN_FLIGHT
+) -> Version:
+    version = Version(1, step)
+    await engine.stage_weights(*weights(version))
+    await engine.commit_weights(version, on_update)
+    return version
+
+
+NEVER = ""
+
+
+async def begun(engine: ServerEngine, until: str) -> asyncio.Task[Response]:
+    """A request that has its first tokens and cannot end before the server's label is `until`."""
+    await fault(engine.url, holds=[[100, until]])
+    before = engine.stats().tokens_generated
+    running = asyncio.create_task(sample(engine, ask(f"until {until}", max_tokens=LONG)))
+    while engine.stats().tokens_generated == before and not running.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return running
+
+
+def lose_newest_file(staging: Path) -> None:
+    """What is staged last disappears behind the engine's back."""
+    files = list(staging.glob("*/*/model.safetensors"))
+    max(files, key=lambda file: int(file.parent.name)).unlink()
+
+
+# Updates
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on_update", "mode", "flushed"),
+    [
+        ([], OnUpdate.IN_FLIGHT, "retract", False),
+        ([BOOKED], OnUpdate.IN_FLIGHT, "in_place", False),
+        ([BOOKED], OnUpdate.DRAIN, "in_place", False),
+        ([BOOKED], OnUpdate.INTERRUPT, "retract", True),
+    ],
+    ids=str,
+)
+async def test_an_update_is_said_in_sglangs_words(
+    make: Maker, arguments: list[str], on_update: OnUpdate, mode: str, flushed: bool
+) -> None:
+    engine = await make(*arguments, "--tp-size", "2")
+    await commit(engine, 3, on_update)
+    calls = (await state(engine.url))["calls"]
+    routes = [route for route, _ in calls]
+    assert routes == [
+        "/pause_generation",
+        "/begin_weight_update",
+        "/update_weights_from_tensor",
+        "/end_weight_update",
+        *(["/flush_cache"] if flushed else []),
+        "/continue_generation",
+    ]
+    assert calls[0][1] == {"mode": mode}
+    update = calls[2][1]
+    assert len(update.pop("serialized_named_tensors")) == 2  # one a rank
+    assert update == {"load_format": LOADER, "weight_version": "1.3", "flush_cache": False}
+    assert calls[-1][1] == {"torch_empty_cache": False}
+
+
+@pytest.mark.parametrize("arguments", [[], [BOOKED]], ids=["overlap", "no overlap"])
+async def test_no_token_is_mislabelled_while_updates_fly(make: Maker, arguments: list[str]) -> None:
+    requests, wanted = 32, LABELLED_TOKENS // 2
+    engine = await make(*arguments, slots=requests)
+    await commit(engine, 0)
+    length = min(wanted // requests, 2 * LONG - 8)
+    step, answers = 0, []
+    while len(answers) * length < wanted:
+        # No response ends before its updates; on a fast machine none waits for them either.
+        quarter = requests * length // 4
+        holds = [[quarter * (i + 1), f"1.{step + i + 1}"] for i in range(3)]
+        await fault(engine.url, holds=holds)
+        running = [
+            asyncio.create_task(sample(engine, ask(f"{step}.{i}", max_tokens=length)))
+            for i in range(requests)
+        ]
+        seen = len(answers) * length
+        for i, on_update in enumerate((OnUpdate.IN_FLIGHT, OnUpdate.INTERRUPT, OnUpdate.IN_FLIGHT)):
+            while engine.stats().tokens_generated < seen + i * quarter + 50 * requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            step += 1
+            await commit(engine, step, on_update)
+        answers += await asyncio.gather(*running)
+    assert sum(len(answer.tokens) for answer in answers) >= wanted
+    assert {len(answer.spans) for answer in answers} == {4}
+    assert sum(mislabelled(answer) for answer in answers) == 0
+
+
+async def test_the_stand_in_mislabels_as_sglang_does_when_paused_in_place_with_a_step_in_hand(
+    make: Maker,
+) -> None:
+    """Why an overlapping server is retracted: without that the check above would fail."""
+    engine = await make()
+    client: Any = engine._host.client
+    client.facts = client.facts.__class__(
+        **{name: getattr(client.facts, name) for name in client.facts.__dataclass_fields__}
+        | {"overlaps": False}
+    )
+    await commit(engine, 0)
+    running = await begun(engine, until="1.1")
+    await commit(engine, 1)
+    assert mislabelled(await running) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on_update", "renewed"),
+    [
+        ([BOOKED], OnUpdate.IN_FLIGHT, False),
+        ([BOOKED], OnUpdate.INTERRUPT, True),
+        ([], OnUpdate.INTERRUPT, True),
+    ],
+    ids=str,
+)
+async def test_what_runs_keeps_its_cache_in_flight_and_is_computed_anew_when_interrupted(
+    make: Maker, arguments: list[str], on_update: OnUpdate, renewed: bool
+) -> None:
+    engine = await make(*arguments)
+    await commit(engine, 1)
+    running = await begun(engine, until="1.2")
+    await commit(engine, 2, on_update)
+    answer = await running
+    border = answer.spans[0].end
+    assert [span.version.step for span in answer.spans] == [1, 2]
+    assert set(cache_marks(answer)[:border]) == {1}
+    assert set(cache_marks(answer)[border:]) == {2 if renewed else 1}
+    # The same prompt, whose prefix was cached under the old weights.
+    later = await sample(engine, ask("b"))
+    assert set(cache_marks(later)) == {2}
+
+
+@pytest.mark.parametrize(
+    "options", [{"update": "disk"}, {"update": "native", "group_backend": "gloo"}], ids=str
+)
+async def test_the_other_ways_in_serve_the_very_weights(
+    make: Maker, options: dict[str, Any]
+) -> None:
+    engine = await make(BOOKED, **options)
+    for step in (1, 2):
+        await commit(engine, step)
+        answer = await sample(engine, ask(str(step)))
+        assert set(answer.tokens.tolist()) == {step}
+    running = await begun(engine, until="1.3")
+    await commit(engine, 3)
+    answer = await running
+    assert [span.version.step for span in answer.spans] == [2, 3]
+    assert mislabelled(answer) == 0
+
+
+# Failures
+
+FAILURES = [
+    ("/pause_generation", 500, "Internal Server Error"),
+    ("/begin_weight_update", 400, "a weight-update session is already open"),
+    ("/update_weights_from_tensor", 400, NOT_FLUSHED),
+    ("/update_weights_from_tensor", 400, PARTIAL.format(error="x")),
+    ("/end_weight_update", 400, "no weight-update session is open"),
+    ("/flush_cache", 400, "Flush cache failed."),
+    ("/continue_generation", 503, "Service Unavailable"),
+]
+
+
+@pytest.mark.parametrize(("route", "status", "message"), FAILURES, ids=lambda each: str(each)[:40])
+async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until_the_next_version(
+    make: Maker, route: str, status: int, message: str
+) -> None:
+    engine = await make()
+    await commit(engine, 1)
+    poisoned = engine.url
+    await fault(poisoned, route=route, status=status, message=message)
+    running = await begun(engine, until=NEVER)
+    with pytest.raises(InfraError, match=f"weights 1.2 did not get into SGLang: .*{route}") as said:
+        await commit(engine, 2, OnUpdate.INTERRUPT)
+    assert message[:40] in str(said.value) and "\n" not in str(said.value)
+    assert engine.version == UNSERVED
+    waiting = asyncio.create_task(sample(engine, ask("b")))
+    await commit(engine, 3)
+    assert engine.url != poisoned
+    with pytest.raises(InfraError):
+        await running  # its server is gone
+    answer = await waiting
+    assert [span.version.step for span in answer.spans] == [3]
+    assert mislabelled(answer) == 0
+
+
+async def test_tokens_of_half_a_version_reach_nobody(make: Maker) -> None:
+    engine = await make(update="native", group_backend="gloo")
+    await commit(engine, 1)
+    running = await begun(engine, until=NEVER)
+    await fault(engine.url, partial=True)
+    with pytest.raises(InfraError, match="partially updated"):
+        await commit(engine, 2)
+    with pytest.raises(InfraError):
+        await running
+    await commit(engine, 3)
+    assert mislabelled(await sample(engine, ask("b"))) == 0
+
+
+async def test_a_loader_that_raises_ends_the_server_and_the_next_one_says_so(
+    make: Maker, tmp_path: Path
+) -> None:
+    engine = await make(staging=str(tmp_path))
+    await commit(engine, 1)
+    await engine.stage_weights(*weights(Version(1, 2)))
+    lose_newest_file(tmp_path)
+    with pytest.raises(InfraError, match=r"weights 1\.2 did not get into SGLang"):
+        await engine.commit_weights(Version(1, 2), OnUpdate.IN_FLIGHT)
+    await commit(engine, 3)
+    assert mislabelled(await sample(engine, ask("b"))) == 0
+
+
+async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(make: Maker) -> None:
+    owner = await make()
+    engine = await make(url=owner.url)
+    await commit(engine, 1)
+    await fault(owner.url, route="/end_weight_update", status=400, message="no")
+    with pytest.raises(InfraError, match="did not get into SGLang"):
+        await commit(engine, 2)
+    with pytest.raises(MeshError, match="half loaded: restart it"):
+        await sample(engine, ask("a"))
+
+
+async def test_a_server_that_dies_in_mid_stream_comes_back_with_the_served_version(
+    make: Maker,
+) -> None:
+    engine = await make()
+    await commit(engine, 1)
+    dead = engine.url
+    await fault(dead, die_at=int((await state(dead))["tokens"]) + 500)
+    running = [asyncio.create_task(sample(engine, ask(str(i), max_tokens=LONG))) for i in range(4)]
+    failed = await asyncio.gather(*running, return_exceptions=True)
+    assert {type(error) for error in failed} == {InfraError}
+    answer = await sample(engine, ask("after"))
+    assert engine.url != dead
+    assert [span.version.step for span in answer.spans] == [1]
+    assert mislabelled(answer) == 0
+
+
+async def test_a_server_that_dies_during_a_broadcast_is_replaced_and_joined_anew(
+    make: Maker,
+) -> None:
+    engine = await make(update="native", group_backend="gloo", update_s=20.0)
+    await commit(engine, 1)
+    message = "the receiving rank is gone"
+    await fault(engine.url, route="/update_weights_from_distributed", status=400, message=message)
+    with pytest.raises(
+        InfraError, match=message
+    ):  # at once, though the broadcast waits for a receiver
+        await commit(engine, 2)
+    await commit(engine, 3)
+    assert mislabelled(await sample(engine, ask("a"))) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(503, InfraError), (500, InfraError), (400, UserError)]
+)
+async def test_a_refused_request_fails_alone(
+    make: Maker, status: int, kind: type[Exception]
+) -> None:
+    engine = await make()
+    await commit(engine, 1)
+    await fault(engine.url, route="/generate", status=status, message="The queue is full.")
+    with pytest.raises(kind, match="The queue is full"):
+        await sample(engine, ask("a"))
+    assert len((await sample(engine, ask("b"))).tokens) == 12
+
+
+async def test_a_silent_server_fails_the_request_and_is_replaced(make: Maker) -> None:
+    engine = await make(silence_s=0.5, update_s=2.0)
+    await commit(engine, 1)
+    silent = engine.url
+    running = await begun(engine, until=NEVER)
+    await fault(silent, stalled=True)
+    with pytest.raises(InfraError, match="broke a response off"):
+        await running
+    assert len((await sample(engine, ask("b"))).tokens) == 12
+    assert engine.url != silent
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "said"),
+    [
+        ("/abort_request", {"abort_all": True}, "ended a request by itself: abort"),
+        # It aborts everything unless told not to.
+        ("/update_weight_version", {"new_version": "1.5"}, "ended a request by itself: abort"),
+        (
+            "/update_weight_version",
+            {"new_version": "9.9", "abort_all_requests": False},
+            "by '9.9', the server was left at 1.1: somebody else changes its weights",
+        ),
+    ],
+    ids=["abort", "relabel", "relabel quietly"],
+)
+async def test_what_somebody_else_does_to_a_server_is_never_an_answer(
+    make: Maker, route: str, body: dict[str, object], said: str
+) -> None:
+    engine = await make("--step-s", "0.001")
+    await commit(engine, 1)
+    running = await begun(engine, until=str(body.get("new_version", NEVER)))
+    await post(engine.url, route, body)
+    with pytest.raises(InfraError, match=said):
+        await running
+    await fault(engine.url, holds=[])
+    after = await sample(engine, ask("b"))
+    assert [span.version.step for span in after.spans] == [1]
+    assert mislabelled(after) == 0
+
+
+# Requests
+
+
+async def test_a_response_ends_with_its_stop_whoever_looks_for_it(make: Maker) -> None:
+    engine = await make()
+    await commit(engine, 1)
+    await fault(engine.url, says_mark=False)
+    whole = (await sample(engine, ask("a", max_tokens=60))).tokens.tolist()
+    wanted = whole[20]
+    end = whole.index(wanted) + 1
+    by_id = await sample(engine, ask("a", max_tokens=60, stop_token_ids=(wanted,)))
+    by_server = await sample(engine, ask("a", max_tokens=60, stop_token_ids=(wanted, EOS)))
+    by_text = await sample(engine, ask("a", max_tokens=60, stop=(f"w{wanted} ",)))
+    for answer in (by_id, by_server, by_text):
+        assert answer.tokens.tolist() == whole[:end]
+        assert (answer.finish_reason, len(answer.logprobs)) == ("stop", end)
+
+
+async def test_a_stream_whose_events_repeat_the_response_so_far_is_read_once(make: Maker) -> None:
+    engine = await make("--cumulative-streaming-output")
+    await commit(engine, 1)
+    running = await begun(engine, until="1.2")
+    await commit(engine, 2)
+    answer = await running
+    assert (len(answer.tokens), len(answer.spans)) == (LONG, 2)
+    assert mislabelled(answer) == 0
+
+
+async def test_closing_a_stream_aborts_at_the_server(make: Maker) -> None:
+    engine = await make("--step-s", "0.001")
+    await commit(engine, 1)
+    async with closing(engine.generate(ask("a", max_tokens=LONG))) as stream:
+        await anext(stream)
+        assert len((await state(engine.url))["requests"]) == 1
+    assert len((await sample(engine, ask("b"))).tokens) == 12
+    found = await state(engine.url)
+    assert found["requests"] == []
+    assert "/abort_request" in [route for route, _ in found["calls"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        (["--dp-size", "2"], {}, "--dp-size 2: it refuses weights; want one server a replica"),
+        (["--weight-cache-mode", "shared"], {}, "--weight-cache-mode shared"),
+        (["--pp-size", "2"], {"update": "native", "group_backend": "gloo"}, "--pp-size 2"),
+        (["--context-length", "64"], {}, f"allows 64 tokens .* the engine {2 * LONG}"),
+        (["--custom-weight-loader", "other.load"], {}, f"without --custom-weight-loader {LOADER}"),
+    ],
+    ids=lambda each: str(each)[:30],
+)
+async def test_a_server_that_would_fail_later_is_refused_at_the_start(
+    make: Maker, arguments: list[str], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said) as raised:
+        await make(*arguments, **options)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,209 @@
+"""A vLLM server as far as its native weight transfer goes: the routes and rules of 0.33.0, NCCL by the stub of ours.
+
+    python vllm_server.py --model DIR --host H --port P …          further options are ignored
+
+FAKE_VLLM holds JSON: `world` (worker ranks), `fault` and `once` (a file: whoever creates it has the fault):
+    no_backend    it was started without a weight-transfer config
+    refuse        /update_weights answers 500 at once, and no worker enters the broadcast
+    deaf          /update_weights neither answers nor lets any worker enter the broadcast
+    die           the process is killed after the first bucket
+GET /fake tells the calls so far and the hashes of what is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+import xxhash
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from meshrl.services.weights.nccl.config import NcclConfig
+from meshrl.services.weights.nccl.process import NcclProcess
+
+SETTINGS = json.loads(os.environ.get("FAKE_VLLM", "{}"))
+ENOUGH_S = 600.0
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Workers:
+    """What vLLM's workers hold, each rank of them."""
+
+    def __init__(self) -> None:
+        self.ranks: list[NcclProcess] = []
+        self.packed_bytes = 0
+        self.info: dict[str, list[Any]] = {}
+        self.model: dict[str, list[Any]] = {}
+        """By name: type, shape and the hash of the bytes."""
+        self.loading: dict[str, list[Any]] = {}
+        self.broken = False
+        self.paused = False
+        self.label = "default"
+        self.calls: list[str] = []
+
+    async def init(self, info: dict[str, Any]) -> None:
+        unique_id = base64.b64decode(info["nccl_unique_id_b64"], validate=True)
+        assert len(unique_id) == 128 and info["packed"]
+        self.packed_bytes = info["packed_buffer_size_bytes"]
+        for rank in self.ranks:
+            rank.kill()
+        world = SETTINGS.get("world", 1)
+        self.ranks = [NcclProcess(NcclConfig(library="stub", spare=False)) for _ in range(world)]
+        await asyncio.gather(*(rank.start() for rank in self.ranks))
+        await asyncio.gather(
+            *(
+                process.join(info["world_size"], unique_id, info["rank_offset"] + number, ENOUGH_S)
+                for number, process in enumerate(self.ranks)
+            )
+        )
+
+    async def receive(self, info: dict[str, list[Any]]) -> None:
+        """`packed_nccl_broadcast_consumer`: fill until the bytes are more than the size, then receive them."""
+        self.info = info if info["names"] else self.info
+        rows = zip(self.info["names"], self.info["dtype_names"], self.info["shapes"], strict=True)
+        bucket: list[tuple[str, str, list[int]]] = []
+        total = 0
+        for row in rows:
+            bucket.append(row)
+            total += nbytes(row)
+            if total > self.packed_bytes:
+                await self._load(bucket, total)
+                bucket, total = [], 0
+        if bucket:
+            await self._load(bucket, total)
+
+    async def _load(self, bucket: list[tuple[str, str, list[int]]], total: int) -> None:
+        received = await asyncio.gather(*(self._broadcast(rank, total) for rank in self.ranks))
+        assert all(np.array_equal(each, received[0]) for each in received)
+        offset = 0
+        for row in bucket:
+            name, dtype, shape = row
+            if offset % ITEM_BYTES[dtype]:
+                raise ValueError(f"storage_offset() must be divisible by {ITEM_BYTES[dtype]}")
+            data = received[0][offset : offset + nbytes(row)]
+            self.loading[name] = [dtype, shape, xxhash.xxh3_128_hexdigest(data.data)]
+            offset += nbytes(row)
+        if fault("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def _broadcast(self, rank: NcclProcess, nbytes: int) -> np.ndarray:
+        memory = await rank.memory(nbytes)
+        await rank.broadcast(nbytes, ENOUGH_S)
+        return memory[:nbytes].copy()
+
+
+def fault(kind: str) -> bool:
+    if SETTINGS.get("fault") != kind:
+        return False
+    try:
+        Path(SETTINGS["once"]).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def nbytes(row: tuple[str, str, list[int]]) -> int:
+    _, dtype, shape = row
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+workers = Workers()
+
+
+async def get(request: Request) -> Response:
+    match _called(request):
+        case "fake":
+            pids = [rank.pid for rank in workers.ranks]
+            return JSONResponse({"calls": workers.calls, "hashes": workers.model, "pids": pids})
+        case "weight_info":
+            return JSONResponse({"weight_version": workers.label})
+        case "get_world_size":
+            return JSONResponse({"world_size": SETTINGS.get("world", 1)})
+        case "models":
+            return JSONResponse({"data": [{"max_model_len": None}]})
+    return Response()
+
+
+async def post(request: Request) -> Response:
+    call = _called(request)
+    body = json.loads(await request.body() or "{}")
+    try:
+        await asyncio.wait_for(_do(call, body), ENOUGH_S)
+    except Exception as error:  # as there: any failure is a 500 with its words
+        return JSONResponse({"error": str(error)}, status_code=500)
+    return Response()
+
+
+def _called(request: Request) -> str:
+    call = request.url.path.rpartition("/")[2]
+    if call not in ("health", "fake"):
+        workers.calls.append(call)
+    return call
+
+
+async def _do(call: str, body: dict[str, Any]) -> None:
+    match call:
+        case "init_weight_transfer_engine":
+            if fault("no_backend"):
+                raise RuntimeError(
+                    "Weight transfer not configured. Please set weight_transfer_config"
+                )
+            await workers.init(body["init_info"])
+        case "pause":
+            workers.paused = True
+        case "resume":
+            workers.paused = False
+        case "start_weight_update":
+            if not workers.paused:
+                os.kill(os.getpid(), signal.SIGKILL)  # empty layers at its next step
+            workers.loading = {}
+        case "update_weights":
+            if workers.broken:
+                raise RuntimeError("layers are half loaded")
+            workers.broken = True
+            if fault("refuse"):
+                raise RuntimeError("no such parameter")
+            if fault("deaf"):
+                await asyncio.sleep(ENOUGH_S)
+            await workers.receive(body["update_info"])
+            workers.broken = False
+        case "finish_weight_update":
+            workers.model, workers.loading = workers.loading, {}
+            workers.label = body["weight_version"]
+
+
+async def generate(request: Request) -> Response:
+    choice = {
+        "token_ids": [7],
+        "logprobs": {"content": [{"token": "7", "logprob": 0.0}]},
+        "finish_reason": "length",
+        "weight_versions": [{"version": workers.label, "start": 0, "end": 1}],
+    }
+    event = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    return StreamingResponse(iter([event]), media_type="text/event-stream")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    arguments, _ = parser.parse_known_args()
+    routes = [
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+        Route("/{path:path}", get, methods=["GET"]),
+        Route("/{path:path}", post, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes)
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")

@@ -1,0 +1,143 @@
+"""The program `user`: what a function may do with a session, and what it hears of its mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.nouns import Outcome, Uid
+from meshrl.rollout.library import Programs
+from meshrl.rollout.ports import Rollout
+
+from . import some_agents
+from .chats import chat_tokenizer
+from .scripted import END, Scripted, task
+
+HERE = "tests.unit.rollout.some_agents"
+UID = Uid("run", "t0", 0)
+TOKENIZER = chat_tokenizer()
+
+
+async def run(
+    function: str, turns: Sequence[str], *, max_tokens: int = 200, **options: Any
+) -> tuple[Rollout, Scripted, str]:
+    some_agents.seen.clear()
+    name = function if ":" in function else f"{HERE}.{function}"
+    policy = Scripted(TOKENIZER, [turn + END for turn in turns])
+    async with Programs("user", {"function": name} | options) as programs:
+        program = await programs.start()
+        asked = task(TOKENIZER, max_tokens=max_tokens, ground_truth="42")
+        rollout = await program(asked, UID, policy, TOKENIZER)
+    return rollout, policy, policy.text(rollout.trajectory.tokens)
+
+
+async def test_a_function_talks_with_the_policy() -> None:
+    rollout, policy, text = await run("insist", ["41?", "43?", "42!"])
+    said = "\n<|start|>user\nWrong.<|end|>\n<|start|>assistant\n"
+    assert text.endswith(f"41?{END}{said}43?{END}{said}42!{END}")
+    row = rollout.trajectory
+    assert policy.text(row.tokens[row.loss_mask.astype(bool)]) == f"41?{END}43?{END}42!{END}"
+    assert some_agents.seen == ["41?", "43?"]
+    assert (rollout.outcome, rollout.finish_reason) == (Outcome.OK, "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "turns"),
+    [({"max_turns": 2}, "max_turns", 2), ({"max_tokens": 50}, "length", 3)],
+)
+async def test_a_conversation_without_room_ends_the_row(
+    options: dict[str, Any], reason: str, turns: int
+) -> None:
+    rollout, policy, _ = await run("insist", ["41?"] * 9, **options)
+    assert (rollout.outcome, rollout.finish_reason) == (Outcome.TRUNCATED, reason)
+    assert len(policy.requests) == turns and rollout.trajectory.loss_mask[-1] == 1
+
+
+async def test_a_turn_that_is_cut_may_be_gone_on_with() -> None:
+    rollout, _, text = await run("insist", ["it is 1?", "42!"], max_turn_tokens=5)
+    assert f"it is{END}\n<|start|>user\nWrong." in text and text.endswith("42!<|end|>")
+    assert rollout.outcome is Outcome.OK
+
+
+async def test_a_function_may_see_the_end_itself() -> None:
+    rollout, _, _ = await run("catch", ["a"] * 9, max_turns=2)
+    assert some_agents.seen[:2] == ["stop", "stop"]
+    assert some_agents.seen[2].startswith("max_turns, ")
+    assert (rollout.outcome, rollout.finish_reason) == (Outcome.TRUNCATED, "max_turns")
+
+
+async def test_a_function_may_judge_the_outcome() -> None:
+    rollout, _, _ = await run("judge", ["a"])
+    assert (rollout.outcome, rollout.finish_reason) == (Outcome.POLICY_FAULT, "stop")
+
+
+async def test_a_function_may_be_a_whole_program() -> None:
+    rollout, _, text = await run("whole", ["42"])
+    assert text.endswith("42<|end|>") and rollout.outcome is Outcome.OK
+
+
+async def test_a_function_may_lie_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Plan:\n"
+        "    word: str = 'More.'\n"
+        "async def agent(session):\n"
+        "    await session.reply()\n"
+        "    await session.say(Plan().word)\n"
+    )
+    _, policy, text = await run(f"{file}:agent", ["a", "b"])
+    assert "user\nMore.<|end|>" in text and len(policy.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("not_async", "is not async; want async def agent\\(session\\)"),
+        ("two", "has the parameters task, uid; want async def agent\\(session\\)"),
+        ("nobody", "'nobody' is not there in tests.unit.rollout.some_agents"),
+        ("seen", "'seen' is no function in"),
+    ],
+)
+async def test_a_function_that_cannot_be_a_program_is_refused_at_the_start(
+    function: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^rollout.program_options.function: .*{problem}"):
+        await run(function, [])
+
+
+async def test_a_file_with_a_mistake_is_refused_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text("import nothing_of_that_name\n")
+    with pytest.raises(ConfigError, match="ModuleNotFoundError: No module named 'nothing_of"):
+        await run(f"{file}:agent", [])
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("return_text", "some_agents.return_text returned str, want None or an Outcome"),
+        ("whole_but_wrong", "some_agents.whole_but_wrong returned int, want a Rollout"),
+        ("say_first", "the prompt is the policy's to answer first"),
+        ("say_nothing", "say_nothing returned before the policy said anything"),
+    ],
+)
+async def test_a_mistake_at_run_time_is_one_clear_line(function: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        await run(function, ["a"])
+
+
+async def test_a_response_that_the_engine_gave_up_is_not_trained_on() -> None:
+    class Gone(Scripted):
+        def _delta(self, tokens: Sequence[int], reason: str) -> Any:
+            return super()._delta(tokens, "abort")
+
+    async with Programs("user", {"function": f"{HERE}.insist"}) as programs:
+        program = await programs.start()
+        rollout = await program(task(TOKENIZER), UID, Gone(TOKENIZER, ["a"]), TOKENIZER)
+    assert rollout.outcome is Outcome.CANCELLED
