@@ -16,7 +16,6 @@ import dataclasses
 import errno
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.contract.files import sync
 from meshrl.contract.nouns import Json, Version
 from meshrl.trainer.dcp_reading import SafePlanner, SafeReader
 from meshrl.trainer.dcp_writing import PlainWriter
@@ -192,13 +192,13 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
         facts = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
         (writing / "state.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
         for path in (writing / "state.json", *(p for p in writing.rglob("*"))):
-            _fsync(path)
-        _fsync(writing)
+            sync(path)
+        sync(writing)
         if final.exists():  # the same Version: the same weights, already durable
             shutil.rmtree(writing)
         else:
             writing.rename(final)
-            _fsync(root)
+            sync(root)
         _prune(root, keep)
     world.barrier()
     return final
@@ -387,11 +387,3 @@ def _fingerprints(path: Path) -> dict[str, str]:
                 digest.update(block)
         digests[str(file.relative_to(path))] = digest.hexdigest()
     return digests
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

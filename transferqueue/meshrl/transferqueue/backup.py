@@ -8,7 +8,6 @@ all records in its last commit, so one that was interrupted leaves an empty stor
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
+from meshrl.contract.files import sync
 from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import DiskStore
 
@@ -60,7 +60,7 @@ async def back_up(pieces: AsyncIterator[Sequence[Operation]], folder: Path) -> C
         raise
     await store.close()
     partial.rename(folder)
-    _sync_folder(folder.parent)
+    sync(folder.parent)
     return copied
 
 
@@ -115,11 +115,3 @@ async def restore_backup(folder: Path, store: Store) -> Copied:
     finally:
         await source.close()
     return copied
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

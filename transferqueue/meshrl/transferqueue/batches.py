@@ -63,7 +63,7 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
     Raises:
         EndOfDataError: the feed is closed and nothing is left to take.
     """
-    found = _fresh_enough(run, step, count)
+    found = fresh_enough(run, step, count)
     if len(found) < count:
         open_groups = len(run.groups) - run.in_batches
         if not run.feed_closed or run.complete < open_groups:
@@ -84,7 +84,7 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
     return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
 
 
-def _fresh_enough(run: Run, step: int, count: int) -> list[Group]:
+def fresh_enough(run: Run, step: int, count: int) -> list[Group]:
     """The next `count` groups in order (fewer if there are fewer); groups that grew too old leave on the way."""
     while True:
         found = _next_groups(run, count)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
+from meshrl.contract.config import RegularExpression
 from meshrl.contract.errors import CorruptError, InfraError
 from meshrl.contract.nouns import Json, Sample
 from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig
@@ -40,7 +41,7 @@ class Config(ElsewhereConfig):
     """The user's message."""
     system: str = ""
     """The system message; empty: none."""
-    pattern: str = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    pattern: RegularExpression = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
     """Its first group, at its last match, is the score."""
     scale: PositiveFloat = 10.0
     """The score is divided by this."""
@@ -55,12 +56,8 @@ class Config(ElsewhereConfig):
 
     @field_validator("pattern")
     @classmethod
-    def _compiles(cls, value: str) -> str:
-        try:
-            groups = re.compile(value).groups
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        if groups < 1:
+    def _has_a_group(cls, value: str) -> str:
+        if re.compile(value).groups < 1:
             raise ValueError("it has no group that would be the score")
         return value
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import CapacityError, CorruptError, NotFoundError, UserError
+from meshrl.contract.files import sync
 from meshrl.rewardd.registry.nouns import Case, Manifest, Name, Submission, content_hash
 
 SOURCE, WHEEL, MANIFEST, TESTS = "source.py", "reward.whl", "manifest.json", "tests.json"
@@ -88,13 +89,13 @@ class VersionStore:
         _write(draft / manifest.content, submission.wheel or submission.source.encode())
         _write(draft / TESTS, _json([asdict(case) for case in submission.cases]))
         _write(draft / MANIFEST, _json(manifest.to_json()))
-        _sync(draft)
+        sync(draft)
         try:
             draft.rename(self._versions / version)
         except OSError:  # the same content was added meanwhile, or the disk fails
             shutil.rmtree(draft)
             return self.manifest(version)
-        _sync(self._versions)
+        sync(self._versions)
         return manifest
 
     def remove(self, version: str) -> None:
@@ -136,7 +137,7 @@ class VersionStore:
         draft = self._names / f".{name.name}.json"
         _write(draft, _json(name.to_json()))
         draft.rename(self._names / f"{name.name}.json")
-        _sync(self._names)
+        sync(self._names)
 
 
 def _json(value: Any) -> bytes:
@@ -155,11 +156,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from pydantic import field_validator
-
 from meshrl.contract import config
 from meshrl.contract.nouns import Json
 
@@ -15,21 +13,11 @@ class Config(config.Config):
 
     after: str | None = None
     """The answer is what follows the last occurrence of this; none in the response: 0."""
-    pattern: str | None = None
+    pattern: config.RegularExpression | None = None
     """The answer is the last match of this regular expression (its first group, if it has one)."""
     ignore_case: bool = False
     strip: bool = True
     """Ignore white space around the answer and the ground truth."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                re.compile(value)
-            except re.error as error:
-                raise ValueError(f"not a regular expression: {error}") from error
-        return value
 
 
 def compute_score(

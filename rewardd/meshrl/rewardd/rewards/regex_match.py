@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from pydantic import field_validator
-
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import Json
@@ -18,7 +16,7 @@ from meshrl.contract.nouns import Json
 class Config(config.Config):
     """Which pattern, and how much of the response it must match."""
 
-    pattern: str | None = None
+    pattern: config.RegularExpression | None = None
     """Null: the sample's ground truth is the pattern."""
     whole: bool = False
     """True: the pattern matches the whole response; else anywhere in it."""
@@ -29,16 +27,6 @@ class Config(config.Config):
     """For a match."""
     penalty: float = 0.0
     """For none."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                re.compile(value)
-            except re.error as error:
-                raise ValueError(f"not a regular expression: {error}") from error
-        return value
 
 
 def compute_score(

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.contract.errors import CapacityError, ConfigError
+from meshrl.contract.files import sync
 from meshrl.rewardd.sandbox.cell import bubblewrap, no_bubblewrap
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+))?")
@@ -76,7 +77,7 @@ class Environment:
                 _settle(draft)
                 draft.chmod(0o755)
                 draft.rename(self.path)
-                _sync(self.cache)
+                sync(self.cache)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
 
@@ -178,14 +179,6 @@ def _settle(draft: Path) -> None:
             if total > MAX_BYTES:
                 raise CapacityError(f"the dependencies unpack to more than {MAX_BYTES} bytes")
             path.chmod(0o644)
-            _sync(path)
+            sync(path)
         Path(folder).chmod(0o755)
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync(Path(folder))

@@ -244,7 +244,7 @@ def _plan(run: Run, batch_id: str) -> str:
 
 def _groups(run: Run, step: int, count: int, plan: str) -> Groups:
     """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
-    found = [] if plan else batches._fresh_enough(run, step, count)
+    found = [] if plan else batches.fresh_enough(run, step, count)
     replays = Counter(group.position >> ROUND_BITS for group in found if group.position >= 0)
     return Groups(
         plan=plan,

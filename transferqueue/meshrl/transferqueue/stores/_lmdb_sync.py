@@ -21,6 +21,7 @@ import lmdb
 import xxhash
 
 from meshrl.contract.errors import CorruptError
+from meshrl.contract.files import sync
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Synced:
         if clean:
             self._environment.sync(True)
             (self._path / MARK).unlink(missing_ok=True)
-            _sync_folder(self._path)
+            sync(self._path)
 
     def unpin(self) -> None:
         """Nothing may be committed before the next `sync`."""
@@ -111,7 +112,7 @@ class Synced:
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self._path / MARK)
-        _sync_folder(self._path)
+        sync(self._path)
 
 
 def settle(path: Path, environment: lmdb.Environment) -> None:
@@ -119,12 +120,4 @@ def settle(path: Path, environment: lmdb.Environment) -> None:
     if (path / MARK).exists():
         environment.sync(True)
         (path / MARK).unlink()
-        _sync_folder(path)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        sync(path)
