@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.codec.compression import FrameCompressor, Precision, rounded, train_dictionary
+from meshrl.contract.codec.compression import FrameCompressor, train_dictionary
 from meshrl.contract.frames import pack
+from meshrl.contract.precision import Precision, rounded
 
 ROOT = Path(__file__).parents[1]
 GROUP, PROMPT, MEAN, LONGEST = 8, 256, 512, 4096

@@ -15,10 +15,14 @@ from meshrl.contract.nouns import (
     packed_groups,
     siblings,
 )
+from meshrl.contract.precision import Precision, with_rounded_logprobs
 
 
 class RowVerbs(ABC):
     """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`."""
+
+    logprob_precision: Precision = "fp32"
+    """What `write` rounds log-probs to; rows that come packed are left as they are."""
 
     @abstractmethod
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
@@ -34,6 +38,8 @@ class RowVerbs(ABC):
         self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
     ) -> None:
         """See Queue."""
+        if self.logprob_precision != "fp32":
+            rows = [with_rounded_logprobs(row, self.logprob_precision) for row in rows]
         await self.write_packed(run, stage, packed_groups(token_of, rows))
 
     async def fetch(

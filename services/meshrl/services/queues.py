@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
+from meshrl.contract.precision import Precision
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.site import Site
 from meshrl.services.wires.peer import STAGE_PATIENCE_S
@@ -27,6 +28,7 @@ async def connect_queue(
     patience_s: float = STAGE_PATIENCE_S,
     compression: Mode = "auto",
     shared_memory_bytes: int = 0,
+    logprob_precision: Precision = "fp32",
 ) -> AsyncIterator[Queue]:
     """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas."""
     found = [address.strip() for address in addresses.split(",")]
@@ -37,6 +39,7 @@ async def connect_queue(
     }
     if len(found) == 1:
         async with QueueWire(found[0], **manner) as queue:
+            queue.logprob_precision = logprob_precision
             yield queue
         return
     async with AsyncExitStack() as stack:
@@ -45,6 +48,7 @@ async def connect_queue(
             await stack.enter_async_context(wire)
         router = ShardedQueue(wires)
         stack.push_async_callback(router.close)
+        router.logprob_precision = logprob_precision
         yield router
 
 
@@ -54,6 +58,7 @@ def queue_of(recipe: Recipe, site: Site) -> AbstractAsyncContextManager[Queue]:
         site.peer("queue"),
         compression=recipe.queue.compression,
         shared_memory_bytes=recipe.queue.shared_memory_bytes,
+        logprob_precision=recipe.queue.logprob_precision,
     )
 
 

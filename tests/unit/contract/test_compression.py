@@ -16,13 +16,13 @@ from meshrl.contract.codec.compression import (
     Narrowing,
     narrowed,
     plain,
-    rounded,
     squeezed,
     train_dictionary,
     wanted,
 )
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import Frame, pack
+from meshrl.contract.precision import rounded
 from meshrl.v1 import queue_pb2 as pb
 
 COMPRESSOR = FrameCompressor()

@@ -10,8 +10,7 @@
                per column: narrowing u8, planes u8 (0: not compressed), bytes u32, bytes in the frame u32
                the frame's seal and head, the columns
 
-Log-probs that `rounded` has rounded are exact in 16 bits, so the option for half the bytes is one call where they are
-made, and nothing else changes.
+Log-probs that were rounded (contract/precision.py) are exact in 16 bits, and so take half the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from meshrl.contract.frames import Frame, intact
 
 Array: TypeAlias = npt.NDArray[Any]
 Mode: TypeAlias = Literal["auto", "off", "zstd"]
-Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 
 LEVEL: Final = 1
 SAMPLE_BYTES: Final = 16 << 10
@@ -230,21 +228,6 @@ def train_dictionary(frames: Iterable[bytes], size: int = DICTIONARY_BYTES) -> b
         return zstandard.train_dictionary(size, [s for s in samples if len(s) >= 8]).as_bytes()
     except zstandard.ZstdError as error:
         raise ValueError(f"{len(samples)} columns are too few for a dictionary: {error}") from error
-
-
-def rounded(logprobs: npt.NDArray[np.float32], precision: Precision) -> npt.NDArray[np.float32]:
-    """float32[R] of the same shape, rounded to what 16 bits hold (ties to even).
-
-    The error is at most 2^-9 of the value in bf16 and 2^-11 in fp16: for log-probs above -16 below 0.031 and 0.0078.
-    """
-    if precision == "fp32":
-        return logprobs
-    if precision == "fp16":
-        # Beyond the range of fp16 only -inf and what no sampler draws.
-        return logprobs.clip(-65504, 65504).astype(np.float16).astype(np.float32)
-    bits = logprobs.view(np.uint32)
-    even = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isfinite(logprobs), even.view(np.float32), logprobs)
 
 
 def wanted(mode: Mode, address: str) -> bool:
