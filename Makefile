@@ -150,6 +150,11 @@ bench-trainer: venv venv-peer-trl
 	$(BIN)/python benchmarks/trainer_step.py
 	$(BIN)/python benchmarks/logprob_memory.py
 
+# Weights to three rollout processes on every CPU carrier: seconds, pauses, exactness, kills and stops; the last line is JSON.
+.PHONY: bench-weights
+bench-weights: venv
+	$(BIN)/python benchmarks/weights.py
+
 # The demo's task to held-out accuracy 0.8, under `meshrl up` and under TRL.
 .PHONY: bench-time-to-accuracy
 bench-time-to-accuracy: venv venv-peer-trl

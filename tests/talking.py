@@ -1,4 +1,4 @@
-"""A tiny tokenizer that knows chats and tools, a checkpoint with it, and an engine that says what it is told to say."""
+"""A tiny tokenizer that knows chats and tools, a checkpoint with it, and an engine that says what it is told to."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ class Scripted:
                 last = start + 3 >= len(kept)
                 self.version = FIRST if self._count < self._swap_at else SECOND
                 yield delta(
-                    part, logprobs[start : start + 3], self.version, ("length" if cut else "stop") if last else ""
+                    part,
+                    logprobs[start : start + 3],
+                    self.version,
+                    ("length" if cut else "stop") if last else "",
                 )
         except (GeneratorExit, asyncio.CancelledError):
             self.aborted += 1

@@ -1,6 +1,6 @@
 """What a cell of the `nccl` carrier does on real GPUs: joining, bytes, deadlines, deaths, and how fast it comes back.
 
-    python benchmarks/gpu/nccl_cells.py [--mib 256] [--buckets 8] [--rounds 5] [--library stub]
+    python benchmarks/gpu/nccl_cells.py [--mib 256] [--buckets 8] [--rounds 5] [--deadline 10] [--library stub]
 
 Two GPUs or more: a rank on each of the first two. One GPU: both ranks on it, which NCCL permits from 2.30 on with
 NCCL_MULTI_RANK_GPU_ENABLE=1 (experimental). Without a GPU it says why it is skipped; `--library stub` rehearses the
@@ -42,7 +42,7 @@ from meshrl.services.weights.stub import MadeSource
 
 ONE_GPU_NCCL = (2, 30)
 OPEN_S = 60.0
-DEADLINE_S = 10.0
+BYTES_PER_S = 1e9
 ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
 Cells = tuple[NcclCell, NcclCell]
 
@@ -50,8 +50,11 @@ Cells = tuple[NcclCell, NcclCell]
 class Bench:
     """Both carriers of one machine, and cells of one generation after the other."""
 
-    def __init__(self, library: str, devices: tuple[int, int], env: dict[str, str]) -> None:
+    def __init__(
+        self, library: str, devices: tuple[int, int], env: dict[str, str], deadline_s: float
+    ) -> None:
         place = Place(directory=Path())
+        self.deadline_s = deadline_s
         self._carriers = [
             Carrier(WeightsConfig.model_validate(self._config(library, device, env)), place)
             for device in devices
@@ -61,7 +64,7 @@ class Bench:
 
     def _config(self, library: str, device: int, env: dict[str, str]) -> dict[str, Any]:
         nccl = {"library": library, "device": device, "env": env}
-        return {"nccl": nccl, "base_s": DEADLINE_S, "min_bytes_per_s": 1e9}
+        return {"nccl": nccl, "base_s": self.deadline_s, "min_bytes_per_s": BYTES_PER_S}
 
     async def start(self) -> None:
         self._endpoint = await self._carriers[0].listen()
@@ -121,7 +124,9 @@ async def carry(cells: Cells, source: MadeSource) -> tuple[bool, float]:
     return all(np.array_equal(into[i], source.bucket(i)) for i in indices), seconds
 
 
-async def unanswered(cell: NcclCell, source: MadeSource) -> dict[str, float | str]:
+async def unanswered(
+    cell: NcclCell, source: MadeSource, deadline_s: float
+) -> dict[str, float | str]:
     """A broadcast that the other rank does not take part in."""
     began = time.perf_counter()
     try:
@@ -130,7 +135,7 @@ async def unanswered(cell: NcclCell, source: MadeSource) -> dict[str, float | st
         said = str(error)
     else:
         said = "it came back as if it had been received"
-    allowed = DEADLINE_S + source.manifest.bucket_bytes[0] / 1e9
+    allowed = deadline_s + source.manifest.bucket_bytes[0] / BYTES_PER_S
     return {"allowed": allowed, "took": time.perf_counter() - began, "said": said}
 
 
@@ -159,7 +164,7 @@ async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     rounds = [await carry(cells, source) for _ in range(args.rounds)]
     seconds = statistics.median(took for _, took in rounds)
     await bench.spares()
-    deadline = await unanswered(cells[0], source)
+    deadline = await unanswered(cells[0], source, bench.deadline_s)
     await asyncio.gather(*(cell.close() for cell in cells))
     cells, _ = await bench.open()
     await carry(cells, source)
@@ -213,6 +218,7 @@ async def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="of a bucket")
     parser.add_argument("--buckets", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--deadline", type=float, default=10.0, help="seconds of a bucket")
     parser.add_argument("--library", default="cupy", choices=["cupy", "stub"])
     args = parser.parse_args()
     gpus = devices()
@@ -222,7 +228,8 @@ async def main() -> None:
         print(json.dumps({**about, "skipped": reason}))
         return
     apart = len(gpus) > 1
-    bench = Bench(args.library, (0, 1) if apart else (0, 0), {} if apart else ON_ONE_GPU)
+    where = ((0, 1), {}) if apart else ((0, 0), ON_ONE_GPU)
+    bench = Bench(args.library, *where, args.deadline)
     try:
         result = await measure(args, bench)
     finally:

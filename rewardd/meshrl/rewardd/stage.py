@@ -113,7 +113,8 @@ class RewardStage:
 def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:
     """What the judge sees of a row: its task and the response.
 
-    `extra_info` gains `response_length`, in tokens from the first sampled one on, where `loss_mask` was leased too,
+    `extra_info` gains `response_length`, in tokens from the first sampled one on, and `num_turns`, of both sides and
+    the prompt counted as one (as verl counts), where `loss_mask` was leased too,
     and `token_ends` where `tokens` were, and `posted_reward` where the row's agent posted one.
     """
     extra_info = {key: value for key, value in row.task.extra_info.items() if key != POSTED}
@@ -124,6 +125,7 @@ def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:
     if mask is not None:
         length = len(mask) - int(np.argmax(mask)) if mask.any() else 0
         extra_info["response_length"] = length
+        extra_info["num_turns"] = 1 + int(np.count_nonzero(np.diff(mask)))
         tokens = row.columns.get("tokens")
         if token_ends is not None and tokens is not None:
             extra_info["token_ends"] = list(token_ends(tokens[len(tokens) - length :]))

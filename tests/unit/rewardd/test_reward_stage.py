@@ -186,8 +186,19 @@ def test_a_row_without_a_mask_or_a_sampled_token_has_no_length() -> None:
 
     assert sample_of(row()).extra_info == {"a": 1}
     masked = sample_of(row(loss_mask=np.zeros(4, dtype=np.uint8)))
-    assert masked.extra_info == {"a": 1, "response_length": 0}
+    assert masked.extra_info == {"a": 1, "response_length": 0, "num_turns": 1}
     assert masked.solution == "hi"
+
+
+@pytest.mark.parametrize(("mask", "length", "turns"), [("0011", 2, 2), ("0011011", 5, 4)])
+def test_turns_of_both_sides_are_counted(mask: str, length: int, turns: int) -> None:
+    task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, dtype=np.int32))
+    columns = {
+        "response_text": np.frombuffer(b"hi", dtype=np.uint8),
+        "loss_mask": np.array(list(mask), dtype=np.uint8),
+    }
+    row = LeasedRow(uid=Uid("r", "t", 0), token=1, task=task, columns=columns, delivery=1)
+    assert sample_of(row).extra_info == {"response_length": length, "num_turns": turns}
 
 
 PER_TOKEN = """
@@ -228,7 +239,11 @@ async def test_every_token_gets_its_reward_and_a_plain_score_stands_at_the_last_
     ]
     again = sample_again(uids[2], rows[2])
     assert again.messages == (Message(role="user", content="prompt 2"),)
-    assert again.extra_info == {"response_length": 3, "token_ends": [20, 30, 40]}
+    assert again.extra_info == {
+        "response_length": 3,
+        "num_turns": 4,
+        "token_ends": [20, 30, 40],
+    }
 
 
 async def test_token_rewards_of_another_length_are_a_fault_of_the_row(

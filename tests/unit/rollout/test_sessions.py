@@ -22,7 +22,13 @@ from meshrl.contract.nouns import (
     Uid,
 )
 from meshrl.contract.rows import column_posted
-from meshrl.rollout.sessions.asks import Answer, Ask, ContextLengthError, SessionEndedError, ToolCall
+from meshrl.rollout.sessions.asks import (
+    Answer,
+    Ask,
+    ContextLengthError,
+    SessionEndedError,
+    ToolCall,
+)
 from meshrl.rollout.sessions.session import Branch, Session, SessionRules
 from meshrl.rollout.sessions.visible import Visible
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
@@ -48,7 +54,10 @@ def task(**sampling: Any) -> Task:
 
 
 def session_of(
-    tokenizer: HuggingFaceTokenizer, engine: Scripted, rules: SessionRules | None = None, **sampling: Any
+    tokenizer: HuggingFaceTokenizer,
+    engine: Scripted,
+    rules: SessionRules | None = None,
+    **sampling: Any,
 ) -> Session:
     return Session(task(**sampling), Uid("run", "t", 0), engine, tokenizer, rules)
 
@@ -60,7 +69,8 @@ def user(content: str) -> dict[str, Any]:
 def assistant(content: str, *calls: ToolCall) -> dict[str, Any]:
     """The message as a client sends it back; arguments as an object, which is how the door hands them on."""
     given = [
-        {"id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls
+        {"id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+        for c in calls
     ]
     return {"role": "assistant", "content": content, **({"tool_calls": given} if given else {})}
 
@@ -173,7 +183,9 @@ async def test_a_message_that_is_not_the_one_that_was_answered_begins_another_br
     first = await say(session, user("1+2?"), tools=(ADD,))
     await say(session, user("1+2?"), change(first.tool_calls[0]), user("go on"), tools=(ADD,))
     found = row(session)
-    check_sampled(found, engine.sampled[1:])  # nothing of the first response is trained in its place
+    check_sampled(
+        found, engine.sampled[1:]
+    )  # nothing of the first response is trained in its place
     assert session.left_out == len(engine.sampled[0][0])
 
 
@@ -211,7 +223,9 @@ async def test_a_second_branch_is_refused_where_there_may_be_but_one(
     check_sampled(row(session), engine.sampled)
 
 
-async def test_two_answers_to_one_conversation_are_siblings(tokenizer: HuggingFaceTokenizer) -> None:
+async def test_two_answers_to_one_conversation_are_siblings(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
     engine = Scripted(tokenizer, "heads", "tails", "so be it")
     session = session_of(tokenizer, engine)
     both = await asyncio.gather(say(session, user("toss")), say(session, user("toss")))
@@ -303,7 +317,9 @@ async def test_the_task_says_how_it_is_sampled_unless_the_client_may(
     assert (sampling.stop, sampling.max_tokens) == (("!", "?"), 7)
 
 
-async def test_a_client_that_leaves_leaves_nothing_in_the_row(tokenizer: HuggingFaceTokenizer) -> None:
+async def test_a_client_that_leaves_leaves_nothing_in_the_row(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
     engine = Scripted(tokenizer, "never heard", "heard")
     session = session_of(tokenizer, engine)
     engine.go.clear()

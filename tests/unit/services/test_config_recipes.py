@@ -298,6 +298,18 @@ reward: {custom_reward_function: {path: mine.py}}
                 "rollout.name=my.engines.fast",
                 "rollout.name: no module 'my.engines.fast' can be imported",
             ),
+            (
+                "rollout.program_options={max_turns: 3}",
+                "rollout.program_options: the program 'single_turn' takes none",
+            ),
+            (
+                "rollout={program: tools, program_options: {tools: [a.b], max_turn: 3}}",
+                "rollout.program_options.max_turn: no such option; did you mean 'max_turns'?",
+            ),
+            (
+                "rollout={program: user, program_options: {}}",
+                "rollout.program_options.function: Field required (got {})",
+            ),
         ],
     )
     def test_one_line_says_what_to_change(self, override: str, line: str) -> None:

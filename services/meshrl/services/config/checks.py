@@ -6,6 +6,7 @@ Each check yields the key to change and one sentence. None imports torch.
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -13,11 +14,13 @@ from pathlib import Path
 
 from meshrl.contract import extend
 from meshrl.contract.errors import ConfigError
+from meshrl.rollout.options import read_options
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.recipe import Recipe, algorithm_needs
 from meshrl.trainer import needs as algorithm_rules
 
 Problem = tuple[Loc, str]
+PROGRAMS = "meshrl.rollout.programs"
 
 
 def cross_checks(recipe: Recipe) -> Iterator[Problem]:
@@ -28,6 +31,7 @@ def cross_checks(recipe: Recipe) -> Iterator[Problem]:
     yield from _data(recipe)
     yield from _sizes(recipe)
     yield from _names(recipe)
+    yield from _program_options(recipe)
     yield from _algorithm(recipe)
     yield from _providers(recipe)
 
@@ -126,7 +130,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
     """Every name that is a file name. Looked up, not imported: an engine may import torch."""
     for at, package in (
         (("rollout", "name"), "meshrl.rollout.engines"),
-        (("rollout", "program"), "meshrl.rollout.programs"),
+        (("rollout", "program"), PROGRAMS),
         (("queue", "store"), "meshrl.transferqueue.stores"),
         (("queue", "sampler"), "meshrl.transferqueue.samplers"),
         (("weights", "carrier"), "meshrl.services.weights.carriers"),
@@ -144,6 +148,23 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
             yield from _file((*at_function, "path"), function.path)
         else:
             yield from _name((*at_function, "name"), "meshrl.rewardd.rewards", function.name)
+
+
+def _program_options(recipe: Recipe) -> Iterator[Problem]:
+    """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
+    program, options = recipe.rollout.program, recipe.rollout.program_options
+    if program not in extend.known(PROGRAMS):
+        return
+    kind = getattr(importlib.import_module(f"{PROGRAMS}.{program}"), "Config", None)
+    if kind is None:
+        if options:
+            key = "rollout.program_options"
+            yield ("rollout", "program_options"), f"{key}: the program {program!r} takes none"
+        return
+    try:
+        read_options(kind, options, where="rollout.program_options")
+    except ConfigError as error:
+        yield ("rollout", "program_options"), str(error)
 
 
 def _name(at: Loc, package: str, name: str) -> Iterator[Problem]:

@@ -84,13 +84,11 @@ def _session_routes(book: GatewayBook, tokenizer: ChatTokenizer) -> APIRouter:
     """What OpenAI's client asks for, and how an agent says what its conversation was worth."""
     router = APIRouter(responses=PROBLEMS)
 
-    def find(request: Request, token: Token) -> Session:
+    def find(request: Request, token: HTTPAuthorizationCredentials | None) -> Session:
         return book.find(_header(token), request.path_params.get("session_id"))
 
-    Found = Annotated[Session, Depends(find)]
-
     @router.post("/chat/completions", tags=["openai"])
-    async def chat_completions(body: m.ChatBody, session: Found, request: Request) -> Response:
+    async def chat_completions(body: m.ChatBody, request: Request, token: Token) -> Response:
         """An answer to a conversation, which becomes part of the session's row."""
         form = Form(
             chat=True,
@@ -99,10 +97,12 @@ def _session_routes(book: GatewayBook, tokenizer: ChatTokenizer) -> APIRouter:
             logprobs=bool(body.logprobs),
             usage=body.usage_in_stream,
         )
-        return await _answered(session.ask(body.ask()), form, request, stream=bool(body.stream))
+        return await _answered(
+            find(request, token).ask(body.ask()), form, request, stream=bool(body.stream)
+        )
 
     @router.post("/completions", tags=["openai"])
-    async def completions(body: m.CompletionBody, session: Found, request: Request) -> Response:
+    async def completions(body: m.CompletionBody, request: Request, token: Token) -> Response:
         """What follows a prompt, which becomes part of the session's row."""
         form = Form(
             chat=False,
@@ -111,16 +111,20 @@ def _session_routes(book: GatewayBook, tokenizer: ChatTokenizer) -> APIRouter:
             logprobs=body.logprobs is not None,
             usage=body.usage_in_stream,
         )
-        return await _answered(session.ask(body.ask()), form, request, stream=bool(body.stream))
+        return await _answered(
+            find(request, token).ask(body.ask()), form, request, stream=bool(body.stream)
+        )
 
     @router.get("/models", tags=["openai"])
-    async def list_models(session: Found) -> dict[str, Any]:
+    async def list_models(request: Request, token: Token) -> dict[str, Any]:
         """The policy."""
+        find(request, token)
         return {"object": "list", "data": [_model(MODEL)]}
 
     @router.get("/models/{model:path}", tags=["openai"])
-    async def get_model(model: str, session: Found) -> dict[str, Any]:
+    async def get_model(model: str, request: Request, token: Token) -> dict[str, Any]:
         """The policy, whatever it is called."""
+        find(request, token)
         return _model(model)
 
     @router.post("/reward", tags=["sessions"])

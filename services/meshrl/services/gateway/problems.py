@@ -27,6 +27,7 @@ from meshrl.services.rewards.problems import MAX_DETAIL, AsciiJSON
 log = logging.getLogger(__name__)
 
 INVALID = "invalid_request_error"
+TOO_LARGE = "too_large"
 STATUS: Mapping[type[MeshError], tuple[int, str, str | None]] = {
     ContextLengthError: (400, INVALID, "context_length_exceeded"),
     UserError: (400, INVALID, None),
@@ -77,8 +78,8 @@ def refused(error: MeshError) -> AsciiJSON:
 
 
 def too_large(status: int, code: str, detail: str) -> AsciiJSON:
-    """What a body beyond the limit gets."""
-    return AsciiJSON(_body(detail, INVALID, None, code), status)
+    """What a body beyond the limit gets, which is told before the app sees it."""
+    return AsciiJSON(_body(detail, INVALID, None, TOO_LARGE), status)
 
 
 def install(app: FastAPI) -> None:
@@ -97,9 +98,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> AsciiJSON:
-        code = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}.get(
-            error.status_code
-        )
+        code = {404: "not_found", 405: "method_not_allowed", 413: TOO_LARGE}.get(error.status_code)
         return AsciiJSON(
             _body(str(error.detail), INVALID, None, code), error.status_code, error.headers
         )

@@ -108,6 +108,7 @@ class WeightAgent:
             PoisonedError: the engine broke during a commit.
         """
         try:
+            await asyncio.to_thread(self._carriers.load)
             while True:
                 try:
                     await self._visit()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from meshrl.contract.errors import ConflictError
+from meshrl.contract.errors import ConflictError, MeshError
 from meshrl.contract.extend import load
 from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.config import CARRIERS, WeightsConfig
 from meshrl.services.weights.traits import offered
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,15 @@ class Carriers:
         """By which this process can be reached."""
         if len(self.names) == 1:
             self[self.names[0]]
+
+    def load(self) -> None:
+        """Make all of several now, which may import torch, and offer no more those that cannot be made. Blocks."""
+        for name in self.names if len(self.names) > 1 else ():
+            try:
+                self[name]
+            except (MeshError, ImportError, OSError) as error:
+                logger.warning("carrier %s is not offered: %s", name, error)
+                self.names = tuple(each for each in self.names if each != name)
 
     def __getitem__(self, name: str) -> Carrier:
         """Raises ConflictError for one that this process does not offer, ConfigError when it cannot be loaded."""

@@ -63,11 +63,14 @@ class Store:
             raise ConfigError(f"weights.directory: {url}: {error}") from error
         self.url = url
 
-    def write(self, path: str, content: bytes | memoryview) -> None:
+    def write(self, path: str, content: bytes) -> None:
         """One object, with the folder that it lies in. Raises CapacityError."""
         full = f"{self._root}/{path}"
         try:
-            self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
+            if (
+                not self._files.async_impl
+            ):  # object stores have no folders; s3fs would make a bucket
+                self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(full, content)
         except Exception as error:  # every store has errors of its own
             raise CapacityError(f"cannot write {path} to {self.url}: {_line(error)}") from error
@@ -187,7 +190,7 @@ class ChainWriter:
     ) -> None:
         content = io.BytesIO()
         write_tensors(content, manifest, index, bucket)
-        self._store.write(f"{folder}/{file_name(manifest, index)}", content.getbuffer())
+        self._store.write(f"{folder}/{file_name(manifest, index)}", content.getvalue())
 
     def _prune(self, run: str) -> None:
         """Remove what the newest `keep` versions do not need, and what a trainer that died has left."""
@@ -284,4 +287,4 @@ def _patch_name(manifest: WeightManifest, index: int) -> str:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
+    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -23,9 +23,9 @@ class WeightsConfig(Config):
     """How weights travel from the trainer to the rollout engines, and how long anybody waits for it."""
 
     carrier: str = "gloo"
-    """A module of `meshrl.services.weights.carriers`, or a dotted path: gloo over TCP, shm and cuda_ipc on one host,
-    disk through `run.dir`; auto chooses for each class of rollout processes, by what both ends can do and what was
-    measured."""
+    """A module of `meshrl.services.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
+    cuda_ipc on one host, delta for what changed, disk and object through a directory; auto chooses for each class of
+    rollout processes, by what both ends can do and what was measured."""
     among: tuple[str, ...] = ("cuda_ipc", "shm", "nccl", "gloo", "delta")
     """What `auto` chooses among; those that an end cannot run are left out there. With a fixed `port` they listen on
     that one and the ones after it, in this order."""

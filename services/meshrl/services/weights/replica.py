@@ -138,6 +138,7 @@ class Replica:
     async def _carry(self, source: WeightSource, way: Way) -> None:
         """READY … RECEIVED of the last bucket, whole."""
         version = source.manifest.version
+        proposed_at = time.monotonic()
         await within(self._meet(way), self._config.ready_s, f"{self.name}: READY", self._late)
         began = time.monotonic()
         cell = self._cells[way.carrier]
@@ -151,7 +152,7 @@ class Replica:
                 f"{self.name}: buckets {list(wanted)} of weights {version} arrived corrupted "
                 f"{1 + self._config.resends} times"
             )
-        self._ways.observe(way, version, time.monotonic() - began)
+        self._ways.observe(way, version, time.monotonic() - began, began - proposed_at)
 
     async def _meet(self, way: Way) -> None:
         """Open both ends of the cell; the replica is ready when its end is."""

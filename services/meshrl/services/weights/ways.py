@@ -67,7 +67,9 @@ class Ways:
         self._committed: WeightSource | None = None
 
     async def start(self) -> None:
-        """Listen, where there is only one way. Raises ConfigError when it cannot."""
+        """Load the carriers, and listen where there is only one. Raises ConfigError when it cannot."""
+        await asyncio.to_thread(self._carriers.load)
+        self._traits = {name: self._traits[name] for name in self._carriers.names}
         if len(self._carriers.names) == 1:
             await self._endpoint(self._carriers.names[0])
 
@@ -121,10 +123,10 @@ class Ways:
         """This end of a cell."""
         return self._carriers[way.carrier].cell(link)
 
-    def observe(self, way: Way, version: Version, seconds: float) -> None:
-        """A version has arrived `seconds` after its transfer began."""
+    def observe(self, way: Way, version: Version, seconds: float, opening_s: float) -> None:
+        """A version has arrived: `opening_s` until the replica was ready for it, `seconds` from then on."""
         seconds += self._staging_s.get((way.carrier, version), 0.0)
-        self._chooser.observe(way.receivers, way.carrier, way.work, seconds)
+        self._chooser.observe(way.receivers, way.carrier, way.work, seconds, opening_s)
 
     def failed(self, way: Way) -> None:
         """A version has not arrived, and the carrier may be why: the next attempt chooses anew."""

@@ -327,8 +327,9 @@ def _rollout() -> Iterator[Rule]:
     yield same(
         f"{ROLLOUT}.max_num_seqs", "rollout.slots", note="requests that one engine runs at once"
     )
-    agents = "an agent loop is a program here: rollout.program, docs/how-to/extend.md"
-    yield refused(f"{ROLLOUT}.multi_turn.enable", agents, (None, False), False)
+    agents = "an agent loop is a program here: rollout.program, docs/how-to/write-a-program.md"
+    tools = "rollout.program=tools, with your functions or MCP servers in program_options: docs/how-to/tools.md"
+    yield refused(f"{ROLLOUT}.multi_turn.enable", tools, (None, False), False)
     yield refused(f"{ROLLOUT}.agent.agent_loop_config_path", agents)
     yield refused(
         f"{ROLLOUT}.agent.default_agent_loop",

@@ -93,17 +93,19 @@ class Chooser:
         found.records[chosen].used = found.turn
         return chosen
 
-    def observe(self, receivers: str, name: str, work: float, seconds: float) -> None:
-        """A version has arrived at a replica of the class."""
+    def observe(
+        self, receivers: str, name: str, work: float, seconds: float, opening_s: float = 0.0
+    ) -> None:
+        """A version has arrived at a replica of the class; `opening_s` of a first meeting is no part of its rate."""
         found = self._classes[receivers]
         record = found.records[name]
         record.strikes = record.bars = 0
         fresh = seconds / max(work, 1.0)
         known = record.seconds_per_byte
         record.seconds_per_byte = fresh if known is None else known + _NEWEST * (fresh - known)
-        found.spent_s += seconds
+        found.spent_s += seconds + opening_s
         if found.trial is not None and found.trial[0] == name:
-            found.explored_s += max(0.0, seconds - found.trial[1])
+            found.explored_s += max(0.0, seconds + opening_s - found.trial[1])
 
     def failed(self, receivers: str, name: str) -> None:
         """A version has not arrived, and the carrier may be why."""

@@ -86,7 +86,7 @@ class NcclCell:
             UnavailableError: the other end did not come, or either failed.
         """
         try:
-            await within(self._meet(deadline_s), deadline_s, f"{self._where}: joining")
+            await within(self._meet(deadline_s), deadline_s, "joining")
         except UserError as error:
             self.abort()
             raise type(error)(f"{self._where}: {error}") from error

@@ -73,7 +73,7 @@ class Library(Protocol):
         ...
 
     def buffer(self, memory: mmap.mmap) -> Buffer:
-        """Pin `memory` and have as much on the device."""
+        """Pin `memory` and have as much on the device; after `join`."""
         ...
 
     def mark(self) -> Callable[[], bool]:

@@ -97,6 +97,7 @@ class NcclProcess:
                 *("--socket", str(fds[0]), "--memory", str(fds[1])),
                 *("--library", config.library, "--device", str(config.device)),
                 stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # NCCL_DEBUG writes there, and ours may be somebody's protocol
                 pass_fds=fds,
                 env=environment(config),
             )

@@ -37,20 +37,22 @@ class Library:
         try:
             count = runtime.getDeviceCount()
         except runtime.CUDARuntimeError as error:
-            raise ConfigError(f"weights.nccl: no CUDA device can be used here ({error})") from error
+            raise ConfigError(f"no CUDA device can be used here ({error})") from error
         if device >= count:
             raise ConfigError(f"weights.nccl.device is {device}, this process sees {count} devices")
-        runtime.setDevice(device)
         self.version = dotted(nccl.get_version())
-        self._stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
-        self._event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+        self._device = device
+        self._stream = self._event = 0
 
     def unique_id(self) -> bytes:
         """It names an address of this process: NCCL_SOCKET_IFNAME chooses the interface."""
         return bytes(nccl.get_unique_id())
 
     def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        """Calls ncclCommInitRank."""
+        """Calls ncclCommInitRank; until then nothing lies on the device, not even a context."""
+        runtime.setDevice(self._device)
+        self._stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+        self._event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
         return Communicator(nccl.NcclCommunicator(size, unique_id, rank), self._stream)
 
     def buffer(self, memory: mmap.mmap) -> Buffer:
@@ -131,7 +133,7 @@ def _check_one_nccl() -> None:
     found = loaded_nccl(Path("/proc/self/maps").read_text())
     if len(found) > 1:
         raise ConfigError(
-            f"weights.nccl: torch and cupy load different files of NCCL ({', '.join(sorted(found))}); "
+            f"torch and cupy load different files of NCCL ({', '.join(sorted(found))}); "
             "name one in weights.nccl.env: LD_PRELOAD"
         )
     if torch_nccl is not None and torch.distributed.is_nccl_available():
@@ -139,5 +141,5 @@ def _check_one_nccl() -> None:
         ours = dotted(nccl.get_version())
         if theirs != ours:
             raise ConfigError(
-                f"weights.nccl: torch speaks NCCL {theirs}, cupy {ours}; name one in weights.nccl.env: LD_PRELOAD"
+                f"torch speaks NCCL {theirs}, cupy {ours}; name one in weights.nccl.env: LD_PRELOAD"
             )

@@ -1,0 +1,225 @@
+"""Weights to three rollout processes on this machine: seconds, pauses, exactness, and what a dead or hung one costs.
+
+    python benchmarks/weights.py [--mib 256] [--updates 12] [--carriers shm gloo delta disk] [--only exact speed …]
+
+The trainer's plane is this process; each receiver is a process of its own, with an engine that copies 256 MiB of
+staged bf16 weights into its live ones at a commit, which is what it pauses for. From version to version 1 % of the
+words move by one. Parts:
+
+    exact   100 updates on each carrier; the hashes of each engine's live memory are the trainer's, every time
+    speed   seconds until all hold a version (prepare), GB/s that each receives, the longest pause of an update
+    kill    a receiver gets SIGKILL when bucket i is about to be sent, for each i: seconds until the others serve it
+    stop    one of three gets SIGSTOP in the middle of an update: the p99 of the others' pauses, and of their waits
+            from publishing to serving, from then on, beside those of the same fleet before
+    auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
+
+Pauses and waits are what the replicas report, by the clock that all processes share. The first two updates of each
+fleet warm up (memory is allocated, cells meet). The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent / "weights_bench"))
+
+from source import Drifting
+
+from fleet import Fleet, Update, opened
+
+PARTS = ("exact", "speed", "kill", "stop", "auto")
+NAMES = ["one", "two", "three"]
+WARM = 2
+SMALL = 16 << 20
+
+
+class Trap:
+    """Strikes a member when a bucket is asked for the given time: staging asks once before anything is sent."""
+
+    def __init__(
+        self, fleet: Fleet, name: str, number: signal.Signals, bucket: int, call: int
+    ) -> None:
+        self._strike = lambda: fleet.strike(name, number)
+        self._bucket = bucket
+        self._calls = call
+
+    def __call__(self, bucket: int) -> None:
+        self._calls -= bucket == self._bucket
+        if bucket == self._bucket and self._calls == 0:
+            self._strike()
+
+
+class Bench:
+    """The parts, and what they found."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.options = options
+        self.scratch = scratch
+        self.bytes = options.mib << 20
+        self.found: dict[str, Any] = {"mib": options.mib, "receivers": len(NAMES)}
+
+    def config(self, carrier: str, **more: object) -> dict[str, object]:
+        return {"carrier": carrier, "dtype": "bfloat16", "bucket_bytes": self.bytes // 4, **more}
+
+    def place(self, what: str) -> Path:
+        return self.scratch / f"{what}-{time.monotonic_ns()}"
+
+    async def exact(self) -> None:
+        """Bit by bit after each of 100 updates."""
+        self.found["exact"] = {}
+        for carrier in self.options.carriers:
+            weights = Drifting(SMALL, SMALL // 4)
+            config = self.config(carrier)
+            async with opened(config, self.place("exact"), NAMES, "--hashes") as fleet:
+                right = 0
+                for _ in range(100):
+                    update = await fleet.update(weights)
+                    right += fleet.exact(update.version)
+            self.found["exact"][carrier] = right
+            print(f"exact   {carrier:6} {right} of 100 updates equal in all engines", flush=True)
+
+    async def speed(self) -> None:
+        """Prepare and pause."""
+        self.found["speed"] = {}
+        for carrier in self.options.carriers:
+            weights = Drifting(self.bytes, self.bytes // 4)
+            async with opened(self.config(carrier), self.place("speed"), NAMES) as fleet:
+                updates = [await fleet.update(weights) for _ in range(WARM + self.options.updates)][
+                    WARM:
+                ]
+            prepare = statistics.median(update.prepare_s for update in updates)
+            figures = {
+                "prepare_s": round(prepare, 3),
+                "gb_per_s_each": round(self.bytes / prepare / 1e9, 2),
+                "pause_ms": _ms(statistics.median(update.pause_s for update in updates)),
+                "pause_ms_max": _ms(max(update.pause_s for update in updates)),
+                "sync_s": round(statistics.median(update.sync_s for update in updates), 3),
+            }
+            self.found["speed"][carrier] = figures
+            print(f"speed   {carrier:6} {figures}", flush=True)
+
+    async def kill(self) -> None:
+        """SIGKILL at every bucket."""
+        self.found["kill_s"] = {}
+        for carrier in self.options.carriers[:2]:
+            seconds = []
+            weights = Drifting(self.bytes, self.bytes // 4)
+            async with opened(self.config(carrier), self.place("kill"), NAMES[:2]) as fleet:
+                for _ in range(WARM):
+                    await fleet.update(weights)
+                for index in range(4):
+                    victim = f"victim-{index}"
+                    await fleet.join(victim)
+                    trap = Trap(fleet, victim, signal.SIGKILL, index, 1 + (carrier != "gloo"))
+                    update = await fleet.update(weights, NAMES[:2], trap)
+                    seconds.append(round(update.sync_s, 2))
+                    await fleet.members[victim].child.wait()
+                    await fleet.until(lambda victim=victim: fleet.state(victim) == "out")
+                    del fleet.members[victim]
+            self.found["kill_s"][carrier] = seconds
+            print(f"kill    {carrier:6} survivors serve after {seconds} s", flush=True)
+
+    async def stop(self) -> None:
+        """SIGSTOP of one of three."""
+        carrier = self.options.carriers[0]
+        config = self.config(carrier, late_quorum=0.5, late_s=0.0, base_s=3.0, ready_s=3.0)
+        weights = Drifting(self.bytes, self.bytes // 4)
+        others = NAMES[:2]
+        count = max(20, self.options.updates)
+        async with opened(config, self.place("stop"), NAMES) as fleet:
+            healthy = [await fleet.update(weights, others) for _ in range(WARM + count)][WARM:]
+            trap = Trap(fleet, NAMES[2], signal.SIGSTOP, 2, 1 + (carrier != "gloo"))
+            hung = [await fleet.update(weights, others, trap)]
+            hung += [await fleet.update(weights, others) for _ in range(count - 1)]
+            fleet.strike(NAMES[2], signal.SIGCONT)
+            await fleet.join()
+            await fleet.until(lambda: fleet.state(NAMES[2]) == "serving")
+        figures: dict[str, Any] = {"carrier": carrier, "updates": count}
+        for what in ("pause_s", "sync_s"):
+            before, after = _p99(healthy, what), _p99(hung, what)
+            figures |= {
+                f"{what}_p99_healthy": round(before, 3),
+                f"{what}_p99_one_stopped": round(after, 3),
+                f"{what}_ratio": round(after / before, 2),
+            }
+        figures["sync_s_median_healthy"] = round(
+            statistics.median(update.sync_s for update in healthy), 3
+        )
+        figures["sync_s_of_the_update_that_met_the_stop"] = round(hung[0].sync_s, 3)
+        self.found["stop"] = figures
+        print(f"stop    {figures}", flush=True)
+
+    async def auto(self) -> None:
+        """Beside the fixed ones."""
+        self.found["auto"] = {}
+        for where, among, flags in (
+            ("here", ["shm", "gloo", "delta"], ()),
+            ("elsewhere", ["gloo", "delta"], ("--elsewhere",)),
+        ):
+            weights = Drifting(self.bytes // 4, self.bytes // 16)
+            updates: dict[str, list[Update]] = {}
+            async with AsyncExitStack() as stack:
+                fleets = {}
+                for carrier in (*among, "auto"):
+                    config = self.config(carrier, among=among)
+                    fleet = opened(config, self.place("auto"), NAMES, *flags)
+                    fleets[carrier] = await stack.enter_async_context(fleet)
+                for _ in range(WARM + 100):  # in turn: other work on the machine disturbs all alike
+                    for carrier, fleet in fleets.items():
+                        updates.setdefault(carrier, []).append(await fleet.update(weights))
+            seconds = {
+                carrier: round(sum(update.prepare_s for update in each[WARM:]), 2)
+                for carrier, each in updates.items()
+            }
+            used = Counter(update.carrier for update in updates["auto"])
+            best = min(seconds[carrier] for carrier in among)
+            figures = {
+                "seconds_of_100": seconds,
+                "used": dict(used),
+                "auto_to_best": round(seconds["auto"] / best, 2),
+            }
+            self.found["auto"][where] = figures
+            print(f"auto    {where:9} {figures}", flush=True)
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
+
+
+def _p99(updates: list[Update], what: str) -> float:
+    values = sorted(getattr(update, what) for update in updates)
+    return values[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="meshrl-weights-") as scratch:
+        bench = Bench(options, Path(scratch))
+        for part in options.only:
+            await getattr(bench, part)()
+        return bench.found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--updates", type=int, default=12)
+    parser.add_argument("--carriers", nargs="+", default=["shm", "gloo", "delta", "disk"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    logging.getLogger("meshrl").setLevel(logging.ERROR)
+    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""A weight plane in this process and replicas in processes of their own, with everything that they report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from source import RUN, Drifting, Source
+
+from meshrl.contract.nouns import Version
+from meshrl.services.weights.carrier import Place
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.door import WeightsDoor
+from meshrl.services.weights.plane import WeightPlane
+
+SCRIPT = Path(__file__).with_name("replica.py")
+PATIENCE_S = 120.0
+
+
+@dataclass
+class Member:
+    """One replica."""
+
+    name: str
+    child: asyncio.subprocess.Process
+    staged: dict[str, float] = field(default_factory=dict)
+    """When, by version."""
+    served: dict[str, float] = field(default_factory=dict)
+    pause_s: dict[str, float] = field(default_factory=dict)
+    hashes: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One version's way through the fleet."""
+
+    version: str
+    carrier: str
+    prepare_s: float
+    """From publishing until every engine that served it held it."""
+    sync_s: float
+    """… until every engine served it."""
+    pause_s: float
+    """The longest that an engine stood still."""
+
+
+class Fleet:
+    """A plane, and its members."""
+
+    def __init__(self, config: dict[str, Any], directory: Path, *flags: str) -> None:
+        self.config = WeightsConfig.model_validate(config)
+        self._directory = directory
+        self._flags = flags
+        self.members: dict[str, Member] = {}
+        self.committed: dict[str, float] = {}
+        self.sources: dict[str, Source] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Condition()
+        self._step = 0
+
+    async def start(self) -> None:
+        async def on_committed(version: Version) -> None:
+            async with self._changed:
+                self.committed[str(version)] = time.monotonic()
+                self._changed.notify_all()
+
+        place = Place(directory=self._directory)
+        self.plane = WeightPlane(
+            self.config, run=RUN, epoch=1, place=place, on_committed=on_committed
+        )
+        await self.plane.start()
+        self._server = grpc.aio.server()
+        WeightsDoor(self.plane).attach(self._server)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+
+    async def close(self) -> None:
+        for member in self.members.values():
+            if member.child.returncode is None:
+                member.child.kill()
+        await asyncio.gather(*self._readers)
+        await self.plane.close()
+        await self._server.stop(0)
+
+    async def join(self, *names: str) -> None:
+        """Start replicas; returns once all are in the fleet, at its committed version if there is one."""
+        for name in names:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(SCRIPT),
+                f"--config={self.config.model_dump_json()}",
+                f"--directory={self._directory}",
+                f"--port={self.port}",
+                f"--name={name}",
+                *self._flags,
+                stdout=asyncio.subprocess.PIPE,
+                limit=1 << 20,
+            )
+            self.members[name] = Member(name, child)
+            self._readers.append(asyncio.create_task(self._read(self.members[name])))
+        await self.until(lambda: all(self._at_newest(name) for name in names))
+
+    async def update(
+        self,
+        weights: Drifting,
+        served_by: list[str] | None = None,
+        trap: Callable[[int], None] | None = None,
+    ) -> Update:
+        """Publish the next version; returns once it is committed and these (all, if not given) serve it."""
+        self._step += 1
+        source = weights.version(Version(1, self._step), trap)
+        version = str(source.manifest.version)
+        self.sources = {version: source}  # the plane keeps what it needs
+        members = [self.members[name] for name in (served_by or self.members)]
+        began = time.monotonic()
+        await self.plane.publish(source)
+        await self.until(
+            lambda: version in self.committed and all(version in m.served for m in members)
+        )
+        carriers = {
+            view.carrier for view in self.plane.fleet().replicas if view.name in self.members
+        }
+        return Update(
+            version,
+            "+".join(sorted(carriers)),
+            max(member.staged[version] for member in members) - began,
+            max(member.served[version] for member in members) - began,
+            max(member.pause_s[version] for member in members),
+        )
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                async with self._changed:
+                    try:
+                        async with asyncio.timeout(0.02):  # the plane's own state has no event here
+                            await self._changed.wait()
+                    except TimeoutError:
+                        continue
+
+    def exact(self, version: str) -> bool:
+        """Whether the live memory of every engine has the trainer's hashes."""
+        wanted = list(self.sources[version].manifest.bucket_hashes)
+        return all(member.hashes[version] == wanted for member in self.members.values())
+
+    def strike(self, name: str, number: signal.Signals) -> None:
+        self.members[name].child.send_signal(number)
+
+    def state(self, name: str) -> str:
+        views = {view.name: view for view in self.plane.fleet().replicas}
+        return str(views[name].state) if name in views else "unknown"
+
+    def _at_newest(self, name: str) -> bool:
+        views = {view.name: view for view in self.plane.fleet().replicas}
+        fleet = self.plane.fleet()
+        return name in views and (fleet.committed is None or views[name].version == fleet.committed)
+
+    async def _read(self, member: Member) -> None:
+        assert member.child.stdout is not None
+        async for line in member.child.stdout:
+            event = json.loads(line)
+            if "staged" in event:
+                member.staged[event["staged"]] = event["at"]
+            else:
+                member.pause_s[event["commit"]] = event["pause_s"]
+                member.hashes[event["commit"]] = event["hashes"]
+                member.served[event["commit"]] = event["at"]
+            async with self._changed:
+                self._changed.notify_all()
+        await member.child.wait()
+
+
+@asynccontextmanager
+async def opened(
+    config: dict[str, Any], directory: Path, names: list[str], *flags: str
+) -> AsyncIterator[Fleet]:
+    directory.mkdir(parents=True)  # noqa: ASYNC240 - before anything runs
+    fleet = Fleet(config, directory, *flags)
+    await fleet.start()
+    try:
+        await fleet.join(*names)
+        yield fleet
+    finally:
+        await fleet.close()

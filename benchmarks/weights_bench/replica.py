@@ -1,0 +1,89 @@
+"""A rollout process with an engine that copies: staged weights go into the live ones at the commit, while it pauses.
+
+Reports as JSON lines when (CLOCK_MONOTONIC, the same in every process) a version was staged and served, how long the
+engine stood still, and the hashes of its live memory, computed after it went on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import numpy as np
+from source import RUN
+
+from meshrl.contract.nouns import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.services.weights import agent, traits
+from meshrl.services.weights.carrier import Place
+from meshrl.services.weights.config import WeightsConfig
+from meshrl.services.weights.wire import digest
+
+
+class CopyingEngine:
+    """A WeightSink whose live weights keep their place in memory, as those of servers with captured graphs do."""
+
+    def __init__(self, hashes: bool) -> None:
+        self._hashes = hashes
+        self._staged: dict[Version, list[Uint8]] = {}
+        self._live: list[Uint8] = []
+        self.pause_s = 0.0
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        self._staged[manifest.version] = list(buckets)
+        if not self._live:  # as after loading a checkpoint
+            self._live = [np.zeros_like(bucket) for bucket in buckets]
+        report(staged=str(manifest.version))
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        staged = self._staged.pop(version)
+        began = time.monotonic()
+        await asyncio.to_thread(self._copy, staged)
+        self.pause_s = time.monotonic() - began
+        found = [digest(bucket) for bucket in self._live] if self._hashes else []
+        report(commit=str(version), pause_s=self.pause_s, hashes=found)
+
+    async def discard_weights(self, version: Version) -> None:
+        self._staged.pop(version, None)
+
+    def _copy(self, staged: list[Uint8]) -> None:
+        for live, fresh in zip(self._live, staged, strict=True):
+            np.copyto(live, fresh)
+
+
+def report(**event: object) -> None:
+    print(json.dumps(event | {"at": time.monotonic()}), flush=True)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--hashes", action="store_true")
+    parser.add_argument("--elsewhere", action="store_true", help="say that this is another host")
+    options = parser.parse_args()
+    if options.elsewhere:
+        agent.host_id = lambda: "elsewhere"
+    assert traits.host_id()
+    engine = CopyingEngine(options.hashes)
+    replica = agent.WeightAgent(
+        WeightsConfig.model_validate_json(options.config),
+        run=RUN,
+        replica=options.name,
+        engine=engine,
+        on_update=OnUpdate.IN_FLIGHT,
+        place=Place(directory=options.directory),
+        connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{options.port}"),
+        pause_s=lambda: engine.pause_s,
+    )
+    await replica.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,72 @@
+"""Weights that drift as training makes them: from version to version a share of the bf16 words moves by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
+from meshrl.services.weights.wire import digest
+
+RUN = "bench"
+TENSOR_BYTES = 8 << 20
+
+
+class Drifting:
+    """Makes one WeightSource after the other; each owns its memory, as a trainer's snapshot does."""
+
+    def __init__(self, total_bytes: int, bucket_bytes: int, changed: float = 0.01) -> None:
+        self._random = np.random.default_rng(7)
+        words = self._random.normal(0.0, 0.02, total_bytes // 4).astype(np.float32)
+        # The upper half of a float32 is a bfloat16; twice the same draw saves the time to make it.
+        halves = (words.view(np.uint32) >> 16).astype(np.uint16)
+        self._words = np.concatenate([halves, halves[::-1]])
+        self._bucket_bytes = bucket_bytes
+        self._changed = changed
+
+    def version(self, version: Version, trap: Callable[[int], None] | None = None) -> Source:
+        """The next weights; `trap` hears of every bucket that is asked for."""
+        count = int(self._words.size * self._changed)
+        places = self._random.integers(0, self._words.size, count)
+        self._words[places] += 1
+        memory = self._words.copy().view(np.uint8)
+        buckets = [
+            memory[at : at + self._bucket_bytes]
+            for at in range(0, memory.nbytes, self._bucket_bytes)
+        ]
+        return Source(version, buckets, trap)
+
+
+class Source:
+    """A WeightSource."""
+
+    def __init__(
+        self, version: Version, buckets: list[Uint8], trap: Callable[[int], None] | None
+    ) -> None:
+        tensors = tuple(
+            TensorSpec(
+                name=f"layers.{index}.{offset // TENSOR_BYTES}.weight",
+                dtype="bfloat16",
+                shape=(min(TENSOR_BYTES, bucket.nbytes - offset) // 2,),
+                bucket=index,
+                offset=offset,
+                nbytes=min(TENSOR_BYTES, bucket.nbytes - offset),
+            )
+            for index, bucket in enumerate(buckets)
+            for offset in range(0, bucket.nbytes, TENSOR_BYTES)
+        )
+        self._buckets = buckets
+        self._trap = trap
+        self.manifest = WeightManifest(
+            run=RUN,
+            version=version,
+            tensors=tensors,
+            bucket_bytes=tuple(bucket.nbytes for bucket in buckets),
+            bucket_hashes=tuple(digest(bucket) for bucket in buckets),
+        )
+
+    def bucket(self, index: int) -> Uint8:
+        if self._trap is not None:
+            self._trap(index)
+        return self._buckets[index]
