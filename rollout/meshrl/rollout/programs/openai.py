@@ -52,6 +52,8 @@ class Config(BaseConfig):
     client_sampling: bool = False
     """A request's `temperature` and `top_p` count. Else those of `rollout` do: the trainer computes log-probs under
     them."""
+    tools_unseen: bool = False
+    """Take `tools` also where the chat template does not tell the policy of them: it knows them from before."""
     on_agent_error: Literal["infra_fault", "policy_fault"] = "infra_fault"
     """Whose fault it is when an agent fails: the machinery's, and the row is tried again, or the policy's, and it is
     trained on."""
@@ -93,6 +95,7 @@ class OpenAIProgram:
         self._rules = SessionRules(
             branch=config.branch,
             client_sampling=config.client_sampling,
+            tools_unseen=config.tools_unseen,
             concurrent=config.concurrent,
             requests=config.max_requests,
             prompt_tokens=gateway.prompt_tokens,

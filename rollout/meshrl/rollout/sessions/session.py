@@ -69,6 +69,8 @@ class SessionRules:
     branch: Branch = Branch.LAST
     client_sampling: bool = False
     """A request's temperature and top_p count instead of the task's."""
+    tools_unseen: bool = False
+    """Tools need not be in the prompt."""
     concurrent: int = 16
     """Requests of one session that run at once; further ones are refused."""
     requests: int = 1024
@@ -181,8 +183,7 @@ class Session:
         place = self.history.find_chat(ask.messages, ask.tools)
         if place.turn is None:
             observed = chat.prompt_of(self._tokenizer, ask.messages, tools=ask.tools)
-            if ask.tools and observed == chat.prompt_of(self._tokenizer, ask.messages):
-                raise UserError("tools: the chat template of this model does not tell it of tools")
+            self._check_told(ask, observed)
         else:
             observed = self._conversation(place.turn).rendered(ask.messages[place.fresh :])
         visible = Visible(self._tokenizer, stop=ask.stop, tools=bool(ask.tools))
@@ -192,6 +193,16 @@ class Session:
             self.history.chatted(place, turn, said)
 
         return self._begin(ask, place, observed, visible, ended)
+
+    def _check_told(self, ask: Ask, prompt: Sequence[int]) -> None:
+        """Raises UserError where the policy would not hear of its tools."""
+        if not ask.tools or self._rules.tools_unseen:
+            return
+        if prompt == chat.prompt_of(self._tokenizer, ask.messages):
+            raise UserError(
+                "tools: the chat template of this model does not tell it of tools "
+                "(rollout.program_options.tools_unseen takes them all the same)"
+            )
 
     def _ask_text(self, ask: Ask, prompt: str | Sequence[int]) -> Asking:
         if isinstance(prompt, str):
