@@ -28,6 +28,7 @@ from meshrl.rollout.sampling import Response, sample
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..unit.rollout.checkpoints import (
+    assert_goes_on_with_the_old_cache,
     forced_logprobs,
     greedy,
     make_model,
@@ -236,6 +237,8 @@ async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_we
             new = forced_logprobs(second, prompt, tokens)
             np.testing.assert_allclose(answer.logprobs[border:], new[border:], atol=1e-4)
             assert np.abs(answer.logprobs[:border] - new[:border]).max() > 1e-2
+        else:
+            assert_goes_on_with_the_old_cache((first, second), prompt, answer)
     later = await all_of(engine, [request(f"c{i}", p, max_tokens=40) for i, p in enumerate(asked)])
     for prompt, answer in zip(asked, later, strict=True):
         forced = forced_logprobs(second, prompt, answer.tokens.tolist())

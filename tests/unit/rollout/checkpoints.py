@@ -18,6 +18,7 @@ from meshrl.contract.nouns import (
     Version,
     WeightManifest,
 )
+from meshrl.rollout.sampling import Response
 
 FIRST = Version(1, 0)
 VOCAB = 61
@@ -134,3 +135,22 @@ def forced_logprobs(
         logits = TopPLogitsWarper(top_p)(ids, logits)
     picked = torch.tensor(list(response))[:, None]
     return logits.log_softmax(-1).gather(-1, picked)[:, 0].numpy()
+
+
+def assert_goes_on_with_the_old_cache(
+    models: tuple[Any, Any], prompt: Sequence[int], answer: Response, count: int = 20
+) -> None:
+    """From its border on, greedy `answer` is what the second model says to the first one's cache."""
+    old, new = models
+    border = answer.spans[0].end
+    tokens = answer.tokens.tolist()
+    with torch.no_grad():
+        # The token before the border was sampled by the old weights and is read by the new ones.
+        cache = old(
+            torch.tensor([[*prompt, *tokens[: border - 1]]]), use_cache=True
+        ).past_key_values
+        for at in range(border, min(border + count, len(tokens))):
+            said = new(torch.tensor([[tokens[at - 1]]]), past_key_values=cache, use_cache=True)
+            want = said.logits[0, -1].log_softmax(-1)
+            assert int(want.argmax()) == tokens[at]
+            assert abs(float(want.max()) - float(answer.logprobs[at])) < 1e-4
