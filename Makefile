@@ -154,6 +154,7 @@ bench-trainer: venv venv-peer-trl
 .PHONY: bench-weights
 bench-weights: venv
 	$(BIN)/python benchmarks/weights.py
+	$(BIN)/python benchmarks/delta.py
 
 # The demo's task to held-out accuracy 0.8, under `meshrl up` and under TRL.
 .PHONY: bench-time-to-accuracy

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import trustme
 
 from meshrl.contract.errors import (
     CapacityError,
@@ -18,6 +19,8 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.services import tls
+from meshrl.services.config.tls import TlsConfig
 from meshrl.services.errors import from_rpc
 from meshrl.services.weights.carriers import delta
 from meshrl.services.weights.delta import encode
@@ -265,6 +268,29 @@ async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
             assert isinstance(
                 await ask(secret=secret, run=RUN, generation=1, version="seven"), UserError
             )
+
+
+async def test_patches_travel_over_tls_where_the_mesh_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wire: Wire
+) -> None:
+    authority = trustme.CA()
+    (tmp_path / "ca.pem").write_bytes(authority.cert_pem.bytes())
+    mine = authority.issue_cert("127.0.0.1")
+    mine.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for blob in mine.cert_chain_pems:
+        blob.write_to_path(tmp_path / "cert.pem", append=True)
+    files = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}
+    monkeypatch.setattr(tls, "_in_use", TlsConfig.model_validate(files))
+    async with opened("delta", tmp_path) as fleet:
+        (engine,) = await joined(fleet, "one")
+        await fleet.carry(sparse(0))
+        await fleet.carry(sparse(1))
+        assert engine.hashes == sparse(1).manifest.bucket_hashes
+        assert len(wire.patches) == BUCKETS
+        address = (await fleet.plane._ways._endpoint("delta")).partition("#")[0]
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await rpc.WeightPatchesStub(channel).Fetch(pb.WeightPatchRequest()).read()
 
 
 async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_joins_late(

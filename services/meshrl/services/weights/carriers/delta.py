@@ -71,7 +71,7 @@ class Carrier:
     def __init__(self, config: WeightsConfig, place: Place) -> None:
         self.config = config
         self.committed: Version | None = None
-        """What a replica was last committed to: also where one that comes back may stand."""
+        """The newest that a replica was committed to: also where one that comes back may stand."""
         self._secret = secrets.token_urlsafe(16)
         self._closing = AsyncExitStack()
         self._senders: dict[int, Sender] = {}
@@ -234,7 +234,8 @@ class Sender:
 
     def committed(self, version: Version) -> None:
         """The version that the replica's next patches start from."""
-        self.standing = self._carrier.committed = version
+        self.standing = version
+        self._carrier.committed = max(self._carrier.committed or version, version)
 
     def abort(self) -> None:
         """Whatever waits here, on either side of an offer, ends."""
