@@ -264,6 +264,19 @@ async def test_a_process_in_waiting_is_used_and_a_dead_one_is_not() -> None:
         await processes.close()
 
 
+async def test_who_gives_up_waiting_for_a_process_spoils_it_for_nobody() -> None:
+    processes = NcclProcesses(NcclConfig.model_validate({**settings(), "spare": True}))
+    try:
+        processes.prepare()
+        impatient = asyncio.create_task(processes.take())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        assert (await (await processes.take()).facts()).library == "stub"
+        assert impatient.cancelled()
+    finally:
+        await processes.close()
+
+
 async def test_the_id_of_a_process_that_died_leads_nowhere() -> None:
     config = NcclConfig.model_validate(settings())
     minter, other = NcclProcess(config), NcclProcess(config)

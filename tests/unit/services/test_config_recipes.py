@@ -326,6 +326,10 @@ reward: {custom_reward_function: {path: mine.py}}
                 "algorithm.adv_estimator: got 'grop'; did you mean 'grpo'?",
             ),
             ("weights.carrier=glue", "weights.carrier: got 'glue'"),
+            (
+                "weights.nccl.library=cupi",
+                "weights.nccl.library: got 'cupi'; did you mean 'cupy'?",
+            ),
         ],
     )
     def test_an_unknown_name_is_answered_with_the_known_ones(

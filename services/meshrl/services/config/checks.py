@@ -137,6 +137,9 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         (("algorithm", "adv_estimator"), "meshrl.trainer.advantages"),
     ):
         yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
+    library = recipe.weights.nccl.library
+    libraries = "meshrl.services.weights.nccl.libraries"
+    yield from _name(("weights", "nccl", "library"), libraries, library)
     loss = recipe.actor.policy_loss.loss_mode
     yield from _name(("actor", "policy_loss", "loss_mode"), "meshrl.trainer.losses", loss)
     if recipe.data.curriculum is not None:

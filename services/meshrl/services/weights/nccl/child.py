@@ -64,9 +64,10 @@ def _serve(
             connection.sendall(pack(answer))
         rank.abort()
     except Exception as error:  # whatever cupy, NCCL or CUDA raise: told to the parent, and the end
-        if rank is not None:
-            rank.abort()
         failure = _in_our_words(error)
+        with contextlib.suppress(Exception):  # the first failure is the one to tell
+            if rank is not None:
+                rank.abort()
         with contextlib.suppress(OSError):  # the parent is gone, and this process with it
             connection.sendall(pack({"code": failure.code, "failed": str(failure)}))
         return 1

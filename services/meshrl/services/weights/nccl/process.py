@@ -224,7 +224,9 @@ class NcclProcesses:
     async def take(self) -> NcclProcess:
         """A started process, the one in waiting if it still lives."""
         if self._starting is not None:
-            await self._starting
+            await asyncio.wait(
+                {self._starting}
+            )  # who is cancelled here does not cancel it for others
         process, self._spare = self._spare, None
         if process is None or not process.alive:
             process = await self._start()
@@ -259,5 +261,5 @@ class NcclProcesses:
     async def _wait_with_one(self) -> None:
         try:
             self._spare = await self._start()
-        except OSError as error:
+        except OSError as error:  # the next cell tries again, and says it
             logger.warning("no NCCL process in waiting: %s", error)
