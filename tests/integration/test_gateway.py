@@ -398,6 +398,39 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(model: Path) -> None
         assert (await mesh.queue.ledger(RUN)).dead_lettered == {}
 
 
+async def test_a_session_that_was_never_asked_goes_back_as_it_came(model: Path) -> None:
+    async with (
+        agents_mesh(model, {"external": True}, max_attempts=1) as mesh,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        for _ in range(2):
+            session = (await claim(mesh, http)).json()
+            auth = {"Authorization": f"Bearer {session['api_key']}"}
+            place = f"{mesh.url}/v1/sessions/{session['id']}"
+            assert (await http.post(f"{place}/finish", headers=auth)).status_code == 200
+        await mesh.until("queued", 1)
+        assert mesh.worker.stats.failed == 0
+
+
+async def test_a_claim_whose_client_left_costs_no_attempt(model: Path) -> None:
+    async with (
+        agents_mesh(model, {"external": True}, max_attempts=1) as mesh,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        leaver = asyncio.create_task(mesh.book.claim(30))
+        handed = mesh.book.hand_over
+
+        def leave_at_once(session: Any, address: Any) -> bool:
+            found = handed(session, address)
+            leaver.cancel()  # the very moment in which the row comes
+            return found
+
+        mesh.book.hand_over = leave_at_once  # type: ignore[method-assign]
+        await asyncio.gather(leaver, return_exceptions=True)
+        await mesh.until("queued", 1)
+        assert (await claim(mesh, http)).status_code == 201
+
+
 async def test_claims_want_a_token_where_tokens_are_asked_for(model: Path, tmp_path: Path) -> None:
     from meshrl.services.rewards.auth import new_token
 

@@ -144,6 +144,8 @@ class OpenAIProgram:
             if not self._gateway.hand_over(session, address):
                 raise GiveBackError
             await session.finished.wait()
+            if not session.asked:
+                raise GiveBackError
             return
         reward = await self._agent(task_json(session.task, session.uid, tokenizer), address)
         if reward is not None:

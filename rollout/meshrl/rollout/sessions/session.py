@@ -106,7 +106,8 @@ class Session:
         self._engine = engine
         self._tokenizer = tokenizer
         self._rules = rules or SessionRules()
-        self._asked = 0
+        self.asked = 0
+        """Requests so far."""
         self._asking: set[Asking] = set()
         self._ended = ""
 
@@ -176,7 +177,7 @@ class Session:
             raise CapacityError(
                 f"{len(self._asking)} requests of this session run at once already", retry_after_s=1
             )
-        if self._asked >= self._rules.requests:
+        if self.asked >= self._rules.requests:
             raise SessionEndedError(f"the session has had its {self._rules.requests} requests")
 
     def _ask_chat(self, ask: Ask) -> Asking:
@@ -231,7 +232,7 @@ class Session:
                 "(rollout.program_options.branch)"
             )
         request = self._request(ask, self._before(place, observed))
-        self._asked += 1
+        self.asked += 1
 
         def whole(response: Response, answer: Answer) -> None:
             ended(Turn(parent=place.turn, observed=tuple(observed), response=response), answer)
@@ -269,7 +270,7 @@ class Session:
     def _request(self, ask: Ask, conversation: Conversation) -> GenerateRequest:
         sampling = conversation.request(self._sampling(ask)).sampling
         # The first request is known by the uid itself, which is what a journal keeps; draws of others are their own.
-        name = f"{self.uid}/{self._asked}" if self._asked else str(self.uid)
+        name = f"{self.uid}/{self.asked}" if self.asked else str(self.uid)
         return GenerateRequest(request_id=name, prompt_ids=conversation.tokens, sampling=sampling)
 
     def _sampling(self, ask: Ask) -> SamplingParams:

@@ -20,6 +20,7 @@ from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.member import MemberDoor
 from meshrl.services.doors.rollout import RolloutDoor
+from meshrl.services.gateway.metrics import GatewayMetrics
 from meshrl.services.gateway.serving import gateway_of
 from meshrl.services.queues import queue_of
 from meshrl.services.runtime import Server
@@ -73,6 +74,8 @@ async def run(recipe: Recipe, site: Site) -> None:
 
         member = MemberDoor(worker, engine, leave=lambda: server.stop())
         async with Server(site.settings, [RolloutDoor(engine), member]) as server:
+            if gateway is not None:
+                server.registry.register(GatewayMetrics(gateway))
             agent = WeightAgent(
                 recipe.weights,
                 run=recipe.run.name,

@@ -24,6 +24,7 @@ from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.services.gateway import models as m
 from meshrl.services.gateway.answers import Form, Streamed
 from meshrl.services.gateway.book import GatewayBook, address
+from meshrl.services.gateway.doorkeeper import Doorkeeper
 from meshrl.services.gateway.problems import install, too_large
 from meshrl.services.rewards.auth import Guard, Role
 from meshrl.services.rewards.limit import BodyLimit
@@ -67,6 +68,7 @@ def build_app(
         default_response_class=AsciiJSON,
     )
     app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=too_large)
+    app.add_middleware(Doorkeeper, book=book)  # added last, asked first
     install(app)
 
     @app.get("/health", tags=["service"])

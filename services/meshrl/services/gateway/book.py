@@ -103,9 +103,13 @@ class GatewayBook:
         self._on_demand()
         try:
             async with asyncio.timeout(wait_s):
-                return await claim
+                return await asyncio.shield(claim)
         except TimeoutError:
             raise WaitTimeoutError(f"no row came within {wait_s:g} s") from None
+        except asyncio.CancelledError:
+            if claim.done() and not claim.exception():
+                claim.result().finished.set()  # nobody has heard of it: its row goes back
+            raise
         finally:
             claim.cancel()
 

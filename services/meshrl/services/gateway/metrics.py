@@ -1,0 +1,34 @@
+"""A gateway's sessions as Prometheus metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from meshrl.services.gateway.book import GatewayBook
+
+
+class GatewayMetrics(Collector):
+    """Read when somebody asks."""
+
+    def __init__(self, book: GatewayBook) -> None:
+        self._book = book
+
+    def collect(self) -> Iterator[Metric]:
+        """Two gauges, two counters."""
+        book = self._book
+        yield GaugeMetricFamily("meshrl_gateway_sessions", "Open now.", value=book.sessions)
+        yield GaugeMetricFamily(
+            "meshrl_gateway_claims_waiting", "Agents from outside without a row.", value=book.demand
+        )
+        yield CounterMetricFamily(
+            "meshrl_gateway_sessions_opened", "Since the start.", value=book.opened_ever
+        )
+        yield CounterMetricFamily(
+            "meshrl_gateway_tokens_left_out",
+            "Sampled tokens of ended sessions that lie on branches which are not trained.",
+            value=book.tokens_left_out,
+        )
