@@ -112,13 +112,18 @@ async def until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def opened(carrier: str, directory: Path, **options: object) -> AsyncIterator[Fleet]:
     # No GPU is needed: the carrier's processes speak through sockets here.
-    options = {"nccl": {"library": "stub"}, "directory": str(directory / "objects"), **options}
+    options = {
+        "nccl": {"library": "stub"},
+        "ipc": {"library": "stub"},
+        "directory": str(directory / "objects"),
+        **options,
+    }
     config = WeightsConfig.model_validate({"carrier": carrier, **options})
     async with Fleet(config, directory, epoch=1, port=0) as fleet:
         yield fleet
 
 
-@pytest.fixture(params=["gloo", "disk", "shm", "auto", "nccl", "delta", "object"])
+@pytest.fixture(params=["gloo", "disk", "shm", "cuda_ipc", "auto", "nccl", "delta", "object"])
 def carrier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

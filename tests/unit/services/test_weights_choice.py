@@ -179,9 +179,10 @@ async def test_a_full_shared_memory_is_one_line(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(CapacityError, match="no room for 262144 bytes of weights in /dev/shm"):
-            await carrier.stage(MadeSource("r", Version(1, 0)))
+            await carrier.stage(MadeSource("full", Version(1, 0)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(Path("/dev/shm").glob("*-full-1.0.weights")) == []  # noqa: ASYNC240
     await carrier.close()
 
 

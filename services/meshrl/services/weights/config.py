@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from meshrl.contract.config import Config
+from meshrl.services.weights.ipc.config import IpcConfig
 from meshrl.services.weights.nccl.config import NcclConfig
 
 CARRIERS = "meshrl.services.weights.carriers"
@@ -65,6 +66,8 @@ class WeightsConfig(Config):
     """Versions that the carriers disk and shm keep."""
     nccl: NcclConfig = NcclConfig()
     """The processes of the `nccl` carrier."""
+    ipc: IpcConfig = IpcConfig()
+    """The GPU of the `cuda_ipc` carrier."""
     bases: int = Field(default=2, ge=1, le=8)
     """Older versions that the trainer keeps in memory for the carrier delta, of those that engines serve."""
     max_density: float = Field(default=0.15, gt=0.0, le=1.0)

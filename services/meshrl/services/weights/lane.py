@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -61,12 +62,19 @@ class Lane:
         self._calls.put(work)
         return await future
 
-    def close(self) -> None:
-        """End the thread once the call it is in returns; idempotent, never waits."""
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """End the thread once the call it is in returns, and `last` after it; idempotent, never waits."""
         if not self._closed:
             self._closed = True
+            if last is not None and self._thread is not None:
+                self._calls.put(lambda: _suppressed(last))
             self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+
+
+def _suppressed(call: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # nobody is left to be told
+        call()

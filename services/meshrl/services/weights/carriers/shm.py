@@ -95,8 +95,12 @@ class Carrier:
 
     def _stage(self, source: WeightSource) -> None:
         segment = self._segment(source.manifest)
-        for index in range(len(source.manifest.bucket_bytes)):
-            segment.write(index, source.bucket(index))
+        try:
+            for index in range(len(source.manifest.bucket_bytes)):
+                segment.write(index, source.bucket(index))
+        except CapacityError:
+            self._segments.pop(source.manifest.version).close()
+            raise
 
     def _segment(self, manifest: WeightManifest) -> Segment:
         segment = self._segments.get(manifest.version)
@@ -120,9 +124,13 @@ class Segment:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             self._descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise self._no_room(error) from error
+        try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # at most a sweeper's moment
             os.truncate(self._descriptor, self._size)
         except OSError as error:
+            self.close()
             raise self._no_room(error) from error
 
     def write(self, index: int, bucket: Uint8) -> None:
