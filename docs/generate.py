@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from meshrl.services.config.fields import Key, config_of, walk
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.errors import status_of
 from meshrl.services.up.exits import Exit
+from meshrl.trainer.bundles import defaults
 from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig, SftConfig
+from meshrl.trainer.parity.cases import load
+from meshrl.trainer.parity.compare import Verdict, judge
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path(__file__).parent / "reference"
@@ -28,6 +32,25 @@ EXITS = {
 }
 
 
+MEASURED = ("<!-- measured: written by `make docs` -->\n", "<!-- end -->\n")
+"""Around the one part of algorithms.md that is written here."""
+ESTIMATOR_CASES = {
+    "gae": ("compute_gae_advantage_return",),
+    "dr_grpo": ("compute_grpo_outcome_advantage",),
+    "prime": (
+        "compute_rloo_advantage_return",
+        "compute_detach_dpo_loss_rm",
+        "compute_ce_dpo_loss_rm",
+    ),
+    "gigpo": ("compute_gigpo_outcome_advantage", "compute_step_discounted_returns"),
+    "sppo": ("compute_advantage",),
+    "preference": ("compute_onlinedpo_pref",),
+}
+LOSS_CASES = {"dpo": ("compute_online_dpo_loss",), "sppo": ("compute_sppo_loss",)}
+"""Recorded functions whose names do not follow from an estimator's or a loss's."""
+BARS = "▁▂▃▄▅▆▇█"
+
+
 def main() -> None:
     """Write every page."""
     REFERENCE.mkdir(exist_ok=True)
@@ -37,7 +60,12 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """File name to text."""
-    return {"config.md": config_page(), "cli.md": cli_page(), "errors.md": errors_page()}
+    return {
+        "config.md": config_page(),
+        "cli.md": cli_page(),
+        "errors.md": errors_page(),
+        "algorithms.md": algorithms_page(),
+    }
 
 
 def config_page() -> str:
@@ -185,6 +213,58 @@ def _errors(kind: type[MeshError]) -> Iterator[str]:
 
 def _first_line(kind: type) -> str:
     return (kind.__doc__ or "").strip().splitlines()[0]
+
+
+def algorithms_page() -> str:
+    """The page as it stands, with its table of what was measured written anew."""
+    text = (REFERENCE / "algorithms.md").read_text()
+    before, rest = text.split(MEASURED[0])
+    return MEASURED[0].join((before, _measured() + MEASURED[1] + rest.split(MEASURED[1])[1]))
+
+
+def _measured() -> str:
+    """A row per named algorithm: recorded cases that pass now, and the curve that RESULTS.md has of it."""
+    passed: Counter[str] = Counter()
+    judged: Counter[str] = Counter()
+    for verdict in map(judge, load(ROOT / "tests" / "golden")):
+        name = verdict.function.rpartition(".")[2]
+        judged[name] += 1
+        passed[name] += verdict.verdict is Verdict.PASSED
+
+    def cases(names: tuple[str, ...]) -> str:
+        counted = sum(judged[name] for name in names)
+        return f"{sum(passed[name] for name in names)} of {counted}" if counted else "none recorded"
+
+    curves = _curves()
+    lines = [
+        "| algorithm | estimator: cases passed | loss: cases passed | mean reward, start → end | curve |",
+        "|---|---|---|---|---|",
+    ]
+    for name in sorted(curves):
+        settings = defaults(name)
+        estimator = settings["algorithm"]["adv_estimator"]
+        loss = settings["actor"].get("policy_loss", {}).get("loss_mode", "vanilla")
+        its = ESTIMATOR_CASES.get(estimator, (f"compute_{estimator}_outcome_advantage",))
+        their = LOSS_CASES.get(loss, (f"compute_policy_loss_{loss}",))
+        start, end, *points = curves[name]
+        lines.append(
+            f"| `{name}` | `{estimator}`: {cases(its)} | `{loss}`: {cases(their)} | {start:.2f} → {end:.2f} |"
+            f" {''.join(BARS[min(7, int(8 * point))] for point in points)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _curves() -> dict[str, list[float]]:
+    """Algorithm to start, end and curve, from the table of benchmarks/learning.py in RESULTS.md."""
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    section = text.split("## Every named algorithm learns\n")[1].split("\n## ")[0]
+    rows = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
+    ]
+    return {
+        name.strip("`"): [float(start), float(end), *map(float, curve.split())]
+        for name, start, end, curve in rows
+    }
 
 
 if __name__ == "__main__":
