@@ -19,12 +19,9 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: with the recipe's `key`: what cannot be imported, why, and what would be right.
     """
-    place, colon, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not place or not attribute:
-        want = "want package.module.function or path/to/file.py:function"
-        raise ConfigError(f"{key}: {name!r} names no function; {want}", key=key)
+    place, attribute, in_file = _parts(name, key)
     try:
-        module = _file(Path(place)) if colon == ":" else importlib.import_module(place)
+        module = _file(Path(place)) if in_file else importlib.import_module(place)
     except Exception as error:  # it is a program, and raises what it likes
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{key}: cannot import {name!r}: {reason}", key=key) from error
@@ -34,6 +31,36 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {attribute!r} {what} in {place}", key=key)
     function: Callable[..., Any] = found
     return function
+
+
+def check_function(name: str, key: str) -> None:
+    """What can be said of `name` without running anybody's module.
+
+    Raises:
+        ConfigError: with `key`; there is no such file or module.
+    """
+    place, _, in_file = _parts(name, key)
+    if in_file and not Path(place).is_file():
+        raise ConfigError(f"{key}: no such file: {place}", key=key)
+    if not in_file and not _importable(place):
+        raise ConfigError(f"{key}: no module {place!r} can be imported", key=key)
+
+
+def _parts(name: str, key: str) -> tuple[str, str, bool]:
+    """Module or file, function, and whether it is a file."""
+    in_file = ":" in name
+    place, _, attribute = name.rpartition(":" if in_file else ".")
+    if not place or not attribute:
+        want = "want package.module.function or path/to/file.py:function"
+        raise ConfigError(f"{key}: {name!r} names no function; {want}", key=key)
+    return place, attribute, in_file
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _file(path: Path) -> ModuleType:

@@ -303,6 +303,14 @@ reward: {custom_reward_function: {path: mine.py}}
                 "rollout.program_options: the program 'single_turn' takes none",
             ),
             (
+                "rollout={program: tools, program_options: {tools: [nowhere.py:add]}}",
+                "rollout.program_options.tools.0.function: no such file: nowhere.py",
+            ),
+            (
+                "rollout={program: user, program_options: {function: my.agents.talk}}",
+                "rollout.program_options.function: no module 'my.agents' can be imported",
+            ),
+            (
                 "rollout={program: tools, program_options: {tools: [a.b], max_turn: 3}}",
                 "rollout.program_options.max_turn: no such option; did you mean 'max_turns'?",
             ),

@@ -18,15 +18,24 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.nouns import Int32, Task, Uid
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
+from meshrl.rollout.loading import check_function
 from meshrl.rollout.options import read_options
 from meshrl.rollout.ports import Gateway, Generator, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
-from meshrl.rollout.tools.assembly import Workshop
+from meshrl.rollout.tools.assembly import Workshop, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
 
 FORMATS = "meshrl.rollout.tools.formats"
+
+
+def check(config: Config) -> None:
+    """What a recipe can be told before anything starts; raises ConfigError."""
+    load_format(config.format)
+    for key, tool in named_tools(config):
+        if tool.function:
+            check_function(tool.function, f"{key}.function")
 
 
 def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> ToolProgram:
@@ -40,9 +49,7 @@ class ToolProgram:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for an unknown format or a function that is no tool."""
         self._config = config
-        self._parse: Callable[[str], Sequence[ToolCall]] = extend.load(
-            FORMATS, config.format, "parse"
-        )
+        self._parse = load_format(config.format)
         self._workshop = Workshop(config)
 
     async def start(self) -> None:
@@ -118,6 +125,12 @@ class ToolProgram:
             {"role": self._config.role, "name": call.name, "content": each.result()}
             for call, each in zip(calls, found, strict=True)
         ]
+
+
+def load_format(name: str) -> Callable[[str], Sequence[ToolCall]]:
+    """How calls are written; raises ConfigError, with the known formats, for an unknown one."""
+    parse: Callable[[str], Sequence[ToolCall]] = extend.load(FORMATS, name, "parse")
+    return parse
 
 
 def _prompt(task: Task, tokenizer: ChatTokenizer, tools: TaskTools) -> Int32:

@@ -23,7 +23,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.nouns import Outcome, SamplingParams, Task, Uid
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.loading import load_function
+from meshrl.rollout.loading import check_function, load_function
 from meshrl.rollout.options import read_options
 from meshrl.rollout.ports import Gateway, Generator, Program, Rollout
 from meshrl.rollout.tokenizer import Tokenizer
@@ -41,6 +41,11 @@ class Config(BaseConfig):
     """Turns of the policy in one row; null: any number that fits `data.max_response_length`."""
     max_turn_tokens: PositiveInt | None = None
     """Tokens of one turn; null: what is left of `data.max_response_length`."""
+
+
+def check(config: Config) -> None:
+    """What a recipe can be told before anything starts; raises ConfigError."""
+    check_function(config.function, KEY)
 
 
 class EndedError(Exception):

@@ -26,9 +26,7 @@ class Workshop:
         self._cut = Cut(tokens=config.max_result_tokens, side=config.cut)
         self._offers: list[Offered] = []
         self._servers: list[tuple[ToolConfig, Server]] = []
-        for index, given in enumerate(config.tools):
-            tool = ToolConfig(function=given) if isinstance(given, str) else given
-            where = f"{KEY}.{index}"
+        for where, tool in named_tools(config):
             if not tool.function:
                 if importlib.util.find_spec("mcp") is None:
                     raise ConfigError(
@@ -66,6 +64,14 @@ class Workshop:
     async def close(self) -> None:
         """End all servers; idempotent."""
         await asyncio.gather(*(server.close() for _, server in self._servers))
+
+
+def named_tools(config: ToolsConfig) -> list[tuple[str, ToolConfig]]:
+    """Each tool with the key that it stands under."""
+    return [
+        (f"{KEY}.{index}", ToolConfig(function=each) if isinstance(each, str) else each)
+        for index, each in enumerate(config.tools)
+    ]
 
 
 def _offered(tool: Tool, config: ToolConfig) -> Offered:

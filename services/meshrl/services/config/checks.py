@@ -155,17 +155,18 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
 
 def _program_options(recipe: Recipe) -> Iterator[Problem]:
     """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
-    program, options = recipe.rollout.program, recipe.rollout.program_options
-    if program not in extend.known(PROGRAMS):
+    name, options = recipe.rollout.program, recipe.rollout.program_options
+    if name not in extend.known(PROGRAMS):
         return
-    kind = getattr(importlib.import_module(f"{PROGRAMS}.{program}"), "Config", None)
-    if kind is None:
+    program, key = importlib.import_module(f"{PROGRAMS}.{name}"), "rollout.program_options"
+    if not hasattr(program, "Config"):
         if options:
-            key = "rollout.program_options"
-            yield ("rollout", "program_options"), f"{key}: the program {program!r} takes none"
+            yield ("rollout", "program_options"), f"{key}: the program {name!r} takes none"
         return
     try:
-        read_options(kind, options, where="rollout.program_options")
+        config = read_options(program.Config, options, where=key)
+        if hasattr(program, "check"):
+            program.check(config)
     except ConfigError as error:
         yield ("rollout", "program_options"), str(error)
 

@@ -1,0 +1,69 @@
+"""`meshrl up` with a policy that calls tools over several turns, judged step by step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from ..mesh import make_mesh
+
+# A random model calls nothing on purpose: here every turn that ends in a digit is a call.
+FORMAT = """
+from meshrl.rollout.tools.ports import ToolCall
+
+def parse(text):
+    return [ToolCall(name="count", arguments={"text": text})]
+"""
+TOOL = '''
+def count(text: str) -> str:
+    """Count the letters of a text."""
+    return str(len(text))
+'''
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(solution_str) % 2), "turns": float(extra_info["num_turns"])}
+"""
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}answer:{% endif %}"
+)
+
+
+def test_a_policy_calls_tools_and_its_steps_are_compared(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    options = {
+        "tools": ["made/tools.py:count"],
+        "format": "made.every_turn",
+        "max_turns": 3,
+        "max_turn_tokens": 24,
+        "stop": list("0123456789"),
+    }
+    changes = {
+        "data": {"max_response_length": 112, "val_files": []},
+        "actor": {"use_kl_loss": False},
+        "algorithm": {"adv_estimator": "gigpo"},
+        "rollout": {"program": "tools", "program_options": options, "on_update": "drain"},
+        "queue": {"max_staleness": 0},
+        "trainer": {"total_training_steps": 2, "save_freq": -1, "test_freq": -1},
+    }
+    mesh = make_mesh(tmp_path, changes)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "model")
+    made = tmp_path / "made"
+    made.mkdir()
+    for name, text in (("__init__", ""), ("every_turn", FORMAT), ("tools", TOOL)):
+        (made / f"{name}.py").write_text(text)
+    (tmp_path / "reward.py").write_text(REWARD)
+    mesh.run("trainer.val_before_train=false")
+    steps = mesh.steps()
+    assert [line["step"] for line in steps] == [0, 1]
+    for line in steps:
+        assert 2 < line["reward_component/turns"] <= 6
+        assert 0.3 < line["response/sampled_share"] < 1
+        # The trainer finds the log-probs that the engine gave, behind observations too.
+        assert line["mismatch/logprob_abs_mean"] < 1e-3
+        assert 0 < line["advantages/steps_with_shared_observation"] <= 1
+    ledger = asyncio.run(mesh.ledger())
+    assert ledger.balanced and ledger.trained == 2 * 16 and not ledger.dead_lettered
