@@ -62,10 +62,15 @@ async def members(mesh: Mesh) -> Members:
 
 
 async def wait_for(
-    mesh: Mesh, process: subprocess.Popen[bytes], met: Callable[[Members], bool], what: str
+    mesh: Mesh,
+    process: subprocess.Popen[bytes],
+    met: Callable[[Members], bool],
+    what: str,
+    *,
+    timeout_s: float = 90,
 ) -> Members:
     """The members as soon as they are as wanted."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + timeout_s
     while not met(found := await members(mesh)):
         assert process.poll() is None, f"up ended early:\n{mesh.output[-6000:]}"
         assert time.monotonic() < deadline, f"never {what}: {found}\n{mesh.output[-4000:]}"

@@ -12,6 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from meshrl.services.fleet_metrics import FleetFamilies
 from meshrl.transferqueue.measures import Durations
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Store
@@ -48,7 +49,9 @@ class QueueCollector(Collector):
             "Per row, from the last column of its group to the batch that takes it.",
             labels=["run"],
         )
+        fleet = FleetFamilies()
         for run in self._queue.open_runs:
+            fleet.add(run)
             ledger = run.books.snapshot(run.name)
             for state, count in ledger.resident.items():
                 resident.add_metric([ledger.run, state], count)
@@ -68,7 +71,7 @@ class QueueCollector(Collector):
             "meshrl_queue_commit_seconds", "From the start of a commit to its acknowledgement."
         )
         _add(commits, [], self._queue.commit_s)
-        yield from (resident, admitted, left, payload, expired, ready, commits)
+        yield from (resident, admitted, left, payload, expired, ready, commits, *fleet.families)
         yield GaugeMetricFamily(
             "meshrl_queue_store_bytes",
             "What the store takes on disk or in memory.",

@@ -69,6 +69,11 @@ class Pace:
         return min(limit, max(wanted, 0 if mine.rows else 1))
 
 
+    def heard_of(self, *, now: float, silence_s: float) -> list[Holder]:
+        """The workers that are there, as far as leases tell."""
+        return [h for h in list(self._holders.values()) if now - h.seen <= silence_s]
+
+
 def divide(rows: int, speeds: Sequence[float], slots: Sequence[int]) -> list[float]:
     """`rows` in proportion to `speeds`, nobody above its `slots`; what one cannot take goes to the others."""
     shares = [0.0] * len(speeds)

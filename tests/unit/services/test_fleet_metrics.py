@@ -1,0 +1,54 @@
+"""What an autoscaler is told."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from meshrl.contract.nouns import ROLLOUT_STAGE, Version
+from meshrl.services.fleet_metrics import wanted
+from meshrl.services.queue_metrics import QueueCollector
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import spec, tasks
+
+FIRST = Version(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "workers", "expected"),
+    [
+        (0, 64, 2, 0),  # nothing to sample: the trainer is what is waited for
+        (10, 0, 0, 1),  # nobody there yet
+        (64, 64, 2, 2),
+        (65, 64, 2, 3),
+        (20, 64, 2, 1),
+    ],
+)
+def test_as_many_workers_are_wanted_as_the_rows_would_fill(
+    rows: int, slots: int, workers: int, expected: int
+) -> None:
+    assert wanted(rows, slots, workers) == expected
+
+
+async def test_prometheus_sees_depth_headroom_and_the_wanted_workers() -> None:
+    store = MemoryStore()
+    queue = await TransferQueue.open(store)
+    await queue.open_run(spec(group_size=4, batch_groups=5, stages=(ROLLOUT_STAGE,)))
+    await queue.acquire("run", "trainer")
+    await queue.publish("run", FIRST)
+    await queue.admit("run", tasks(3, group_size=4), cursor="c", wait_s=5)
+    for worker in ("a", "b"):
+        await queue.lease(["run"], "rollout", worker=worker, limit=2, version=FIRST, wait_s=5)
+    registry = CollectorRegistry()
+    registry.register(QueueCollector(queue, store))
+
+    def told(name: str) -> float | None:
+        return registry.get_sample_value(f"meshrl_rollout_{name}", {"run": "run"})
+
+    names = ("ready_rows", "held_rows", "slots", "workers", "headroom_rows", "wanted_workers")
+    assert [told(name) for name in names] == [8, 4, 4, 2, 8, 6]
+    await queue.close_feed("run")
+    assert told("headroom_rows") == 0
+    await queue.close()
