@@ -131,6 +131,11 @@ $(PEER_REWARD_READY):
 bench-reward: venv $(PEER_REWARD_READY)
 	$(BIN)/python benchmarks/reward.py
 
+# A replica that fails, a fleet that changes, what asynchrony gains, how fast a worker joins; the last line is JSON.
+.PHONY: bench-fleet
+bench-fleet: venv
+	$(BIN)/python benchmarks/fleet.py
+
 # TRL, for the trainer's benchmarks; torch comes first: its CPU build.
 PEER_TRL_VENV := .venv-peer-trl
 PEER_TRL_READY := $(PEER_TRL_VENV)/.ready-1.16.0

@@ -1,0 +1,85 @@
+"""The fleet: a replica that fails fast, a fleet that grows and shrinks, what asynchrony gains, how fast one joins.
+
+    python benchmarks/fleet.py [--only failing,elastic,modes,join] [--seconds 10]
+
+The queue, the workers with journal and breaker, the weights' two-phase commit and, in `join`, every service are
+the real ones. Engines echo their prompt at a given number of tokens a second and request (`rollout.name:
+echo`), as many requests at once as they have slots: what a GPU does below saturation, without one, so that two
+cores are enough and what is measured is scheduling. The trainer of `modes` is a sleep around the queue's real
+verbs. Each part says more in its file under fleet_bench/:
+
+    failing   one of four replicas answers with an error after 1 ms; its share of the prompts, beside least-in-flight
+    elastic   tokens while the fleet goes 1, 2, 4, 2, 1, over what so many replicas could make
+    modes     trained samples an hour: synchronous, then overlap, streaming and partial rollout added one by one
+    join      seconds from `meshrl fleet add` to the first trained token, with `meshrl up`
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fleet_bench import elastic, failing, join, modes
+
+PARTS: dict[str, Callable[[float], Awaitable[dict[str, Any]]]] = {
+    "failing": failing.measure,
+    "elastic": elastic.measure,
+    "modes": modes.measure,
+    "join": lambda seconds: join.measure(),
+}
+
+
+def show(name: str, told: dict[str, Any]) -> None:
+    """For people."""
+    if name == "failing":
+        for side in ("ours", "least_in_flight"):
+            one = told[side]
+            print(
+                f"{side:>16}: {one['broken_share']:7.2%} of the prompts to the broken replica, "
+                f"{one['finished_per_s']:.0f} of {one['possible_per_s']:.0f} finished a second"
+            )
+    elif name == "elastic":
+        by_phase = ", ".join(f"{p['replicas']}: {p['share_of_ideal']:.2f}" for p in told["phases"])
+        print(f"         elastic: area {told['area']:.3f} of ideal ({by_phase})")
+    elif name == "modes":
+        for one in told["modes"]:
+            print(
+                f"{one['mode']:>32}: {one['samples_per_hour']:8,.0f} samples/h, trainer waits "
+                f"{one['trainer_waits']:.0%}, staleness {one['mean_staleness']:.1f} (max {one['max_staleness']})"
+            )
+        print(
+            f"fully asynchronous over synchronous: {told['full_over_synchronous']:.2f} on the same split, "
+            f"{told['full_over_synchronous_colocated']:.2f} over colocated"
+        )
+    else:
+        print(
+            f"            join: serving after {told['serving_s']:.1f} s, first row {told['first_row_s']:.1f} s, "
+            f"trained after {told['trained_s_at_most']:.1f} s at most"
+        )
+
+
+def main() -> None:
+    """Run the parts, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per window that is timed")
+    options = parser.parse_args()
+    unknown = sorted(set(options.only.split(",")) - set(PARTS))
+    if unknown:
+        parser.error(f"no part named {unknown[0]}; there are {', '.join(PARTS)}")
+    logging.disable(logging.WARNING)
+    results = {}
+    for name in options.only.split(","):
+        results[name] = asyncio.run(PARTS[name](options.seconds))
+        show(name, results[name])
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
