@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,6 +86,17 @@ async def test_a_prompt_that_came_as_text_stays_as_it_is() -> None:
     rollout = await built(asked, UID, policy, tokenizer)
     assert rollout.trajectory.tokens[: len(asked.prompt_ids)].tolist() == asked.prompt_ids.tolist()
     assert policy.text(rollout.trajectory.tokens).endswith(f"{ADD}\ntool: 3\nassistant: {ANSWER}")
+
+
+async def test_a_template_that_keeps_tools_to_itself_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        await run([ADD, ANSWER], tokenizer=chat_tokenizer(PLAIN))
+        await run([ADD, ANSWER])
+    assert [record.message for record in caplog.records] == [
+        "the chat template does not tell the policy which tools there are"
+    ]
 
 
 async def test_wrong_calls_are_observed_and_may_be_mended() -> None:

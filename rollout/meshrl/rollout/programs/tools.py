@@ -8,6 +8,7 @@ prompt (with the tools' schemas) ─▶ turn ─▶ calls? ──no──▶ the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -26,6 +27,8 @@ from meshrl.rollout.tools.assembly import Workshop, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
+
+log = logging.getLogger(__name__)
 
 FORMATS = "meshrl.rollout.tools.formats"
 
@@ -51,6 +54,7 @@ class ToolProgram:
         self._config = config
         self._parse = load_format(config.format)
         self._workshop = Workshop(config)
+        self._warned = False
 
     async def start(self) -> None:
         """Start or reach the MCP servers; raises ConfigError or InfraError where that cannot be done."""
@@ -82,7 +86,8 @@ class ToolProgram:
     ) -> Rollout:
         config, caller = self._config, Caller(task=task, uid=uid)
         budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
-        conversation = Conversation(uid, tokenizer, _prompt(task, tokenizer, tools), budget=budget)
+        prompt = self._prompt(task, tokenizer, tools)
+        conversation = Conversation(uid, tokenizer, prompt, budget=budget)
         sampling = replace(task.sampling, stop=(*task.sampling.stop, *config.stop))
         while True:
             turn = await conversation.sample(engine, sampling)
@@ -98,6 +103,17 @@ class ToolProgram:
             results = await self._results(calls, tools, caller, tokenizer)
             if not conversation.observe(results):
                 return conversation.rollout("length")
+
+    def _prompt(self, task: Task, tokenizer: ChatTokenizer, tools: TaskTools) -> Int32:
+        """Messages are rendered again, with the tools; a prompt that came as text stays as it is."""
+        if not task.messages:
+            return task.prompt_ids
+        messages = [asdict(message) for message in task.messages]
+        ids = chat.prompt_of(tokenizer, messages, tools=tools.schemas())
+        if not self._warned and np.array_equal(ids, task.prompt_ids):
+            log.warning("the chat template does not tell the policy which tools there are")
+            self._warned = True
+        return np.array(ids, dtype=np.int32)
 
     async def _results(
         self,
@@ -131,11 +147,3 @@ def load_format(name: str) -> Callable[[str], Sequence[ToolCall]]:
     """How calls are written; raises ConfigError, with the known formats, for an unknown one."""
     parse: Callable[[str], Sequence[ToolCall]] = extend.load(FORMATS, name, "parse")
     return parse
-
-
-def _prompt(task: Task, tokenizer: ChatTokenizer, tools: TaskTools) -> Int32:
-    """Messages are rendered again, with the tools; a prompt that came as text stays as it is."""
-    if not task.messages:
-        return task.prompt_ids
-    messages = [asdict(message) for message in task.messages]
-    return np.array(chat.prompt_of(tokenizer, messages, tools=tools.schemas()), dtype=np.int32)
