@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from meshrl.contract import extend
 from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
 from meshrl.services.cli.root import cli
@@ -23,6 +25,7 @@ from meshrl.trainer.parity.compare import Verdict, judge
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path(__file__).parent / "reference"
+PROGRAMS = "meshrl.rollout.programs"
 NOTE = "<!-- Written by docs/generate.py (`make docs`): change the code, not this page. -->\n"
 EXITS = {
     Exit.DONE: "done",
@@ -86,6 +89,10 @@ def config_page() -> str:
         ("train-reward", RewardModelConfig),
     ):
         lines += [f"## Keys of `meshrl {command}`", "", *_table(keys)]
+    for program in extend.known(PROGRAMS):
+        module = importlib.import_module(f"{PROGRAMS}.{program}")
+        if hasattr(module, "Config"):
+            lines += [f"## `rollout.program_options` of `{program}`", "", *_table(module.Config)]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
 import math
 import os
 import signal
@@ -30,6 +31,8 @@ LEASH = Path(leash.__file__)
 OUTPUT_BYTES = 4096
 """Of the end of a command's output: what a failure is told by."""
 MAX_LINE_BYTES = 1 << 20
+CHATTY = ("httpx", "httpx2", "openai")
+"""Clients in this process that would log every request."""
 PRIVATE = ("MESHRL_", "OPENAI_")
 """Variables of the worker that its agents do not inherit, by their beginning."""
 
@@ -93,6 +96,8 @@ class FunctionAgent:
         """`name` is `package.module.function`, or `path/to/file.py:function`. Raises ConfigError."""
         self._name = name
         self._function = _function(name)
+        for chatty in CHATTY:
+            logging.getLogger(chatty).setLevel(logging.WARNING)
 
     async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
         """See `Agent`."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.contract.errors import MeshError
+from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.nouns import Float32, Int32, Json
 from meshrl.rollout.chat import ChatMessage
 
 
-class SessionEndedError(MeshError):
+class SessionEndedError(ConflictError):
     """The session takes no more requests; says why."""
 
     code = "session_ended"
 
 
-class ContextLengthError(MeshError):
+class ContextLengthError(UserError):
     """The conversation is as long as it may get."""
 
     code = "context_length_exceeded"
