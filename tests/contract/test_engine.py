@@ -63,6 +63,7 @@ class TestSglang(EngineSuite):
         model = marked.make_checkpoint(tmp_path / "model", max_length=2 * LONG)
         options = {
             "command": [sys.executable, "-m", "meshrl.rollout.engines._sglang.fake"],
+            "extra_args": ["--step-s", "0.002"],  # else a response ends before an update can begin
             "eos_token_ids": [],
             "stream_interval": 4,
             "log": str(tmp_path / "log"),

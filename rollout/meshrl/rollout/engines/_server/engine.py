@@ -17,8 +17,7 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -48,6 +47,7 @@ from meshrl.rollout.engines._server.checkpoint import (
     write_version,
 )
 from meshrl.rollout.engines._server.config import ServerConfig
+from meshrl.rollout.engines._server.gate import Gate
 from meshrl.rollout.engines._server.host import Host
 from meshrl.rollout.engines._server.rate import Rate
 from meshrl.rollout.engines._server.request import Ask, ended_before, read_request
@@ -80,14 +80,13 @@ class ServerEngine:
         self._config = config
         self._host = host
         self._model = model
-        self._slots = slots
         self._tokenizer = tokenizer
         self._pieces: dict[int, str] = {}
         self._checkpoint: Checkpoint | None = None
         self._staging: Staging | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
+        self._gate = Gate(slots)
         self._server_lock = asyncio.Lock()
         """Held by whoever changes the server: an update, or its restoration."""
         self._suspect = asyncio.Event()
@@ -95,14 +94,11 @@ class ServerEngine:
         self._served: Files | None = None
         self._version = UNSERVED
         self._up = False
-        self._updating = False
         self._half_loaded = False
         """An update failed on the way: this server may never answer again."""
-        self._ended: str | None = None
         self._restores = 0
         self._borders = 0
         """Updates begun. A request that sees it change waits for the server's account of its tokens."""
-        self._running = 0
         self._rate = Rate()
         self._updates = 0
         self._update_pause_s = 0.0
@@ -162,8 +158,7 @@ class ServerEngine:
         stream = TokenStream()
         push = stream.push
         try:
-            if self._ended is not None:
-                raise UnavailableError(f"the engine has stopped: {self._ended}")
+            self._gate.check()
             ask = read_request(
                 request,
                 self._config,
@@ -188,8 +183,9 @@ class ServerEngine:
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
         """Write a version beside the served one; see `WeightSink.stage_weights`."""
         checkpoint, staging = self._loaded(), self._staging
-        if staging is None or self._ended is not None:
-            raise UnavailableError(f"the engine is not running: {self._ended or 'not started'}")
+        if staging is None:
+            raise UnavailableError("the engine is not started")
+        self._gate.check()
         check_version(manifest, buckets, checkpoint)
         files = staging.new()
         await asyncio.to_thread(write_version, files.path, manifest, buckets, tied=checkpoint.tied)
@@ -224,9 +220,9 @@ class ServerEngine:
                 raise NotFoundError(f"version {version} is not staged (staged: {known})")
             if version < self._version:
                 raise FencedError(f"version {version} is older than the serving {self._version}")
-            async with self._closed_gate():
+            async with self._gate.closed():
                 if on_update is OnUpdate.DRAIN:
-                    await self._until(lambda: self._running == 0)
+                    await self._gate.until(lambda: self._gate.running == 0)
                 else:
                     began = time.perf_counter()
                 if not self._up or self._suspect.is_set():
@@ -248,10 +244,10 @@ class ServerEngine:
         """Never blocks."""
         return EngineStats(
             version=self.version,
-            running=self._running,
-            capacity=self._slots,
+            running=self._gate.running,
+            capacity=self._gate.slots,
             tokens_generated=self._rate.total,
-            tokens_per_s=self._rate.per_s if self._running else 0.0,
+            tokens_per_s=self._rate.per_s if self._gate.running else 0.0,
             updates=self._updates,
             update_pause_s=self._update_pause_s,
         )
@@ -261,13 +257,8 @@ class ServerEngine:
     async def _answer(self, request: GenerateRequest, ask: Ask, push: Push) -> None:
         """One request, from waiting for a slot to its last delta."""
         try:
-            await self._until(self._may_start)
-            self._running += 1
-            try:
+            async with self._gate.slot(self._serving):
                 await self._relay(request, ask, push)
-            finally:
-                self._running -= 1
-                await self._notify()
         except MeshError as error:
             if not isinstance(error, UserError):
                 self._suspect.set()
@@ -312,32 +303,10 @@ class ServerEngine:
         elif error := answer.exception():
             push(InfraError(f"{type(error).__name__}: {error}"))
 
-    def _may_start(self) -> bool:
-        serving = self._up and self._version != UNSERVED and not self._suspect.is_set()
-        return serving and not self._updating and self._running < self._slots
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`. Raises UnavailableError when the engine stops first."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._ended is not None or condition())
-        if self._ended is not None:
-            raise UnavailableError(f"the engine has stopped: {self._ended}")
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _serving(self) -> bool:
+        return self._up and self._version != UNSERVED and not self._suspect.is_set()
 
     # The server
-
-    @asynccontextmanager
-    async def _closed_gate(self) -> AsyncIterator[None]:
-        """No request starts inside."""
-        self._updating = True
-        try:
-            yield
-        finally:
-            self._updating = False
-            await self._notify()
 
     async def _load(self, files: Files, version: Version, on_update: OnUpdate) -> None:
         """Make the server serve `files`; the caller holds the lock and the gate.
@@ -366,7 +335,7 @@ class ServerEngine:
         Waits for a child's end or a failed request. Produces a server that serves what was served, or the end of
         the engine.
         """
-        while self._ended is None:
+        while self._gate.ended is None:
             await self._trouble()
             try:
                 async with self._server_lock:
@@ -378,7 +347,7 @@ class ServerEngine:
                     "the engine over %s stops: %s", self._host.name, error, exc_info=unexpected
                 )
                 self._end(str(error))
-                await self._notify()
+                await self._gate.notify()
 
     async def _trouble(self) -> None:
         waits = [
@@ -401,7 +370,7 @@ class ServerEngine:
         label = None if self._version == UNSERVED else str(self._version)
         if self._up and await self._host.serves(label):
             self._suspect.clear()
-            await self._notify()
+            await self._gate.notify()
             return
         self._up = False
         self._suspect.clear()
@@ -428,10 +397,10 @@ class ServerEngine:
         elif served is not None:
             await self._load(served, self._version, OnUpdate.IN_FLIGHT)
         self._up = True
-        await self._notify()
+        await self._gate.notify()
 
     def _end(self, reason: str) -> None:
-        self._ended = self._ended or reason
+        self._gate.end(reason)
         self._up = False
 
     def _loaded(self) -> Checkpoint:
