@@ -9,15 +9,18 @@ from typing import Any
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 
 
-def write_tiny_model(path: Path, *, seed: int = 0, head_dim: int = 24) -> None:
+def write_tiny_model(
+    path: Path, *, seed: int = 0, head_dim: int = 24, tokenizer: Any = None
+) -> None:
     """Write a randomly initialised checkpoint with its tokenizer: config.json, safetensors, tokenizer files.
 
-    vLLM's attention on CPU wants a `head_dim` that is a multiple of 32.
+    vLLM's attention on CPU wants a `head_dim` that is a multiple of 32. `tokenizer` is one of transformers'; None: one
+    of single characters.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _character_tokenizer()
+    tokenizer = tokenizer or _character_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
