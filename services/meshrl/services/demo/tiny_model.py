@@ -14,8 +14,8 @@ def write_tiny_model(
 ) -> None:
     """Write a randomly initialised checkpoint with its tokenizer: config.json, safetensors, tokenizer files.
 
-    vLLM's attention on CPU wants a `head_dim` that is a multiple of 32. `tokenizer` is one of transformers'; None: one
-    of single characters.
+    vLLM's attention on CPU wants a `head_dim` that is a multiple of 32. `tokenizer` is one of transformers'; None:
+    one of single characters.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
