@@ -39,7 +39,7 @@ def measured(**speeds: float) -> Pace:
     for name, speed in speeds.items():
         holder = books.holder(name, 0.0)
         holder.finished(int(speed * 100), 100.0)
-        holder.slots = 64
+        holder.slots, holder.waiting = 64, 1
     return books
 
 
@@ -57,9 +57,14 @@ def test_while_there_are_rows_for_all_slots_nobody_is_bounded() -> None:
     assert books.share("slow", 1000, 64, now=1.0, silence_s=10) == 64
 
 
-def test_a_worker_that_fell_silent_is_not_reckoned_with() -> None:
+def test_a_worker_that_holds_nothing_and_waits_for_nothing_is_not_reckoned_with() -> None:
     books = measured(fast=40.0, slow=10.0)
-    assert books.share("slow", 50, 64, now=11.0, silence_s=10) == 64
+    fast = books.holder("fast", 0.0)
+    fast.waiting = 0
+    assert books.share("slow", 50, 64, now=1.0, silence_s=10) == 64
+    fast.rows = 1
+    assert books.share("slow", 50, 64, now=1.0, silence_s=10) == 11
+    assert books.share("slow", 50, 64, now=11.0, silence_s=10) == 64  # nothing was heard of it
 
 
 def test_a_worker_that_has_finished_nothing_yet_is_not_bounded() -> None:
@@ -137,7 +142,7 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
     for name, tokens in (("fast", 400), ("slow", 1)):
         holder = run.pace.holder(name, run.clock())
         holder.finished(tokens, 1.0)
-        holder.slots = 64
+        holder.slots, holder.waiting = 64, 1
     given = await lease(queue, "slow", 8)
     assert len(given.rows) == 1
     asking = asyncio.create_task(lease(queue, "slow", 7))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -274,6 +275,19 @@ def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int
         now=run.clock(),
         silence_s=run.spec.lease_ttl_s,
     )
+
+
+@contextmanager
+def waiting(candidates: Sequence[tuple[Run, Stage]], worker: str) -> Iterator[None]:
+    """`worker` waits for rows that it would sample, for as long as the block runs."""
+    holders = [run.pace.holder(worker, run.clock()) for run, stage in candidates if stage.first]
+    for holder in holders:
+        holder.waiting += 1
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.waiting -= 1
 
 
 def settled_with(run: Run, stage: Stage) -> None:

@@ -2,7 +2,7 @@
 
 A worker that samples slowly and leases whatever its slots hold is the last one to finish at the end of a batch, with
 rows that others could have had. So the rows that are out or ready are divided by measured speed, up to each one's
-slots (water-filling), and nobody is granted more than its share. While there are rows for all slots this bounds nothing.
+slots (water-filling), and nobody is granted more than its share. Rows enough for all slots bound nothing.
 
 Speed is a *row's* tokens a second, not the worker's: a worker with few rows looks no slower for it, and one with many
 looks slower than it is, so the division settles where all finish together.
@@ -29,6 +29,8 @@ class Holder:
     speed: float = 0.0
     """Tokens a second of one row; 0 before the first one is finished."""
     seen: float = 0.0
+    waiting: int = 0
+    """Leases that it waits for now."""
 
     def finished(self, tokens: int, seconds: float) -> None:
         """It wrote a row of so many tokens, which it had for so long."""
@@ -51,13 +53,13 @@ class Pace:
     def share(self, worker: str, ready: int, limit: int, *, now: float, silence_s: float) -> int:
         """How many of `ready` rows `worker`, which wants `limit`, should be granted; at least one if it has none.
 
-        Workers that were not heard of for `silence_s`, or have finished nothing yet, are not reckoned with.
+        Workers that neither hold rows nor wait for some, or have finished nothing yet, are not reckoned with.
         """
         mine = self.holder(worker, now)
         mine.slots = mine.rows + limit
-        for name in [n for n, h in self._holders.items() if now - h.seen > silence_s]:
-            del self._holders[name]
-        known = [holder for holder in self._holders.values() if holder.speed]
+        here = self.heard_of(now=now, silence_s=silence_s)
+        self._holders = {name: h for name, h in self._holders.items() if h in here}
+        known = [h for h in here if h.speed and (h.rows or h.waiting or h is mine)]
         if not mine.speed or len(known) < 2:
             return limit
         shares = divide(
@@ -68,10 +70,10 @@ class Pace:
         wanted = math.ceil(shares[known.index(mine)]) - mine.rows
         return min(limit, max(wanted, 0 if mine.rows else 1))
 
-
     def heard_of(self, *, now: float, silence_s: float) -> list[Holder]:
         """The workers that are there, as far as leases tell."""
-        return [h for h in list(self._holders.values()) if now - h.seen <= silence_s]
+        holders = list(self._holders.values())
+        return [h for h in holders if h.waiting or now - h.seen <= silence_s]
 
 
 def divide(rows: int, speeds: Sequence[float], slots: Sequence[int]) -> list[float]:

@@ -244,7 +244,8 @@ class TransferQueue(RowVerbs):
                         if share:
                             return await self._grant(run, spec, worker, share)
                 bells = [run.rows_bell[spec.number] for run, spec in candidates]
-                await any_bell([*bells, self._opened], deadline, reason)
+                with leases.waiting(candidates, worker):
+                    await any_bell([*bells, self._opened], deadline, reason)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See the port."""
