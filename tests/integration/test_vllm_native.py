@@ -27,6 +27,7 @@ from meshrl.rollout.engines._server.pieces import ITEM_BYTES, Piece
 from meshrl.rollout.engines._vllm.packing import pack as pack_pieces
 from meshrl.rollout.engines._vllm.packing import update_info
 from meshrl.rollout.engines.vllm import build
+from meshrl.services.weights.nccl.libraries.stub import VARIABLE
 
 from ..unit.rollout.checkpoints import make_model, pack
 
@@ -147,6 +148,20 @@ async def test_a_server_that_dies_between_two_buckets_comes_back(make: Any) -> N
     engine = await make(server={"fault": "die"})
     with pytest.raises(InfraError, match=r"weights 1\.0 did not get into vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
+    await commit(engine, model_of(2), SECOND, "float32")
+    assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
+
+
+async def test_a_root_that_stops_in_a_broadcast_is_killed_and_the_server_replaced(
+    make: Any, tmp_path: Path
+) -> None:
+    stopped = tmp_path / "stopped"
+    fault = {"at": "middle", "nth": 2, "do": "stop", "once": str(stopped)}
+    root = {"library": "stub", "env": {VARIABLE: json.dumps({"faults": [fault]})}}
+    engine = await make(nccl=root, update_s=4.0)
+    with pytest.raises(InfraError, match=r"weights 1\.0 did not get into vLLM"):
+        await commit(engine, model_of(1), FIRST, "float32")
+    await gone([int(stopped.read_text())])
     await commit(engine, model_of(2), SECOND, "float32")
     assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
 

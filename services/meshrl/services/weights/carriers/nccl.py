@@ -45,10 +45,14 @@ class Carrier:
 
     async def listen(self) -> str:
         """Try a process, so that a missing GPU is said before anybody joins; returns `host:port/token`."""
-        process = await self._processes.take()
-        await process.facts()
-        self._processes.put_back(process)
-        return await self._meetings.listen(self._config.host, self._config.port)
+        try:
+            process = await self._processes.take()
+            await process.facts()
+            self._processes.put_back(process)
+            return await self._meetings.listen(self._config.host, self._config.port)
+        except BaseException:
+            await self.close()
+            raise
 
     async def stage(self, source: WeightSource) -> None:
         """Nothing: buckets are copied from where they lie."""

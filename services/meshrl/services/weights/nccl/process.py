@@ -83,7 +83,12 @@ class NcclProcess:
     @property
     def alive(self) -> bool:
         """It was started, was not killed, and is not known to have ended."""
-        return self._process is not None and not self._killed and self._process.returncode is None
+        return self._process is not None and not self._killed and not self.ended
+
+    @property
+    def ended(self) -> bool:
+        """It was started, and nothing is left of it."""
+        return self._process is not None and self._process.returncode is not None
 
     async def start(self) -> None:
         """Run it; what it imports takes seconds, see `facts`."""
@@ -224,9 +229,8 @@ class NcclProcesses:
     async def take(self) -> NcclProcess:
         """A started process, the one in waiting if it still lives."""
         if self._starting is not None:
-            await asyncio.wait(
-                {self._starting}
-            )  # who is cancelled here does not cancel it for others
+            # Not awaited itself: who is cancelled here must not cancel it for others.
+            await asyncio.wait({self._starting})
         process, self._spare = self._spare, None
         if process is None or not process.alive:
             process = await self._start()
@@ -252,7 +256,7 @@ class NcclProcesses:
         self._spare = None
 
     async def _start(self) -> NcclProcess:
-        self._given = [each for each in self._given if each.alive]
+        self._given = [each for each in self._given if not each.ended]
         process = NcclProcess(self._config)
         self._given.append(process)
         await process.start()
