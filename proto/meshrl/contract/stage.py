@@ -191,13 +191,13 @@ class StageLoop:
             if lease is None:
                 continue
             self._ttl_s = lease.ttl_s
-            rows = lease.rows
-            kept = len(rows) if self._gate is None else max(0, self._gate(self.held))
-            self.stats.leased += len(rows[:kept])
-            for start in range(0, len(rows[:kept]), self._rows_per_call):
-                self._start(rows[:kept][start : start + self._rows_per_call])
-            if rows[kept:]:  # the gate closed while they were on their way
-                await self._release(rows[kept:])
+            let_in = len(lease.rows) if self._gate is None else max(0, self._gate(self.held))
+            rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
+            self.stats.leased += len(rows)
+            for start in range(0, len(rows), self._rows_per_call):
+                self._start(rows[start : start + self._rows_per_call])
+            if surplus:  # the gate closed while they were on their way
+                await self._release(surplus)
 
     def _start(self, rows: Iterable[LeasedRow]) -> None:
         call = _Call(rows={row.uid: row for row in rows})

@@ -212,6 +212,7 @@ class Supervisor:
                 await self._drain_one(child)
             code = await asyncio.shield(child.done)
             self._sweeper.remove(child.pid)
+            self._signalled.discard(child.pid)
             if self._over.is_set():
                 state.phase = "stopped"
                 return
