@@ -1,0 +1,365 @@
+"""Is every token labelled with the version that sampled it? Weights that say their version, updated under fire.
+
+    python -m tests.chaos.labels --tokens 1000000 --kills 20 --seed 1
+
+Real rollout services (torch engine, journal, weight plane) sample from a model that can say one token only, and which
+one is decided by the weights: those of version 1.s say token s, modulo the vocabulary. A new version comes every
+few hundred milliseconds, into running responses; rollout processes are killed with -9 all the while, and others go on
+with what was journaled. Whoever trains compares every token with its label. The last line is one JSON object; exit
+code 0: no token was mislabelled.
+
+    driver: queue, weight plane, judge, trainer ══ gRPC ══ meshrl serve rollout (several, killed and started again)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from meshrl.contract import rows
+from meshrl.contract.nouns import (
+    ROLLOUT_COLUMNS,
+    LeasedRow,
+    Outcome,
+    SamplingParams,
+    Score,
+    Task,
+    TensorSpec,
+    Trajectory,
+    Uint8,
+    Version,
+    WeightManifest,
+)
+from meshrl.contract.stage import StageLoop, StageResult
+from meshrl.services.config import load_recipe
+from meshrl.services.config.recipe import train_spec
+from meshrl.services.doors import QueueDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.services.weights.carrier import Place
+from meshrl.services.weights.door import WeightsDoor
+from meshrl.services.weights.plane import WeightPlane
+from meshrl.services.weights.wire import digest
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+RUN = "labels"
+GROUP = 4
+BATCH_GROUPS = 8
+RESPONSE = 192
+"""Tokens of a response: long enough for several versions."""
+FIRST_TOKEN = 4
+"""Those before it are special: one of them would end a response."""
+
+
+def write_model(path: Path) -> dict[str, tuple[int, ...]]:
+    """A tiny untied checkpoint with a tokenizer; the shapes of its parameters."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from meshrl.services.demo.tiny_model import write_tiny_model
+
+    write_tiny_model(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(path)
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+
+
+def said_by(version: Version, vocabulary: int) -> int:
+    """The token that the weights of `version` say, whatever they are asked."""
+    return FIRST_TOKEN + version.step % (vocabulary - FIRST_TOKEN)
+
+
+class Saying:
+    """A WeightSource whose model says `said_by(version)`: layers add nothing, the last norm sees ones."""
+
+    def __init__(self, version: Version, shapes: dict[str, tuple[int, ...]]) -> None:
+        parts, specs, offset = [], [], 0
+        for name, shape in shapes.items():
+            weight = np.zeros(shape, np.float32)
+            if name in ("model.embed_tokens.weight", "model.norm.weight"):
+                weight[:] = 1
+            elif name == "lm_head.weight":
+                weight[said_by(version, shape[0])] = 2
+            specs.append(
+                TensorSpec(
+                    name=name,
+                    dtype="float32",
+                    shape=shape,
+                    bucket=0,
+                    offset=offset,
+                    nbytes=weight.nbytes,
+                )
+            )
+            parts.append(weight.reshape(-1).view(np.uint8))
+            offset += weight.nbytes
+        self._bucket = np.concatenate(parts)
+        self._bucket.flags.writeable = False
+        self.manifest = WeightManifest(
+            run=RUN,
+            version=version,
+            tensors=tuple(specs),
+            bucket_bytes=(self._bucket.nbytes,),
+            bucket_hashes=(digest(self._bucket),),
+        )
+
+    def bucket(self, index: int) -> Uint8:
+        return self._bucket
+
+
+def recipe_of(folder: Path, carrier: str) -> Path:
+    recipe = {
+        "run": {"name": RUN, "dir": str(folder / "run")},
+        "model": {"path": str(folder / "model")},
+        "data": {"train_batch_size": BATCH_GROUPS, "max_prompt_length": 8, "max_response_length": RESPONSE},
+        "rollout": {
+            **{"name": "torch", "n": GROUP, "slots": 2 * GROUP, "on_update": "in_flight"},
+            **{"journal_tokens": 32, "engine": {"device": "cpu"}},
+        },
+        "queue": {"max_staleness": "inf", "lease_ttl_s": 3.0, "max_attempts": 100},
+        "weights": {"carrier": carrier, "base_s": 5.0, "silence_s": 10.0, "beat_s": 0.5},
+    }
+    path = folder / "labels.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@dataclass
+class Labels:
+    """One campaign."""
+
+    folder: Path
+    tokens: int
+    kills: int
+    seed: int
+    workers: int = 2
+    carrier: str = "shm"
+    update_s: float = 0.3
+    found: Counter[str] = field(default_factory=Counter)
+    """tokens, mislabelled, responses, mixed (of several versions), batches."""
+    updates: int = 0
+    killed: int = 0
+
+    async def run(self) -> dict[str, object]:
+        """Until enough tokens are seen and enough processes were killed."""
+        shapes = await asyncio.to_thread(write_model, self.folder / "model")
+        self.vocabulary = shapes["lm_head.weight"][0]
+        self.recipe = recipe_of(self.folder, self.carrier)
+        loaded = load_recipe(self.recipe, (), sections=("model", "rollout", "weights"))
+        loaded.run.path.mkdir(parents=True, exist_ok=True)
+        self.queue = await TransferQueue.open(MemoryStore())
+        await self.queue.open_run(train_spec(loaded))
+        self.epoch = (await self.queue.acquire(RUN, "labels")).epoch
+        plane = WeightPlane(
+            loaded.weights,
+            run=RUN,
+            epoch=self.epoch,
+            place=Place(directory=loaded.run.path, model_path=loaded.model.path),
+            on_committed=lambda version: self.queue.publish(RUN, version),
+        )
+        began = time.monotonic()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.queue.close)
+            doors = [QueueDoor(self.queue), WeightsDoor(plane)]
+            server = await stack.enter_async_context(
+                Server(ServerSettings(drain_grace_s=1), doors)
+            )
+            await stack.enter_async_context(plane)
+            await server.ready()
+            self.address = server.address
+            self._processes: list[asyncio.subprocess.Process] = []
+            stack.push_async_callback(self._end)
+            for number in range(self.workers):
+                self._processes.append(await self._start(number))
+            judge = StageLoop(
+                *(self.queue, [RUN], train_spec(loaded).stages[1], _judge),
+                **{"worker": "judge", "limit": 256, "rows_per_call": 64},
+            )
+            tasks = [
+                asyncio.create_task(work)
+                for work in (self._feed(), self._update(plane, shapes), judge.run(), self._kill())
+            ]
+            training = asyncio.create_task(self._train())
+            try:
+                await asyncio.wait([*tasks, training], return_when=asyncio.FIRST_COMPLETED)
+                for task in (*tasks, training):
+                    if task.done():
+                        task.result()
+                await training
+            finally:
+                for task in (*tasks, training):
+                    task.cancel()
+                await asyncio.gather(*tasks, training, return_exceptions=True)
+        seconds = time.monotonic() - began
+        return {
+            "benchmark": "labels",
+            "seed": self.seed,
+            "carrier": self.carrier,
+            **self.found,
+            "mislabelled": self.found["mislabelled"],
+            "updates": self.updates,
+            "kills": self.killed,
+            "seconds": round(seconds, 1),
+        }
+
+    async def _start(self, number: int) -> asyncio.subprocess.Process:
+        command = ["-m", "meshrl.services.cli", "serve", "rollout", str(self.recipe)]
+        where = ["--queue", self.address, "--trainer", self.address, "--name", f"rollout-{number}"]
+        with (self.folder / f"rollout-{number}.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, *command, *where),
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    async def _end(self) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def _feed(self) -> None:
+        """Prompts without end."""
+        draw = np.random.default_rng(self.seed)
+        sampling = SamplingParams(temperature=1.0, max_tokens=RESPONSE)
+        number = 0
+        while True:
+            prompts = draw.integers(FIRST_TOKEN, self.vocabulary, (BATCH_GROUPS, 8), np.int32)
+            tasks = [
+                Task(
+                    run=RUN,
+                    task_id=str(number + index),
+                    prompt_ids=prompt,
+                    group_size=GROUP,
+                    sampling=sampling,
+                )
+                for index, prompt in enumerate(prompts)
+            ]
+            while tasks:
+                admitted = await self.queue.admit(RUN, tasks, cursor=str(number), wait_s=3600.0)
+                number += admitted
+                del tasks[:admitted]
+
+    async def _update(self, plane: WeightPlane, shapes: dict[str, tuple[int, ...]]) -> None:
+        while True:
+            await plane.publish(Saying(Version(self.epoch, self.updates), shapes))
+            self.updates += 1
+            await asyncio.sleep(self.update_s)
+
+    async def _kill(self) -> None:
+        """One process after the other, spread over the tokens that are still to come."""
+        draw = random.Random(self.seed)
+        for kill in range(self.kills):
+            while self.found["tokens"] < self.tokens * (kill + 0.5) / self.kills:
+                await self._trained.wait()
+                self._trained.clear()
+            number = draw.randrange(self.workers)
+            process = self._processes[number]
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+            self.killed += 1
+            self._processes[number] = await self._start(number)
+        await asyncio.Event().wait()
+
+    async def _train(self) -> None:
+        """Take, compare, settle, commit."""
+        step = 0
+        while self.found["tokens"] < self.tokens or self.killed < self.kills:
+            batch = await self.queue.take(
+                RUN,
+                epoch=self.epoch,
+                step=step,
+                groups=BATCH_GROUPS,
+                batch_id=str(step),
+                wait_s=600.0,
+            )
+            uids = [row.uid for row in batch.rows]
+            columns = await self.queue.fetch(RUN, uids, ROLLOUT_COLUMNS)
+            for uid, found in zip(uids, columns, strict=True):
+                self._compare(rows.trajectory(uid, found))
+            await self.queue.settle(RUN, epoch=self.epoch, step=step, batch_id=str(step))
+            step += 1
+            await self.queue.commit(RUN, epoch=self.epoch, step=step)
+            self.found["batches"] += 1
+            self._trained.set()
+            self._report()
+
+    def _compare(self, row: Trajectory) -> None:
+        """Every sampled token has exactly one label, and is what those weights say, with probability one."""
+        said = np.full(len(row.tokens), -1, np.int32)
+        for span in row.spans:
+            said[span.start : span.end] = said_by(span.version, self.vocabulary)
+        sampled = row.loss_mask.astype(bool)
+        wrong = (row.tokens != said)[sampled] | (np.abs(row.rollout_logprobs[sampled]) > 1e-3)
+        self.found["tokens"] += int(sampled.sum())
+        self.found["mislabelled"] += int(wrong.sum()) + int((said[~sampled] != -1).sum())
+        self.found["responses"] += 1
+        self.found["mixed"] += len(row.spans) > 1
+
+    def _report(self) -> None:
+        if sys.stderr.isatty() or self.found["batches"] % 50 == 0:
+            line = f"{self.found['tokens']:,} of {self.tokens:,} tokens, {self.updates} updates,"
+            print(
+                f"{line} {self.killed} kills, {self.found['mislabelled']} mislabelled",
+                file=sys.stderr,
+            )
+
+    def __post_init__(self) -> None:
+        self._trained = asyncio.Event()
+
+
+async def _judge(leased: Sequence[LeasedRow]) -> Sequence[StageResult]:
+    return [
+        rows.reward_write(
+            Score(uid=row.uid, outcome=Outcome.OK, score=1.0, components={}, reward_hash="labels")
+        )
+        for row in leased
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--carrier", default="shm")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="meshrl-labels-") as folder:
+        report = asyncio.run(Labels(Path(folder), **vars(options)).run())
+    print(json.dumps(report))
+    return 1 if report["mislabelled"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
