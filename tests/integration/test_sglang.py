@@ -434,6 +434,7 @@ async def test_closing_a_stream_aborts_at_the_server(make: Maker) -> None:
         (["--weight-cache-mode", "shared"], {}, "--weight-cache-mode shared"),
         (["--pp-size", "2"], {"update": "native", "group_backend": "gloo"}, "--pp-size 2"),
         (["--context-length", "64"], {}, f"allows 64 tokens .* the engine {2 * LONG}"),
+        (["--without-route", "/begin_weight_update"], {}, "has no route /begin_weight_update"),
         (["--custom-weight-loader", "other.load"], {}, f"without --custom-weight-loader {LOADER}"),
     ],
     ids=lambda each: str(each)[:30],
