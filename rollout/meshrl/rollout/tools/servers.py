@@ -10,6 +10,7 @@ connects anew. After a failure to connect the next attempt waits, twice as long 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -62,6 +63,7 @@ class Connection:
         Raises:
             InfraError: the server cannot be started or reached, or does not answer in time.
         """
+        await asyncio.to_thread(importlib.import_module, "mcp")  # seconds, the first time
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self._label}")
         limit = self._config.start_timeout_s
