@@ -131,10 +131,11 @@ $(PEER_REWARD_READY):
 bench-reward: venv $(PEER_REWARD_READY)
 	$(BIN)/python benchmarks/reward.py
 
-# A replica that fails, a fleet that changes, what asynchrony gains, how fast a worker joins; the last line is JSON.
-.PHONY: bench-fleet
-bench-fleet: venv
-	$(BIN)/python benchmarks/fleet.py
+# The embedded engine beside transformers and vLLM on this CPU; the last line is JSON.
+.PHONY: bench-engine
+bench-engine: venv
+	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: it is left out"
+	$(BIN)/python benchmarks/engine.py
 
 # TRL, for the trainer's benchmarks; torch comes first: its CPU build.
 PEER_TRL_VENV := .venv-peer-trl
@@ -146,6 +147,11 @@ $(PEER_TRL_READY):
 	$(PEER_TRL_VENV)/bin/pip install --quiet --disable-pip-version-check trl==1.16.0 transformers==5.23.0 \
 	  accelerate==1.15.0 datasets==5.2.0
 	touch $@
+
+# A replica that fails, a fleet that changes, what asynchrony gains, how fast a worker joins; the last line is JSON.
+.PHONY: bench-fleet
+bench-fleet: venv
+	$(BIN)/python benchmarks/fleet.py
 
 .PHONY: venv-peer-trl bench-trainer
 venv-peer-trl: $(PEER_TRL_READY)

@@ -1,11 +1,13 @@
-"""Tokens per second of the torch engine and of transformers' generate: 64 ragged requests at once, one model.
+"""Tokens per second of the torch engine, of transformers' generate and of vLLM on this CPU: one model, one load.
 
-    python benchmarks/engine.py [--requests 64] [--repeats 3] [--hidden 128] [--layers 4]
+    python benchmarks/engine.py [--requests 64] [--repeats 3] [--hidden 128] [--layers 4] [--vllm PYTHON]
 
-Each measurement is a process of its own, on one thread, ours and theirs in turn. Requests have prompts of 8 to 40
-tokens and are to sample 16 to 112 tokens each (mean 64), at temperature 1 with the log-prob of each sampled token.
-transformers pads the prompts and samples as long as the longest request; only the tokens asked for are counted.
-The last line is one JSON object.
+Each measurement is a process of its own, on one thread, the sides in turn. Requests have prompts of 8 to 40 tokens
+and are to sample 16 to 112 tokens each (mean 64), in float32 at temperature 1, with the log-prob of each sampled
+token. transformers pads the prompts and samples as long as the longest request; only what was asked for counts. vLLM
+runs inside its process (`LLM.generate`: no server, no HTTP), eager and compiled, with room for all requests at
+once; without `make venv-vllm` it is left out. The first round of each process warms up and is not counted. The last
+line is one JSON object; its ratios are of tokens per second of processor time, which neighbours disturb least.
 """
 
 from __future__ import annotations
@@ -25,6 +27,27 @@ from typing import Any
 VOCABULARY = 512
 ROUNDS = 4
 """Within a process; the first warms up and is not counted."""
+
+
+class Rates:
+    """Tokens per second of the clock, and per second of this process's processors: neighbours slow the first."""
+
+    def __init__(self) -> None:
+        self._rounds: list[tuple[float, float]] = []
+
+    def begin(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def end(self, tokens: int) -> None:
+        clock, processor = (
+            time.perf_counter() - self._began[0],
+            time.process_time() - self._began[1],
+        )
+        self._rounds.append((tokens / clock, tokens / processor))
+
+    def medians(self) -> tuple[float, float]:
+        clock, processor = zip(*self._rounds[1:], strict=True)
+        return statistics.median(clock), statistics.median(processor)
 
 
 def make_checkpoint(path: Path, hidden: int, layers: int) -> int:
@@ -63,18 +86,18 @@ def workload(requests: int) -> list[tuple[list[int], int]]:
     ]
 
 
-def measure_ours(path: Path, work: list[tuple[list[int], int]]) -> float:
+def measure_ours(path: Path, work: list[tuple[list[int], int]]) -> Rates:
     import numpy as np
 
     from meshrl.contract.nouns import GenerateRequest, SamplingParams, Version
     from meshrl.rollout.engines.torch import build
     from meshrl.rollout.sampling import sample
 
-    async def rounds() -> float:
+    async def rounds() -> Rates:
         engine = build({"device": "cpu", "eos_token_ids": []}, model=path, slots=len(work))
         await engine.start()
         await engine.serve_checkpoint(Version(1, 0))
-        rates = []
+        rates = Rates()
         for number in range(ROUNDS):
             requests = [
                 GenerateRequest(
@@ -84,18 +107,18 @@ def measure_ours(path: Path, work: list[tuple[list[int], int]]) -> float:
                 )
                 for index, (prompt, length) in enumerate(work)
             ]
-            begin = time.perf_counter()
+            rates.begin()
             answers = await asyncio.gather(*(sample(engine, request) for request in requests))
             count = sum(len(answer.tokens) for answer in answers)
             assert count == sum(length for _, length in work)
-            rates.append(count / (time.perf_counter() - begin))
+            rates.end(count)
         await engine.close()
-        return statistics.median(rates[1:])
+        return rates
 
     return asyncio.run(rounds())
 
 
-def measure_transformers(path: Path, work: list[tuple[list[int], int]]) -> float:
+def measure_transformers(path: Path, work: list[tuple[list[int], int]]) -> Rates:
     import torch
     from transformers import Qwen3ForCausalLM
 
@@ -104,9 +127,9 @@ def measure_transformers(path: Path, work: list[tuple[list[int], int]]) -> float
     ids = torch.tensor([[0] * (widest - len(prompt)) + prompt for prompt, _ in work])
     mask = torch.tensor([[0] * (widest - len(prompt)) + [1] * len(prompt) for prompt, _ in work])
     longest = max(length for _, length in work)
-    rates = []
+    rates = Rates()
     for _ in range(ROUNDS):
-        begin = time.perf_counter()
+        rates.begin()
         with torch.inference_mode():
             out: Any = model.generate(
                 ids,
@@ -121,16 +144,64 @@ def measure_transformers(path: Path, work: list[tuple[list[int], int]]) -> float
             tokens = out.sequences[:, widest:]
             for step, logits in enumerate(out.logits):
                 logits.float().log_softmax(-1).gather(-1, tokens[:, step : step + 1])
-        rates.append(sum(length for _, length in work) / (time.perf_counter() - begin))
-    return statistics.median(rates[1:])
+        rates.end(sum(length for _, length in work))
+    return rates
 
 
-MEASURES = {"ours": measure_ours, "transformers": measure_transformers}
+def measure_vllm(path: Path, work: list[tuple[list[int], int]], *, eager: bool = True) -> Rates:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=len(work),
+        max_num_batched_tokens=4096,
+        kv_cache_memory_bytes=256 << 20,
+        block_size=32,
+        enforce_eager=eager,
+        enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+    prompts: Any = [{"prompt_token_ids": prompt} for prompt, _ in work]
+    sampling = [
+        SamplingParams(max_tokens=length, temperature=1.0, logprobs=0, detokenize=False)
+        for _, length in work
+    ]
+    rates = Rates()
+    for _ in range(ROUNDS):
+        rates.begin()
+        answers = llm.generate(prompts, sampling, use_tqdm=False)
+        count = sum(len(answer.outputs[0].token_ids) for answer in answers)
+        assert count == sum(length for _, length in work)
+        rates.end(count)
+    return rates
 
 
-def in_a_process(side: str, path: Path, requests: int) -> float:
-    command = [sys.executable, __file__, "--side", side, "--path", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def measure_vllm_compiled(path: Path, work: list[tuple[list[int], int]]) -> Rates:
+    return measure_vllm(path, work, eager=False)
+
+
+MEASURES = {
+    "ours": measure_ours,
+    "transformers": measure_transformers,
+    "vllm_eager": measure_vllm,
+    "vllm_compiled": measure_vllm_compiled,
+}
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def in_a_process(side: str, path: Path, requests: int, vllm: Path) -> tuple[float, float]:
+    python = str(vllm) if side.startswith("vllm") else sys.executable
+    command = [python, __file__, "--side", side, "--path", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **VLLM_ENVIRONMENT}
     done = subprocess.run(
         [*command, "--requests", str(requests)],
         env=environment,
@@ -138,7 +209,8 @@ def in_a_process(side: str, path: Path, requests: int) -> float:
         stdout=subprocess.PIPE,
         text=True,
     )
-    return float(done.stdout.split()[-1])
+    clock, processor = json.loads(done.stdout.splitlines()[-1])
+    return clock, processor
 
 
 def main() -> None:
@@ -147,28 +219,44 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"))
     parser.add_argument("--side", choices=MEASURES, help=argparse.SUPPRESS)
     parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
-        print(MEASURES[arguments.side](arguments.path, workload(arguments.requests)))
+        rates = MEASURES[arguments.side](arguments.path, workload(arguments.requests))
+        print(json.dumps(rates.medians()))
         return
-    rates: dict[str, list[float]] = {side: [] for side in MEASURES}
+    sides = [side for side in MEASURES if arguments.vllm.exists() or not side.startswith("vllm")]
+    found: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_checkpoint(Path(folder), arguments.hidden, arguments.layers)
         for repeat in range(arguments.repeats):
-            for side in MEASURES:
-                rates[side].append(in_a_process(side, Path(folder), arguments.requests))
-                print(f"{repeat}: {side} {rates[side][-1]:.0f} tokens/s", flush=True)
-    medians = {side: round(statistics.median(values)) for side, values in rates.items()}
+            for side in sides:
+                rates = in_a_process(side, Path(folder), arguments.requests, arguments.vllm)
+                found[side].append(rates)
+                print(
+                    f"{repeat}: {side} {rates[0]:.0f} tokens/s, {rates[1]:.0f} a CPU second",
+                    flush=True,
+                )
+    clock, processor = (
+        {side: round(statistics.median(pair[which] for pair in found[side])) for side in sides}
+        for which in (0, 1)
+    )
     print(
         json.dumps(
             {
                 "benchmark": "engine",
                 "parameters": parameters,
                 "requests": arguments.requests,
-                "tokens_per_s": medians,
-                "ratio": round(medians["ours"] / medians["transformers"], 2),
+                "tokens_per_s": clock,
+                "tokens_per_cpu_s": processor,
+                "ours_over": {
+                    side: round(processor["ours"] / processor[side], 2)
+                    for side in sides
+                    if side != "ours"
+                },
+                "aim": {"transformers": 2.0, "vllm": 1.0},
             }
         )
     )

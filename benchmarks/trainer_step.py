@@ -1,6 +1,6 @@
 """One GRPO optimizer step on CPU, ours and TRL's: tokens per second, and peak memory above the weights.
 
-    make bench-trainer    or    python benchmarks/trainer_step.py [--threads 1] [--steps 4] [--work wide,demo]
+    make bench-trainer    or    python benchmarks/trainer_step.py [--threads 1] [--steps 3] [--work wide,demo]
 
 Identical batches, ragged: responses are a quarter of the longest one in the mean (exponential, cut). Two models with
 random weights: `wide`, 2 layers and a vocabulary of 100,000, and `demo`, the demo's shape. Both sides are given the
@@ -120,7 +120,7 @@ def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4, help="the first warms up")
+    parser.add_argument("--steps", type=int, default=3, help="the first warms up")
     parser.add_argument("--work", default="wide,demo")
     given = parser.parse_args()
     if not PEER.exists():

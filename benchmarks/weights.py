@@ -7,7 +7,8 @@ staged bf16 weights into its live ones at a commit, which is what it pauses for.
 words move by one. Parts:
 
     exact   100 updates on each carrier; the hashes of each engine's live memory are the trainer's, every time
-    speed   seconds until all hold a version (prepare), GB/s that each receives, the longest pause of an update
+    speed   seconds until all hold a version (prepare), GB/s that each receives, the longest pause of an update, and
+            beside them what a plain copy of as much memory takes one process at that time
     kill    a receiver gets SIGKILL when bucket i is about to be sent, for each i: seconds until the others serve it
     stop    one of three gets SIGSTOP in the middle of an update: the p99 of the others' pauses, and of their waits
             from publishing to serving, from then on, beside those of the same fleet before
@@ -32,6 +33,8 @@ from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent / "weights_bench"))
 
@@ -96,9 +99,11 @@ class Bench:
         for carrier in self.options.carriers:
             weights = Drifting(self.bytes, self.bytes // 4)
             async with opened(self.config(carrier), self.place("speed"), NAMES) as fleet:
-                updates = [await fleet.update(weights) for _ in range(WARM + self.options.updates)][
-                    WARM:
-                ]
+                updates, copies = [], []
+                for _ in range(WARM + self.options.updates):
+                    updates.append(await fleet.update(weights))
+                    copies.append(plain_copy_s(self.bytes))
+                updates = updates[WARM:]
             prepare = statistics.median(update.prepare_s for update in updates)
             figures = {
                 "prepare_s": round(prepare, 3),
@@ -106,6 +111,7 @@ class Bench:
                 "pause_ms": _ms(statistics.median(update.pause_s for update in updates)),
                 "pause_ms_max": _ms(max(update.pause_s for update in updates)),
                 "sync_s": round(statistics.median(update.sync_s for update in updates), 3),
+                "plain_copy_ms": _ms(statistics.median(copies)),
             }
             self.found["speed"][carrier] = figures
             print(f"speed   {carrier:6} {figures}", flush=True)
@@ -192,6 +198,15 @@ class Bench:
             }
             self.found["auto"][where] = figures
             print(f"auto    {where:9} {figures}", flush=True)
+
+
+def plain_copy_s(nbytes: int) -> float:
+    """What one process takes to copy as much, here and now: the yardstick of a busy machine."""
+    there, here = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
+    here[:] = 1  # no page is new
+    began = time.monotonic()
+    np.copyto(here, there)
+    return time.monotonic() - began
 
 
 def _ms(seconds: float) -> float:

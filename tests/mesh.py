@@ -88,16 +88,23 @@ class Mesh:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
 
-    def serve(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """`meshrl serve rollout …` as a process of its own; it dies with this one. Output in serve.log."""
+    @contextmanager
+    def serve(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+        """`meshrl serve …` as a process of its own, output in serve.log; killed at the end if it still runs."""
         with (self.directory / "serve.log").open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "meshrl.services.cli", "serve", *arguments],
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,
                 env={**os.environ, "OMP_NUM_THREADS": "1", PARENT_VARIABLE: str(os.getpid())},
             )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
     def run(self, *overrides: str, timeout_s: float = 240) -> None:
         """Run `up` to its end; fails with its output unless it exits with 0."""

@@ -84,12 +84,12 @@ class Fleet:
         await self._server.start()
 
     async def close(self) -> None:
+        await self.plane.close()
+        await self._server.stop(0)
         for member in self.members.values():
             if member.child.returncode is None:
                 member.child.kill()
         await asyncio.gather(*self._readers)
-        await self.plane.close()
-        await self._server.stop(0)
 
     async def join(self, *names: str) -> None:
         """Start replicas; returns once all are in the fleet, at its committed version if there is one."""

@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from meshrl.contract import rows
 from meshrl.contract.nouns import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
 from meshrl.services.doors import QueueDoor
@@ -75,8 +73,8 @@ async def worker(mesh: Mesh, name: str) -> AsyncIterator[asyncio.subprocess.Proc
         await process.wait()
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+@asynccontextmanager
+async def mesh_of(tmp_path: Path, *, lease_ttl_s: float) -> AsyncIterator[Mesh]:
     queue = await TransferQueue.open(MemoryStore())
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     async with Server(settings, [QueueDoor(queue)]) as server:
@@ -87,7 +85,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
             batch_groups=1,
             max_staleness=0.0,
             max_attempts=2,
-            lease_ttl_s=3.0,
+            lease_ttl_s=lease_ttl_s,
         )
         await queue.open_run(spec)
         await queue.acquire(RUN, "trainer")
@@ -106,30 +104,33 @@ def check(row: Trajectory) -> None:
     assert text.endswith("<|start|>tool\n42<|end|>\n<|start|>assistant\nIt is 42.<|end|>")
 
 
-async def test_a_server_killed_in_a_call_costs_an_attempt_and_the_row_goes_on(mesh: Mesh) -> None:
-    async with worker(mesh, "w0") as process:
+async def test_a_server_killed_in_a_call_costs_an_attempt_and_the_row_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with mesh_of(tmp_path, lease_ttl_s=60) as mesh, worker(mesh, "w0") as process:
         await mesh.until_called(1)
         os.kill(int(mesh.noted("pid")[0].split()[1]), signal.SIGKILL)
         row = await mesh.row()
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+        ledger = await mesh.queue.ledger(RUN)
     check(row)
-    ledger = await mesh.queue.ledger(RUN)
     assert ledger.balanced and not ledger.dead_lettered
     assert len(mesh.noted("called")) == 2 and len(mesh.noted("pid")) == 2
     await mesh.ended()
 
 
-async def test_a_killed_worker_leaves_no_server_and_another_goes_on(mesh: Mesh) -> None:
-    async with worker(mesh, "w0") as process:
-        await mesh.until_called(1)
-        process.kill()
-        await process.wait()
-        await mesh.ended()
-    async with worker(mesh, "w1") as process:
-        row = await mesh.row()
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 0
+async def test_a_killed_worker_leaves_no_server_and_another_goes_on(tmp_path: Path) -> None:
+    async with mesh_of(tmp_path, lease_ttl_s=5) as mesh:
+        async with worker(mesh, "w0") as process:
+            await mesh.until_called(1)
+            process.kill()
+            await process.wait()
+            await mesh.ended()
+        async with worker(mesh, "w1") as process:
+            row = await mesh.row()
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+        assert (await mesh.queue.ledger(RUN)).balanced
     check(row)
-    assert (await mesh.queue.ledger(RUN)).balanced
     await mesh.ended()

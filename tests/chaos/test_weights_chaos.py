@@ -91,3 +91,23 @@ async def test_replicas_return_to_a_trainer_that_was_killed_and_get_what_it_resu
         await replica.until(lambda r=replica: "2.1" in r.all("commit"))
         assert replica.all("commit") == ["1.0", "1.1", "1.2", "2.1"]
         assert replica.hashes("commit")["2.1"] == resumed.hashes("carrying")["2.1"]
+
+
+async def test_a_poisoned_engine_ends_its_process_and_the_next_one_joins_at_the_newest_version(
+    tmp_path: Path,
+) -> None:
+    mesh = Mesh(tmp_path, "shm")
+    try:
+        trainer = await mesh.trainer()
+        healthy, ill = await mesh.replica("healthy"), await mesh.replica("ill", "--poison=1")
+        await trainer.until(lambda: len(trainer.fleet) == 2)
+        for step in range(2):
+            await trainer.publish(step)
+            await trainer.until(lambda step=step: f"1.{step}" in trainer.all("published"))
+        assert await ill.child.wait() == 1
+        await trainer.until(lambda: trainer.fleet["ill"] == ["out", "1.0"])
+        restarted = await mesh.replica("ill")
+        await trainer.until(lambda: trainer.fleet["ill"] == ["serving", "1.1"])
+        assert restarted.hashes("commit")["1.1"] == healthy.hashes("commit")["1.1"]
+    finally:
+        await mesh.end()

@@ -104,11 +104,16 @@ snare = Snare()
 
 
 class ReportingSink(HashSink):
+    poison = -1
+    """The step whose commit breaks this engine."""
+
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
         snare.reach("staging", manifest.version.step)
         await super().stage_weights(manifest, buckets)
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        if version.step == self.poison:
+            raise RuntimeError("half a model")
         await super().commit_weights(version, on_update)
         report(commit=str(version), hashes=self.hashes)
 
@@ -176,8 +181,10 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--name", default="")
+    parser.add_argument("--poison", type=int, default=-1, help="break in the commit of this step")
     parser.add_argument("--arm", default="", help="point,step,signal,joining")
     arguments = parser.parse_args()
+    ReportingSink.poison = arguments.poison
     snare.lay()
     if arguments.arm:
         point, *numbers = arguments.arm.split(",")

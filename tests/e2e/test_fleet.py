@@ -44,10 +44,10 @@ async def leave_and_join_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -
     """A worker that no supervisor of ours keeps: its command is printed, and it is asked itself to leave."""
     command = fleet(mesh, "add", "--print").split()
     assert command[:3] == ["meshrl", "serve", "rollout"] and "rollout-4" in command
-    joiner = mesh.serve(*command[2:])
-    await wait_for(mesh, process, working("rollout-4"), "joined by hand")
-    assert "hands over" in fleet(mesh, "drain", "rollout-4")
-    assert joiner.wait(60) == 0
+    with mesh.serve(*command[2:]) as joiner:
+        await wait_for(mesh, process, working("rollout-4"), "joined by hand")
+        assert "hands over" in fleet(mesh, "drain", "rollout-4")
+        assert joiner.wait(60) == 0
     await wait_for(mesh, process, lambda told: told["rollout-4"]["state"] == "OUT", "left by hand")
     message = fleet(mesh, "drain", "rollout-9", code=2)
     assert message.count("\n") == 1 and "(it has: rollout-0, rollout-1, rollout-2" in message

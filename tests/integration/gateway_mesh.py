@@ -27,6 +27,7 @@ from meshrl.contract.nouns import (
     reward_stage,
     rollout_stage,
 )
+from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import torch
 from meshrl.rollout.library import Programs
 from meshrl.rollout.sampling import closing
@@ -204,6 +205,7 @@ async def agents_mesh(
             programs=programs,
             demand=(lambda: book.demand) if external else None,
             deterministic=deterministic,
+            journal=JournalIntervals(tokens=4, ms=5),
         )
         running = asyncio.create_task(worker.run(grace_s=0.2))
         try:

@@ -547,6 +547,27 @@ async def test_sessions_are_shut_to_others_and_errors_are_openai_s(model: Path) 
     }
 
 
+async def test_an_evaluation_without_a_mesh_runs_agents_too(model: Path, tmp_path: Path) -> None:
+    from meshrl.services.config.recipe import Recipe
+    from meshrl.services.evaluation import evaluate
+    from meshrl.services.prompts import eval_tasks
+
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n' * 3)
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "r", "dir": tmp_path / "run"},
+            "model": {"path": model},
+            "data": {"val_files": [tmp_path / "held_out.jsonl"], "max_response_length": 40},
+            "rollout": {
+                "program": "openai",
+                "program_options": {"function": f"{__name__}.blocking_agent"},
+            },
+        }
+    )
+    report = await evaluate(recipe, model, eval_tasks(recipe))
+    assert (report.tasks, report.rows, report.score) == (3, 3, 0.25)
+
+
 def test_options_that_make_no_sense_are_told_at_the_start() -> None:
     from meshrl.rollout.library import Programs
 

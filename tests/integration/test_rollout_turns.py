@@ -17,6 +17,7 @@ from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import echo
 from meshrl.rollout.library import Programs
 from meshrl.rollout.worker import RolloutWorker
+from meshrl.trainer.steps import anchors_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -172,6 +173,7 @@ async def test_a_row_that_moves_in_a_later_turn_keeps_turns_and_results(
     assert (by_first, by_second) == (FIRST, NEXT) and begun + ended == ANSWER
     assert gate.calls == 1 and some_tools.calls == ["1+2"]
     assert first.sampled + second.sampled == int(row.loss_mask.sum())
+    assert len(anchors_of(row)) == 3  # a step for each turn, wherever it was sampled
     np.testing.assert_array_equal(row.rollout_logprobs, np.float32(-0.5) * row.loss_mask)
 
 

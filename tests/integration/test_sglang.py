@@ -145,21 +145,23 @@ async def test_no_token_is_mislabelled_while_updates_fly(make: Maker, arguments:
     await commit(engine, 0)
     length = min(wanted // requests, 2 * LONG - 8)
     step, answers = 0, []
+    quarter = requests * length // 4
     while len(answers) * length < wanted:
-        # No response ends before its updates; on a fast machine none waits for them either.
-        quarter = requests * length // 4
-        holds = [[quarter * (i + 1), f"1.{step + i + 1}"] for i in range(3)]
-        await fault(engine.url, holds=holds)
+        # Nothing is sampled before all requests are there, and no response ends before its updates.
+        await fault(engine.url, holds=[[i * quarter, f"1.{step + i + 1}"] for i in range(4)])
         running = [
             asyncio.create_task(sample(engine, ask(f"{step}.{i}", max_tokens=length)))
             for i in range(requests)
         ]
+        while len((await state(engine.url))["requests"]) < requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         seen = len(answers) * length
-        for i, on_update in enumerate((OnUpdate.IN_FLIGHT, OnUpdate.INTERRUPT, OnUpdate.IN_FLIGHT)):
-            while engine.stats().tokens_generated < seen + i * quarter + 50 * requests:  # noqa: ASYNC110
+        for i in range(4):
+            far_enough = seen + (i - 1) * quarter + 50 * requests
+            while i and engine.stats().tokens_generated < far_enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             step += 1
-            await commit(engine, step, on_update)
+            await commit(engine, step, OnUpdate.INTERRUPT if i == 2 else OnUpdate.IN_FLIGHT)
         answers += await asyncio.gather(*running)
     assert sum(len(answer.tokens) for answer in answers) >= wanted
     assert {len(answer.spans) for answer in answers} == {4}
@@ -318,7 +320,7 @@ async def test_a_server_that_dies_in_mid_stream_comes_back_with_the_served_versi
 async def test_a_server_that_dies_during_a_broadcast_is_replaced_and_joined_anew(
     make: Maker,
 ) -> None:
-    engine = await make(update="native", group_backend="gloo", update_s=20.0)
+    engine = await make(update="native", group_backend="gloo", update_s=60.0)
     await commit(engine, 1)
     message = "the receiving rank is gone"
     await fault(engine.url, route="/update_weights_from_distributed", status=400, message=message)
@@ -432,6 +434,7 @@ async def test_closing_a_stream_aborts_at_the_server(make: Maker) -> None:
         (["--weight-cache-mode", "shared"], {}, "--weight-cache-mode shared"),
         (["--pp-size", "2"], {"update": "native", "group_backend": "gloo"}, "--pp-size 2"),
         (["--context-length", "64"], {}, f"allows 64 tokens .* the engine {2 * LONG}"),
+        (["--without-route", "/begin_weight_update"], {}, "has no route /begin_weight_update"),
         (["--custom-weight-loader", "other.load"], {}, f"without --custom-weight-loader {LOADER}"),
     ],
     ids=lambda each: str(each)[:30],

@@ -79,9 +79,10 @@ class Program(Protocol):
     requests (call a tool, play a turn), and joins everything to one row: `tokens` in order, `loss_mask` 1 exactly
     where the policy sampled, log-probs and version spans as the engine gave them, never re-tokenised text. Its
     request ids begin with the uid, so that draws are the row's own. It knows no leases, no deadline and no queue:
-    the worker cancels it. Its first response, where it answers the task's own prompt under the request id
-    `str(uid)`, is kept while it runs: after the death of a worker such a request goes on from there. What a program
-    raises becomes an infrastructure fault; a policy that misbehaves is an outcome, not an exception. In a wave it
+    the worker cancels it. Its row is kept while it runs, where the id of its first request is `str(uid)` and each
+    further prompt is all that was asked and sampled before, and something new: after the death of a worker the
+    program runs again, and the same requests are answered from what was kept (`Replaying`). What a program raises
+    becomes an infrastructure fault; a policy that misbehaves is an outcome, not an exception. In a wave it
     asks for one response at a time.
     """
 

@@ -1,4 +1,4 @@
-"""A policy that says what it is told to, for programs of several turns."""
+"""A policy that says what it is told to, for programs of several turns and for workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 
 from meshrl.contract.nouns import (
+    EngineStats,
     GenerateDelta,
     GenerateRequest,
     Int32,
@@ -37,6 +38,17 @@ class Scripted:
         self._tokenizer = tokenizer
         self._turns = turns
         self._piece = piece
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version,
+            running=0,
+            capacity=64,
+            tokens_generated=self.sampled,
+            tokens_per_s=0.0,
+            updates=0,
+            update_pause_s=0.0,
+        )
 
     def text(self, ids: Int32) -> str:
         return self._tokenizer.decode_all(ids.tolist())

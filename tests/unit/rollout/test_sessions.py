@@ -215,11 +215,16 @@ async def test_the_longest_branch_is_the_row_where_that_is_asked_for(
 async def test_a_second_branch_is_refused_where_there_may_be_but_one(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
-    engine = Scripted(tokenizer, "one")
+    engine = Scripted(tokenizer, "one", "two")
     session = session_of(tokenizer, engine, SessionRules(branch=Branch.ONLY))
     await say(session, user("x"))
     with pytest.raises(UserError, match="does not go on from the last answer"):
         await say(session, user("y"))
+    engine.go.clear()
+    session.ask(Ask(messages=(user("x"), assistant("one"), user("z"))))
+    with pytest.raises(UserError, match="does not go on from the last answer"):
+        session.ask(Ask(messages=(user("x"), assistant("one"), user("z"))))
+    await session.close("done")
     check_sampled(row(session), engine.sampled)
 
 
@@ -366,9 +371,7 @@ async def test_requests_beyond_the_limits_are_refused(tokenizer: HuggingFaceToke
         session.ask(Ask(messages=(user("x"),)))
     engine.go.set()
     await first.whole()
-    await asyncio.sleep(0)
     await say(session, user("x"))
-    await asyncio.sleep(0)
     with pytest.raises(SessionEndedError, match="had its 2 requests"):
         session.ask(Ask(messages=(user("x"),)))
 

@@ -335,6 +335,14 @@ reward: {custom_reward_function: {path: mine.py}}
             ),
             ("weights.carrier=glue", "weights.carrier: got 'glue'"),
             (
+                "weights.among=[shm,gloe]",
+                "weights.among.1: got 'gloe'; did you mean 'gloo'?",
+            ),
+            (
+                "weights.ipc.library=cupi",
+                "weights.ipc.library: got 'cupi'; did you mean 'cupy'?",
+            ),
+            (
                 "weights.nccl.library=cupi",
                 "weights.nccl.library: got 'cupi'; did you mean 'cupy'?",
             ),

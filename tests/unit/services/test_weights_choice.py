@@ -85,6 +85,17 @@ def test_two_failures_running_pass_a_carrier_over_and_a_success_forgives() -> No
     assert "fast" in later, "it is tried again some day"
 
 
+def test_a_trial_that_fails_is_not_repeated_soon() -> None:
+    chooser = Chooser()
+    _, used = seconds_of(chooser, {"fast": 1e8, "slow": 9e7}, EXPLORE_EVERY - 1)
+    assert set(used) == {"fast"}
+    while (name := chooser.choose("here", {"fast": WORK, "slow": WORK}, STATED)) == "fast":
+        chooser.observe("here", name, WORK, 0.01)
+    chooser.failed("here", "slow")
+    _, used = seconds_of(chooser, {"fast": 1e8, "slow": 9e7}, 2 * EXPLORE_EVERY - 1)
+    assert set(used) == {"fast"}
+
+
 def test_work_decides_where_one_carrier_sends_only_what_changed() -> None:
     chooser = Chooser()
     assert chooser.choose("x", {"slow": 100.0, "sparse": 30.0}, STATED) == "sparse"

@@ -5,7 +5,7 @@ pairs ──▶ tokens ──▶ reference log-probs, once ──shuffled──�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshrl.trainer.offline import Progress, Report, fit
 from meshrl.trainer.offline_config import DpoConfig
 from meshrl.trainer.optim import Optimizers
 from meshrl.trainer.packing import pack, plan
+from meshrl.trainer.pairwise import PairLearner
 from meshrl.trainer.ragged import Ragged
 from meshrl.trainer.sft import Example, tokenised
 from meshrl.trainer.tally import Tally
@@ -88,7 +89,7 @@ def run(config: DpoConfig, report: Report | None = None) -> Progress:
         world.close()
 
 
-class PreferenceLesson:
+class PreferenceLesson(PairLearner):
     """Implements `offline.Lesson`: a step on pairs."""
 
     def __init__(
@@ -116,14 +117,17 @@ class PreferenceLesson:
         Raises:
             ConfigError: the loss is none over pairs.
         """
+        super().__init__(
+            optimizers,
+            world,
+            lengths=[pair.num_tokens for pair in pairs],
+            train=train,
+            max_tokens=config.max_tokens_per_pack,
+        )
         self._policy = policy
-        self._optimizers = optimizers
-        self._budget = config.max_tokens_per_pack
         self._actor = ActorConfig(policy_loss=config.policy_loss)
-        self._world = world
         self._pairs = pairs
         self._reference = reference
-        self._held_out = range(train, len(pairs))
         name = config.policy_loss.loss_mode
         self._loss = load(LOSSES, name, "compute")
         if not constant(LOSSES, name, "WHOLE_GROUPS", False):
@@ -131,35 +135,7 @@ class PreferenceLesson:
                 f"policy_loss.loss_mode: {name} is no loss over pairs; want dpo or ipo"
             )
 
-    def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
-        """One optimizer step on the pairs `rows`."""
-        tally = Tally()
-        for chosen in self._shares(rows):
-            loss = self._forward(chosen, len(rows), tally)
-            loss.backward()  # type: ignore[no-untyped-call]
-        norm = self._optimizers.step(rate)
-        tokens = float(sum(self._pairs[row].num_tokens for row in rows))
-        return {**tally.over_ranks(self._world), "grad_norm": norm, "tokens": tokens}
-
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """The same numbers on held-out pairs."""
-        if not self._held_out:
-            return {}
-        tally = Tally()
-        for chosen in self._shares(self._held_out):
-            self._forward(chosen, len(self._held_out), tally)
-        return {f"val/{name}": value for name, value in tally.over_ranks(self._world).items()}
-
-    def _shares(self, rows: Sequence[int]) -> Iterator[list[int]]:
-        """The packs of this rank, pairs whole; empty ones keep ranks in step."""
-        lengths = [self._pairs[row].num_tokens for row in rows]
-        made = plan(lengths, ranks=self._world.size, max_tokens=self._budget)
-        for chosen in made.ranks[self._world.rank]:
-            yield [rows[index] for index in chosen]
-
     def _forward(self, chosen: Sequence[int], total: int, tally: Tally) -> torch.Tensor:
-        """The share of these pairs in the loss of a batch of `total` pairs, times the ranks."""
         device = self._world.device
         rows = [row for index in chosen for row in self._pairs[index].rows]
         logprobs, _ = self._policy(_pack(rows).to(device), 1.0)

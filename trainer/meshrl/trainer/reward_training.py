@@ -11,7 +11,7 @@ r is read at the last token of the conversation, as `transformers` reads it. Wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from meshrl.trainer.model import HfModel, Policy, response_hidden, shard
 from meshrl.trainer.offline import Progress, Report, fit
 from meshrl.trainer.offline_config import RewardModelConfig
 from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.packing import Pack, pack, plan
+from meshrl.trainer.packing import Pack, pack
+from meshrl.trainer.pairwise import PairLearner
 from meshrl.trainer.tally import Tally
 
 Conversations = tuple[Int32, Int32]
@@ -87,7 +88,7 @@ def run(config: RewardModelConfig, report: Report | None = None) -> Progress:
         world.close()
 
 
-class RewardLesson:
+class RewardLesson(PairLearner):
     """Implements `offline.Lesson`: a step on pairs."""
 
     def __init__(
@@ -101,42 +102,19 @@ class RewardLesson:
         pad: int,
     ) -> None:
         """Keep the parts; of `pairs` the first `train` are to train on, `pad` is the padding token."""
+        super().__init__(
+            optimizers,
+            world,
+            lengths=[sum(map(len, pair)) for pair in pairs],
+            train=train,
+            max_tokens=config.max_tokens_per_pack,
+        )
         self._model = model
-        self._optimizers = optimizers
         self._config = config
-        self._world = world
         self._pairs = pairs
-        self._held_out = range(train, len(pairs))
         self._pad = pad
 
-    def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
-        """One optimizer step on the pairs `rows`."""
-        tally = Tally()
-        for chosen in self._shares(rows):
-            loss = self._forward(chosen, len(rows), tally)
-            (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
-        norm = self._optimizers.step(rate)
-        tokens = float(sum(len(row) for index in rows for row in self._pairs[index]))
-        return {**tally.over_ranks(self._world), "grad_norm": norm, "tokens": tokens}
-
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """The same numbers on held-out pairs."""
-        if not self._held_out:
-            return {}
-        tally = Tally()
-        for chosen in self._shares(self._held_out):
-            self._forward(chosen, len(self._held_out), tally)
-        return {f"val/{name}": value for name, value in tally.over_ranks(self._world).items()}
-
-    def _shares(self, rows: Sequence[int]) -> Iterator[list[int]]:
-        lengths = [sum(map(len, self._pairs[row])) for row in rows]
-        made = plan(lengths, ranks=self._world.size, max_tokens=self._config.max_tokens_per_pack)
-        for chosen in made.ranks[self._world.rank]:
-            yield [rows[index] for index in chosen]
-
     def _forward(self, chosen: Sequence[int], total: int, tally: Tally) -> torch.Tensor:
-        """The share of these pairs in the mean over `total` pairs."""
         rows = [row for index in chosen for row in self._pairs[index]]
         scores: torch.Tensor = self._model(scoring_pack(rows, self._pad).to(self._world.device))
         if not rows:
@@ -151,7 +129,7 @@ class RewardLesson:
             "reward": float(scores.detach().mean()),
         }
         tally.add_means(found, len(chosen))
-        return loss
+        return loss * self._world.size
 
 
 def bradley_terry(

@@ -280,14 +280,14 @@ def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int
 @contextmanager
 def waiting(candidates: Sequence[tuple[Run, Stage]], worker: str) -> Iterator[None]:
     """`worker` waits for rows that it would sample, for as long as the block runs."""
-    holders = [run.pace.holder(worker, run.clock()) for run, stage in candidates if stage.first]
-    for holder in holders:
-        holder.waiting += 1
+    runs = [run for run, stage in candidates if stage.first]
+    for run in runs:
+        run.pace.holder(worker, run.clock()).waiting += 1
     try:
         yield
     finally:
-        for holder in holders:
-            holder.waiting -= 1
+        for run in runs:
+            run.pace.holder(worker, run.clock()).waiting -= 1
 
 
 def settled_with(run: Run, stage: Stage) -> None:

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 WEIGHT = 0.1
 """Of the newest row in the moving average of speeds."""
 
+BETWEEN_S = 2.0
+"""So long after its last sign a worker that holds nothing may be about to ask again: a publish ends waits."""
+
 
 @dataclass(slots=True, eq=False)
 class Holder:
@@ -29,6 +32,7 @@ class Holder:
     speed: float = 0.0
     """Tokens a second of one row; 0 before the first one is finished."""
     seen: float = 0.0
+    """When it last asked, renewed or stopped waiting."""
     waiting: int = 0
     """Leases that it waits for now."""
 
@@ -53,13 +57,14 @@ class Pace:
     def share(self, worker: str, ready: int, limit: int, *, now: float, silence_s: float) -> int:
         """How many of `ready` rows `worker`, which wants `limit`, should be granted; at least one if it has none.
 
-        Workers that neither hold rows nor wait for some, or have finished nothing yet, are not reckoned with.
+        Workers that neither hold rows nor wait for some (nor did a moment ago), or have finished nothing yet, are not
+        reckoned with.
         """
         mine = self.holder(worker, now)
         mine.slots = mine.rows + limit
         here = self.heard_of(now=now, silence_s=silence_s)
         self._holders = {name: h for name, h in self._holders.items() if h in here}
-        known = [h for h in here if h.speed and (h.rows or h.waiting or h is mine)]
+        known = [h for h in here if h.speed and (h.rows or h.waiting or now - h.seen <= BETWEEN_S)]
         if not mine.speed or len(known) < 2:
             return limit
         shares = divide(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,9 +21,17 @@ from pydantic import Field, PositiveInt, model_validator
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.nouns import Outcome, Task, Uid
+from meshrl.rollout.loading import check_function
 from meshrl.rollout.options import read_options
 from meshrl.rollout.ports import Address, Gateway, Generator, GiveBackError, Program, Rollout
-from meshrl.rollout.sessions.agents import Agent, AgentError, CommandAgent, FunctionAgent, task_json
+from meshrl.rollout.sessions.agents import (
+    FUNCTION,
+    Agent,
+    AgentError,
+    CommandAgent,
+    FunctionAgent,
+    task_json,
+)
 from meshrl.rollout.sessions.session import Branch, Session, SessionRules
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 
@@ -69,6 +78,14 @@ class Config(BaseConfig):
             said = " and ".join(given) or "none of them"
             raise ValueError(f"want exactly one of function, command and external, got {said}")
         return self
+
+
+def check(config: Config) -> None:
+    """What a recipe can be told before anything starts. Raises ConfigError."""
+    if config.function:
+        check_function(config.function, FUNCTION)
+    if config.command and shutil.which(config.command[0], path=config.env.get("PATH")) is None:
+        raise ConfigError(f"rollout.program_options.command: no program {config.command[0]!r} here")
 
 
 def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import inspect
 import json
 import logging
@@ -21,12 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import Json, PostedReward, Task, Uid
+from meshrl.rollout.loading import load_function
 from meshrl.rollout.ports import Address
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.tools import leash
 
+FUNCTION = "rollout.program_options.function"
 LEASH = Path(leash.__file__)
 OUTPUT_BYTES = 4096
 """Of the end of a command's output: what a failure is told by."""
@@ -95,7 +95,7 @@ class FunctionAgent:
     def __init__(self, name: str) -> None:
         """`name` is `package.module.function`, or `path/to/file.py:function`. Raises ConfigError."""
         self._name = name
-        self._function = _function(name)
+        self._function = load_function(name, FUNCTION)
         for chatty in CHATTY:
             logging.getLogger(chatty).setLevel(logging.WARNING)
 
@@ -199,37 +199,3 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await done
-
-
-def _function(name: str) -> Callable[..., Any]:
-    """Raises ConfigError, naming what is missing."""
-    path, colon, attribute = name.rpartition(":")
-    try:
-        if colon:
-            module = _file(Path(path))
-        else:
-            dotted, _, attribute = name.rpartition(".")
-            module = importlib.import_module(dotted)
-    except (ImportError, ValueError, OSError, SyntaxError) as error:
-        raise ConfigError(
-            f"rollout.program_options.function: cannot import {name!r}: {error}"
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ConfigError(
-            f"rollout.program_options.function: {module.__name__} has no function {attribute!r}"
-        )
-    found: Callable[..., Any] = function
-    return found
-
-
-def _file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(f"agent_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

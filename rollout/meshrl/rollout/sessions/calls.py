@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshrl.rollout.sessions.asks import ToolCall
+from meshrl.rollout.tools.parsing import called, from_json
 
 OPENING = "<tool_call>"
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -39,19 +40,11 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def _read(text: str) -> ToolCall | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+    found = called(from_json(text))
+    if found.problem or not found.name:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return None
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = read_arguments(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    written = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(id=f"call_{secrets.token_hex(12)}", name=call["name"], arguments=written)
+    written = json.dumps(found.arguments, ensure_ascii=False)
+    return ToolCall(id=f"call_{secrets.token_hex(12)}", name=found.name, arguments=written)
 
 
 def read_arguments(text: str) -> Any:

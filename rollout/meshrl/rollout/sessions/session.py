@@ -101,20 +101,24 @@ class Session:
         """Whoever leads the conversation has said that it is over."""
         self.fault: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
         """The first fault of the engine: what follows is no fault of the agent's."""
+        self.asked = 0
+        """Requests so far."""
         self.full = False
-        """A request found no room, or an answer used up what was left."""
+        """A request found no room for an answer, or came after the last that the session may have."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._rules = rules or SessionRules()
-        self.asked = 0
-        """Requests so far."""
-        self._asking: set[Asking] = set()
+        self._asking: list[Asking] = []
         self._ended = ""
 
     @property
     def ended(self) -> str:
         """Why no more requests are taken; empty while they are."""
         return self._ended
+
+    @property
+    def _running(self) -> list[Asking]:
+        return [asking for asking in self._asking if not asking.task.done()]
 
     def ask(self, ask: Ask) -> Asking:
         """Begin to answer.
@@ -139,7 +143,7 @@ class Session:
     async def close(self, why: str) -> None:
         """Take no more requests and end those that run; idempotent."""
         self._ended = self._ended or why
-        running = list(self._asking)
+        running = self._running
         for asking in running:
             asking.end(SessionEndedError(f"the session has ended: {self._ended}"))
         await asyncio.gather(*(asking.task for asking in running), return_exceptions=True)
@@ -173,11 +177,12 @@ class Session:
     def _admit(self) -> None:
         if self._ended:
             raise SessionEndedError(f"the session has ended: {self._ended}")
-        if len(self._asking) >= self._rules.concurrent:
+        if (running := len(self._running)) >= self._rules.concurrent:
             raise CapacityError(
-                f"{len(self._asking)} requests of this session run at once already", retry_after_s=1
+                f"{running} requests of this session run at once already", retry_after_s=1
             )
         if self.asked >= self._rules.requests:
+            self.full = True
             raise SessionEndedError(f"the session has had its {self._rules.requests} requests")
 
     def _ask_chat(self, ask: Ask) -> Asking:
@@ -225,8 +230,8 @@ class Session:
         self, ask: Ask, place: Place, observed: Sequence[int], visible: Visible, ended: Ended
     ) -> Asking:
         """Start the request that answers at `place`, after the tokens `observed`."""
-        turns = self.history.turns
-        if self._rules.branch is Branch.ONLY and turns and place.turn is not turns[-1]:
+        last = next(reversed(self.history.turns), None)
+        if self._rules.branch is Branch.ONLY and (place.turn is not last or self._running):
             raise UserError(
                 "this request does not go on from the last answer, and the run trains one branch only "
                 "(rollout.program_options.branch)"
@@ -238,8 +243,7 @@ class Session:
             ended(Turn(parent=place.turn, observed=tuple(observed), response=response), answer)
 
         asking = Asking(self._engine, request, visible, ended=whole, fault=self._broke)
-        self._asking.add(asking)
-        asking.task.add_done_callback(lambda _: self._asking.discard(asking))
+        self._asking = [*self._running, asking]
         return asking
 
     def _broke(self, error: MeshError) -> None:
@@ -259,7 +263,7 @@ class Session:
                 )
             return self._beginning(observed)
         conversation = self._conversation(place.turn)
-        if not conversation.observe_tokens(observed) or conversation.left < 1:
+        if not conversation.observe_tokens(observed):
             self.full = True
             raise ContextLengthError(
                 f"the conversation has {len(conversation.tokens)} tokens and this request adds {len(observed)}: "

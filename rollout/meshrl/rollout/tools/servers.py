@@ -10,6 +10,7 @@ connects anew. After a failure to connect the next attempt waits, twice as long 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.nouns import Json, Uid
@@ -62,6 +63,7 @@ class Connection:
         Raises:
             InfraError: the server cannot be started or reached, or does not answer in time.
         """
+        await asyncio.to_thread(importlib.import_module, "mcp")  # seconds, the first time
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self._label}")
         limit = self._config.start_timeout_s
@@ -155,7 +157,8 @@ class Server:
         self._config = config
         self.label = config.url or " ".join(config.command)
         self._connections: dict[Uid | None, Connection] = {}
-        self._one_opens: dict[Uid | None, asyncio.Lock] = {}
+        self._opening: dict[Uid | None, asyncio.Task[Connection]] = {}
+        self._closing: set[asyncio.Task[Any]] = set()
         self._failures = 0
 
     async def tools(self) -> list[McpTool]:
@@ -200,38 +203,54 @@ class Server:
             await self.release(key)
             raise InfraError(f"MCP server {self.label} does not answer any more") from error
 
-    async def release(self, uid: Uid | None) -> None:
-        """The row is done."""
-        self._one_opens.pop(uid, None)
-        connection = self._connections.pop(uid, None)
+    async def release(self, key: Uid | None) -> None:
+        """A row is done, or the shared connection is of no use. Nobody waits for a server that ends slowly."""
+        opening, connection = self._opening.pop(key, None), self._connections.pop(key, None)
+        if opening is not None:
+            opening.cancel()
+            self._keep(opening)
         if connection is not None:
-            await connection.close()
+            self._keep(asyncio.create_task(connection.close(), name=f"mcp close {self.label}"))
 
     async def close(self) -> None:
         """End all connections; idempotent."""
-        await asyncio.gather(*map(self.release, list(self._connections)))
+        for key in {*self._connections, *self._opening}:
+            await self.release(key)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        """Until it is done, or `close` waits for it."""
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _opened(self, key: Uid | None) -> Connection:
-        """The connection of a row, or the shared one (None), opened anew where it broke."""
-        async with self._one_opens.setdefault(key, asyncio.Lock()):
-            connection = self._connections.get(key)
-            if connection is not None and not connection.broken:
-                return connection
-            if connection is not None:
-                await connection.close()
-                log.warning("MCP server %s: connecting anew", self.label)
-            if self._failures:
-                pause = FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 16)
-                await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
-            connection = Connection(self._config, self.label)
-            try:
-                await connection.open()
-            except InfraError:
-                self._failures += 1
-                raise
-            self._failures = 0
-            self._connections[key] = connection
+        """The connection of a row, or the shared one (None). Where it broke, all who ask share one attempt."""
+        connection = self._connections.get(key)
+        if connection is not None and not connection.broken:
             return connection
+        if key not in self._opening:
+            opening = asyncio.create_task(self._open(key), name=f"mcp open {self.label}")
+            self._opening[key] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(key, None))
+        return await asyncio.shield(self._opening[key])
+
+    async def _open(self, key: Uid | None) -> Connection:
+        broken = self._connections.pop(key, None)
+        if broken is not None:
+            await broken.close()
+            log.warning("MCP server %s: connecting anew", self.label)
+        if self._failures:
+            pause = FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 16)
+            await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
+        connection = Connection(self._config, self.label)
+        try:
+            await connection.open()
+        except InfraError:
+            self._failures += 1
+            raise
+        self._failures = 0
+        self._connections[key] = connection
+        return connection
 
 
 class McpTool:

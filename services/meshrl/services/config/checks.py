@@ -17,6 +17,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.rollout.options import read_options
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.recipe import Recipe, algorithm_needs
+from meshrl.services.weights.config import CARRIERS
 from meshrl.trainer import needs as algorithm_rules
 
 Problem = tuple[Loc, str]
@@ -133,13 +134,17 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         (("rollout", "program"), PROGRAMS),
         (("queue", "store"), "meshrl.transferqueue.stores"),
         (("queue", "sampler"), "meshrl.transferqueue.samplers"),
-        (("weights", "carrier"), "meshrl.services.weights.carriers"),
+        (("weights", "carrier"), CARRIERS),
         (("algorithm", "adv_estimator"), "meshrl.trainer.advantages"),
     ):
         yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
     library = recipe.weights.nccl.library
     libraries = "meshrl.services.weights.nccl.libraries"
     yield from _name(("weights", "nccl", "library"), libraries, library)
+    devices = "meshrl.services.weights.ipc.devices"
+    yield from _name(("weights", "ipc", "library"), devices, recipe.weights.ipc.library)
+    for index, carrier in enumerate(recipe.weights.among):
+        yield from _name(("weights", "among", index), CARRIERS, carrier)
     loss = recipe.actor.policy_loss.loss_mode
     yield from _name(("actor", "policy_loss", "loss_mode"), "meshrl.trainer.losses", loss)
     if recipe.data.curriculum is not None:

@@ -103,21 +103,20 @@ class Ways:
             return chosen[1]
         work = self._work(reaching, source)
         rates = {name: each.rate for name, each in self._traits.items()}
-        for last in reversed(range(len(work))):
+        while True:
             name = self._chooser.choose(receivers, work, rates)
             try:
                 endpoint = await self._prepare(name, source)
             except MeshError as error:
                 self._chooser.failed(receivers, name)
-                if last == 0:
+                if len(work) == 1:
                     raise
                 logger.warning("weights cannot go by %s: %s", name, error)
                 del work[name]
-                continue
-            way = Way(carrier=name, endpoint=endpoint, receivers=receivers, work=work[name])
-            self._chosen[receivers] = (version, way)
-            return way
-        raise UserError(f"no carrier of weights reaches {peer.name}")
+            else:
+                way = Way(carrier=name, endpoint=endpoint, receivers=receivers, work=work[name])
+                self._chosen[receivers] = (version, way)
+                return way
 
     def cell(self, way: Way, link: Link) -> Cell:
         """This end of a cell."""

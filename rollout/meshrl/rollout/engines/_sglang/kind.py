@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import uuid
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import InfraError, UserError
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.request import Ask
 from meshrl.rollout.engines._sglang.client import LOADER, Client, Facts, Sender
@@ -76,6 +77,9 @@ class Sglang:
         """
         info = await client.call("GET", "/server_info")
         self._check_options(client, info)
+        if self._config.update != "disk":
+            with contextlib.suppress(InfraError):  # 405: it is there, for POST
+                await client.call("GET", "/begin_weight_update")
         client.facts = Facts(
             ranks=int(info.get("tp_size") or 1),
             overlaps=not info.get("disable_overlap_schedule"),

@@ -21,6 +21,7 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 PACKS = "rows are packed to a token budget"
+BUDGET = "actor.ppo_max_token_len_per_gpu"
 
 
 def path_to(ours: str) -> Convert:

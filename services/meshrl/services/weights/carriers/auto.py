@@ -7,7 +7,8 @@ its module states, scaled by how the measured ones do against theirs.
 
     choose    the least predicted seconds; now and then another one, so that a network that changed is noticed.
               Exploring never costs more than 5 % of all seconds spent, by what is predicted for it.
-    failed    twice running in one class: passed over for 64 versions there, then twice as long, and so on.
+    failed    twice running in one class, or once when it was only tried: passed over for 64 versions there, then
+              twice as long, and so on.
 
 This module is no carrier: `weights.carrier: auto` has the plane ask the `Chooser` for each version.
 """
@@ -111,7 +112,8 @@ class Chooser:
         """A version has not arrived, and the carrier may be why."""
         found = self._classes[receivers]
         record = found.records[name]
-        record.strikes += 1
+        # A trial that failed has cost the fleet a deadline: it is not repeated to be sure.
+        record.strikes += _STRIKES if found.trial and found.trial[0] == name else 1
         if record.strikes >= _STRIKES:
             record.strikes = 0
             record.barred_until = found.turn + (_BARRED << record.bars)

@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="ours: takes back the option before",
     )
+    parser.add_argument(
+        "--without-route", action="append", default=[], help="ours: be an older server"
+    )
     parser.add_argument("--step-s", type=float, default=0.0, help="ours: time of a decode step")
     return parser
 

@@ -87,6 +87,7 @@ class Routes:
         routes += [
             Route(path, self._posted(path, handler), methods=["POST"])
             for path, handler in post.items()
+            if path not in self._info["without_route"]
         ]
         return Starlette(routes=routes, lifespan=self._running)
 

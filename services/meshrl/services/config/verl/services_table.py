@@ -1,0 +1,174 @@
+"""What becomes of verl's keys outside the algorithm: rollout, reward, trainer, and what has no place here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshrl.services.config.verl import conversions as to
+from meshrl.services.config.verl.conversions import BUDGET, ROLLOUT
+from meshrl.services.config.verl.rules import Rule, ignored, refused, rule, same, within
+
+NO_MEANING = "a service of its own, nothing to share"
+
+
+def rollout() -> Iterator[Rule]:
+    """Sampling and the engine."""
+    yield rule(f"{ROLLOUT}.name", to.engine)
+    yield same(f"{ROLLOUT}.n", "rollout.n", 1)
+    yield same(f"{ROLLOUT}.temperature", "rollout.temperature", 1.0)
+    yield same(f"{ROLLOUT}.top_p", "rollout.top_p", 1.0)
+    yield same(f"{ROLLOUT}.top_k", "rollout.top_k", -1)
+    yield rule(f"{ROLLOUT}.do_sample", to.do_sample("rollout.temperature"))
+    yield same(f"{ROLLOUT}.val_kwargs.n", "rollout.val_kwargs.n", 1)
+    yield rule(f"{ROLLOUT}.val_kwargs.do_sample", to.do_sample("rollout.val_kwargs.temperature"))
+    yield rule(f"{ROLLOUT}.val_kwargs.temperature", to.sampled_temperature)
+    yield same(f"{ROLLOUT}.val_kwargs.top_p", "rollout.val_kwargs.top_p", 1.0)
+    yield same(f"{ROLLOUT}.val_kwargs.top_k", "rollout.val_kwargs.top_k", -1)
+    yield within(f"{ROLLOUT}.calculate_log_probs", "every sampled token comes with its log-prob")
+    for name in (
+        "micro_batch_size_per_gpu",
+        "use_dynamic_bsz",
+        "max_token_len_per_gpu",
+        "micro_batch_size",
+    ):
+        yield within(
+            f"{ROLLOUT}.log_prob_{name}", f"old log-probs are computed in the packs of {BUDGET}"
+        )
+    yield rule(
+        f"{ROLLOUT}.tensor_model_parallel_size", to.engine_argument("--tensor-parallel-size")
+    )
+    yield rule(
+        f"{ROLLOUT}.pipeline_model_parallel_size", to.engine_argument("--pipeline-parallel-size")
+    )
+    yield rule(f"{ROLLOUT}.gpu_memory_utilization", to.engine_argument("--gpu-memory-utilization"))
+    yield rule(f"{ROLLOUT}.max_num_batched_tokens", to.engine_argument("--max-num-batched-tokens"))
+    yield rule(f"{ROLLOUT}.enforce_eager", to.engine_argument("--enforce-eager", switch=True))
+    yield rule(
+        f"{ROLLOUT}.enable_chunked_prefill",
+        to.engine_argument("--enable-chunked-prefill", switch=True),
+    )
+    yield rule(
+        f"{ROLLOUT}.enable_prefix_caching",
+        to.engine_argument("--enable-prefix-caching", switch=True),
+    )
+    yield rule(f"{ROLLOUT}.max_model_len", to.engine_option("max_model_len"))
+    yield rule(f"{ROLLOUT}.dtype", to.engine_option("dtype"))
+    yield same(
+        f"{ROLLOUT}.max_num_seqs", "rollout.slots", note="requests that one engine runs at once"
+    )
+    agents = "an agent loop is a program here: rollout.program, docs/how-to/write-a-program.md"
+    tools = "rollout.program=tools, with your functions or MCP servers in program_options: docs/how-to/tools.md"
+    yield refused(f"{ROLLOUT}.multi_turn.enable", tools, (None, False), False)
+    yield refused(f"{ROLLOUT}.agent.agent_loop_config_path", agents)
+    yield refused(
+        f"{ROLLOUT}.agent.default_agent_loop",
+        agents,
+        (None, "single_turn_agent"),
+        "single_turn_agent",
+    )
+    yield refused(f"{ROLLOUT}.ignore_eos", "responses end at the end token", (None, False), False)
+    yield ignored(f"{ROLLOUT}.multi_turn.*", "multi_turn.enable is off")
+    yield ignored(
+        f"{ROLLOUT}.*", "of verl's engine in the trainer's process; here it is " + NO_MEANING
+    )
+
+
+def reward() -> Iterator[Rule]:
+    """Reward functions and models."""
+    for at in ("reward.custom_reward_function", "custom_reward_function"):
+        yield rule(f"{at}.path", to.path_to("reward.custom_reward_function.path"))
+        yield same(
+            f"{at}.name", "reward.custom_reward_function.name", note="the file runs unchanged"
+        )
+        yield same(f"{at}.reward_kwargs.*", "reward.custom_reward_function.reward_kwargs.*")
+    for key in ("reward.reward_manager.name", "reward_model.reward_manager"):
+        yield rule(key, to.reward_manager)
+    yield refused(
+        "reward.reward_manager.source",
+        "write `compute_score`: docs/how-to/reward.md",
+        (None, "register"),
+        "register",
+    )
+    for at in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
+        yield rule(f"{at}.max_resp_len", to.overlong_limit)
+        yield from _overlong(f"{at}.overlong_buffer_cfg")
+    yield from _overlong("reward_model.overlong_buffer")
+    yield rule("reward.reward_model.enable", to.reward_model(("reward.reward_model.model_path",)))
+    yield rule("reward_model.enable", to.reward_model(("reward_model.model.path",)))
+    for key in ("reward.num_workers", "reward_model.num_workers"):
+        yield same(key, "reward.workers")
+    for at in ("reward.sandbox_fusion", "sandbox_fusion"):
+        yield refused(
+            f"{at}.url",
+            "programs are graded in a cell: reward.recipe_sandbox=strict and the reward `code`",
+        )
+        yield ignored(f"{at}.*", "no sandbox_fusion.url")
+    yield refused(
+        "reward.reward_kwargs.*",
+        "pass it to the function: reward.custom_reward_function.reward_kwargs",
+    )
+    yield ignored("reward.*", "the reward is " + NO_MEANING)
+    yield ignored("reward_model.*", "the reward is " + NO_MEANING)
+
+
+def _overlong(at: str) -> Iterator[Rule]:
+    for name in ("enable", "len", "penalty_factor"):
+        yield same(f"{at}.{name}", f"algorithm.overlong_buffer.{name}")
+    yield ignored(f"{at}.log", "metrics always hold it")
+
+
+def trainer() -> Iterator[Rule]:
+    """Length and bookkeeping of a run."""
+    yield rule("trainer.v1.trainer_mode", to.trainer_mode, "sync")
+    yield rule("async_training.staleness_threshold", to.staleness_threshold)
+    yield within("trainer.use_v1", "trainer.v1.trainer_mode decides")
+    yield within(
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "queue.max_staleness, where the mode is asynchronous",
+    )
+    yield within(
+        "trainer.v1.sampler.max_off_policy_strategy",
+        "queue.stale_policy, where the mode is asynchronous",
+    )
+    yield same("trainer.total_epochs", "trainer.total_epochs", 30)
+    yield same("trainer.total_training_steps", "trainer.total_training_steps")
+    yield same("trainer.project_name", "trainer.project_name")
+    yield rule("trainer.experiment_name", to.experiment)
+    yield rule("trainer.logger", to.logger)
+    yield same(
+        "trainer.n_gpus_per_node",
+        "trainer.nproc",
+        note="training ranks; give the engines GPUs of their own: rollout.engine.env",
+    )
+    yield rule("trainer.nnodes", to.machines)
+    for name in ("save_freq", "test_freq", "val_before_train"):
+        yield same(f"trainer.{name}", f"trainer.{name}")
+    yield same("trainer.critic_warmup", "critic.warmup_steps")
+    yield within("trainer.balance_batch", "ranks get near equal numbers of tokens always")
+    yield rule("trainer.default_local_dir", to.path_to("trainer.default_local_dir"))
+    yield rule("trainer.resume_mode", to.resume_mode)
+    yield same("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep")
+    yield within("trainer.max_critic_ckpt_to_keep", "one checkpoint holds both")
+    yield same("trainer.device", "trainer.device")
+    yield refused("trainer.val_only", "meshrl eval RECIPE", (None, False), False)
+    yield ignored("trainer.*", "bookkeeping of verl's own")
+
+
+def elsewhere() -> Iterator[Rule]:
+    """Sections of verl that concern nothing here."""
+    yield refused("distillation.enabled", "there is no distillation here", (None, False), False)
+    for section in ("distillation", "async_training", "skip"):
+        yield ignored(f"{section}.*", "not used here")
+    for section in (
+        "ray_kwargs",
+        "ray_init",
+        "hydra",
+        "global_profiler",
+        "transfer_queue",
+        "model_engine",
+        "actor_rollout_ref.hybrid_engine",
+        "actor_rollout_ref.nccl_timeout",
+    ):
+        yield ignored(section, "how verl starts its processes")
+        yield ignored(f"{section}.*", "how verl starts its processes")
+    yield ignored("prometheus.*", "every service has /metrics")

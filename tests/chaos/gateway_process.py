@@ -1,0 +1,57 @@
+"""A rollout worker with a gateway, led by a command, as a process of its own. It works until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from meshrl.contract.nouns import OnUpdate, Version, WeightManifest
+from meshrl.rollout.engines.echo import build
+from meshrl.rollout.library import Programs
+from meshrl.rollout.tokenizer import load_tokenizer
+from meshrl.rollout.worker import RolloutWorker
+from meshrl.services.config.tls import TlsConfig
+from meshrl.services.gateway.app import build_app
+from meshrl.services.gateway.book import GatewayBook
+from meshrl.services.rewards.http import serving_http
+from meshrl.services.wires import QueueWire
+
+RUN = "chaos"
+FIRST = Version(1, 0)
+
+
+async def work(options: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer(options.model)
+    engine = build({"tokens_per_s": 10_000}, model=options.model, slots=4)
+    await engine.start()
+    await engine.stage_weights(
+        WeightManifest(run=RUN, version=FIRST, tensors=(), bucket_bytes=(), bucket_hashes=()), []
+    )
+    await engine.commit_weights(FIRST, OnUpdate.DRAIN)
+    book = GatewayBook(prompt_tokens=None)
+    app = build_app(book, tokenizer, max_body_bytes=1 << 20, guard=None)
+    command = {"command": [sys.executable, "-c", options.agent.read_text(), str(options.pids)]}
+    async with (
+        serving_http(app, "127.0.0.1", 0, TlsConfig(), name="gateway") as url,
+        Programs("openai", command, gateway=book) as programs,
+        QueueWire(options.queue) as queue,
+    ):
+        book.url = url
+        worker = RolloutWorker(
+            queue, engine, tokenizer, runs=[RUN], worker=options.name, slots=4, programs=programs
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
+        await worker.run(grace_s=0)
+    await engine.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--queue", required=True)
+    parser.add_argument("--name", required=True)
+    for name in ("model", "agent", "pids"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    asyncio.run(work(parser.parse_args()))

@@ -1,0 +1,131 @@
+"""kill -9 of a worker amid its agents' conversations: the agents die with it, the rows are begun anew elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from meshrl.contract.nouns import (
+    POSTED_REWARD,
+    RunSpec,
+    SamplingParams,
+    Task,
+    rollout_stage,
+)
+from meshrl.contract.rows import column_posted
+from meshrl.services.doors import QueueDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ..talking import write_talking_model
+from .gateway_process import FIRST, RUN
+
+AGENT = """
+import json, os, subprocess, sys, urllib.request
+def post(path, body):
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+task = json.load(sys.stdin)
+said = post("/completions", {"prompt": "x", "max_tokens": 4})
+if os.path.exists(sys.argv[1] + ".hang"):
+    # A child in a session of its own, which a signal to the group would miss.
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with open(sys.argv[1], "a") as pids:
+        pids.write(f"{os.getpid()} {child.pid}\\n")
+    child.wait()
+post("/reward", {"score": 7})
+"""
+
+
+@asynccontextmanager
+async def gateway_process(
+    address: str, model: Path, name: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = [sys.executable, "-m", "tests.chaos.gateway_process", "--queue", address]
+    for key, value in {
+        "name": name,
+        "model": model,
+        "agent": model / "agent.py",
+        "pids": model / "pids",
+    }.items():
+        command += [f"--{key}", str(value)]
+    process = await asyncio.create_subprocess_exec(*command)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def pids(path: Path) -> list[int]:
+    found = path / "pids"
+    return [int(pid) for pid in found.read_text().split()] if found.exists() else []
+
+
+def alive(found: list[int]) -> list[int]:
+    return [pid for pid in found if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110 (a read, no path)
+
+
+async def test_agents_die_with_their_worker_and_their_rows_are_begun_anew(tmp_path: Path) -> None:
+    write_talking_model(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    hang = tmp_path / "pids.hang"
+    hang.touch()
+    queue = await TransferQueue.open(MemoryStore())
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server(settings, [QueueDoor(queue)]))
+        stages = (rollout_stage(posted=True),)
+        await queue.open_run(
+            RunSpec(
+                run=RUN,
+                group_size=2,
+                batch_groups=1,
+                max_staleness=0.0,
+                lease_ttl_s=3.0,
+                stages=stages,
+            )
+        )
+        await queue.acquire(RUN, "trainer")
+        await queue.publish(RUN, FIRST)
+        task = Task(
+            run=RUN,
+            task_id="t",
+            prompt_ids=np.array([5], dtype=np.int32),
+            group_size=2,
+            program="openai",
+            sampling=SamplingParams(max_tokens=40),
+        )
+        await queue.admit(RUN, [task], cursor="", wait_s=5)
+        first = await stack.enter_async_context(gateway_process(server.address, tmp_path, "w0"))
+        async with asyncio.timeout(120):
+            while len(pids(tmp_path)) < 4:  # noqa: ASYNC110 (both agents and their children)
+                await asyncio.sleep(0.02)
+        assert len(alive(pids(tmp_path))) == 4
+        os.kill(first.pid, signal.SIGKILL)
+        await first.wait()
+        async with asyncio.timeout(60):
+            while alive(pids(tmp_path)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        hang.unlink()
+        second = await stack.enter_async_context(gateway_process(server.address, tmp_path, "w1"))
+        batch = await queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=120)
+        rows = await queue.fetch(RUN, [row.uid for row in batch.rows], (POSTED_REWARD, "loss_mask"))
+        rewards = [column_posted(row[POSTED_REWARD]) for row in rows]
+        assert [reward.score for reward in rewards if reward] == [7.0, 7.0]
+        assert [int(row["loss_mask"].sum()) for row in rows] == [1, 1]
+        assert (await queue.ledger(RUN)).balanced
+        second.send_signal(signal.SIGTERM)
+        assert await second.wait() == 0
+    await queue.close()

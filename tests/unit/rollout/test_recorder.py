@@ -1,0 +1,137 @@
+"""A row of several turns that another worker goes on with is the row that nothing had interrupted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshrl.contract.nouns import Columns, LeasedRow, SamplingParams, Task, Trajectory, Uid, Version
+from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.conversation import Budget, Conversation
+from meshrl.rollout.journal import Journal
+from meshrl.rollout.ports import Generator
+from meshrl.rollout.recorder import Recorder
+from meshrl.rollout.versions import UNSERVED
+
+from .checkpoints import FIRST, Checkpoint, forced_logprobs
+from .conftest import EngineMaker
+
+UID = Uid("run", "t0", 0)
+PROMPT = np.arange(3, 9, dtype=np.int32)
+SAID = [[11, 12, 13], [14], [15, 16]]
+"""What is observed after each turn."""
+
+
+class Words:
+    def decode(self, ids: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def task(**sampling: Any) -> Task:
+    how = SamplingParams(**{"max_tokens": 60, "seed": 5} | sampling)
+    return Task(run="run", task_id="t0", prompt_ids=PROMPT, sampling=how)
+
+
+async def talk(engine: Generator, asked: Task) -> Trajectory:
+    budget = Budget.of(asked, turn_tokens=12, turns=4)
+    conversation = Conversation(UID, Words(), PROMPT, budget=budget)
+    for said in SAID:
+        await conversation.sample(engine, asked.sampling)
+        assert conversation.observe_tokens(said)
+    await conversation.sample(engine, asked.sampling)
+    return conversation.rollout().trajectory
+
+
+def journal() -> Journal:
+    never: Any = None  # a queue that is never asked: nothing is appended here
+    intervals = JournalIntervals(tokens=0, ms=0)
+    return Journal(never, intervals, max_staleness=9, lost=lambda uids: None)
+
+
+def past(row: Trajectory, length: int) -> Columns:
+    """What the queue has of `row` when so many tokens behind its prompt were kept."""
+    start, end = len(PROMPT), len(PROMPT) + length
+    versions = np.array([[UNSERVED.epoch, UNSERVED.step]] * len(row.tokens), dtype=np.int32)
+    for span in row.spans:
+        versions[span.start : span.end] = (span.version.epoch, span.version.step)
+    return {
+        "tokens": row.tokens[start:end],
+        "rollout_logprobs": row.rollout_logprobs[start:end],
+        "versions": versions[start:end],
+    }
+
+
+def leased(asked: Task, prefix: Columns) -> LeasedRow:
+    return LeasedRow(uid=UID, token=1, task=asked, columns={}, delivery=2, prefix=prefix)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}])
+async def test_wherever_a_row_was_cut_it_comes_out_the_same(
+    qwen3: Checkpoint, make_engine: EngineMaker, how: dict[str, Any]
+) -> None:
+    engine = await make_engine(qwen3.path, eos_token_ids=[])
+    asked = task(**how)
+    whole = await talk(engine, asked)
+    turns = [12, 15, 27, 28, 40, 42]
+    assert (
+        whole.loss_mask[len(PROMPT) :].tolist()
+        == np.repeat([1, 0, 1, 0, 1, 0, 1], np.diff([0, *turns, 54])).tolist()
+    )
+    sampled = whole.loss_mask.astype(bool)
+    for end in [*turns[::2], 54]:
+        prompt, turn = np.split(whole.tokens[: len(PROMPT) + end], [len(PROMPT) + end - 12])
+        want = forced_logprobs(
+            qwen3.model, prompt, turn, **how | {"temperature": how["temperature"] or 1.0}
+        )
+        found = whole.rollout_logprobs[len(prompt) : len(prompt) + 12]
+        np.testing.assert_allclose(found, want, atol=1e-4)
+    # Kept rows are cut at the ends of deltas, of which an observation is one.
+    for cut in (5, *turns, 20, 33, 53, 54):
+        kept = journal()
+        row = await talk(Recorder(engine, kept, leased(asked, past(whole, cut))), asked)
+        assert row.tokens.tolist() == whole.tokens.tolist(), cut
+        assert row.loss_mask.tolist() == whole.loss_mask.tolist()
+        assert row.spans == whole.spans
+        np.testing.assert_allclose(row.rollout_logprobs, whole.rollout_logprobs, atol=1e-4)
+        assert kept.keeps(UID) and kept.stats.continued == cut
+        assert (row.rollout_logprobs[~sampled] == 0).all()
+
+
+async def test_what_was_kept_of_a_conversation_that_went_otherwise_is_left_alone(
+    qwen3: Checkpoint, make_engine: EngineMaker
+) -> None:
+    engine = await make_engine(qwen3.path, eos_token_ids=[])
+    asked = task()
+    whole = await talk(engine, asked)
+    prefix = dict(past(whole, 54))
+    prefix["tokens"] = prefix["tokens"].copy()
+    prefix["tokens"][13] += 1  # another observation after the first turn
+    prefix["versions"] = prefix["versions"].copy()
+    prefix["versions"][:12] = (1, 1)
+    kept = journal()
+    row = await talk(Recorder(engine, kept, leased(asked, prefix)), asked)
+    assert row.tokens.tolist() == whole.tokens.tolist()
+    first, second = row.spans[:2]
+    assert (first.version, second.version) == (Version(1, 1), FIRST)
+    assert not kept.keeps(UID)
+
+
+async def test_two_requests_at_once_are_not_a_row_that_only_grows(
+    qwen3: Checkpoint, make_engine: EngineMaker
+) -> None:
+    engine = await make_engine(qwen3.path, eos_token_ids=[])
+    asked = task()
+    kept = journal()
+    recorder = Recorder(engine, kept, leased(asked, {}))
+    conversation = Conversation(UID, Words(), PROMPT, budget=Budget.of(asked))
+    request = conversation.request(asked.sampling)
+    first = recorder.generate(request)
+    await anext(first)
+    assert kept.keeps(UID)
+    second = recorder.generate(request)
+    await anext(second)
+    assert not kept.keeps(UID)
+    await first.aclose()  # type: ignore[attr-defined]
+    await second.aclose()  # type: ignore[attr-defined]
