@@ -9,7 +9,8 @@ words move by one. Parts:
     exact   100 updates on each carrier; the hashes of each engine's live memory are the trainer's, every time
     speed   seconds until all hold a version (prepare), GB/s that each receives, the longest pause of an update, and
             beside them what a plain copy of as much memory takes one process at that time
-    kill    a receiver gets SIGKILL when bucket i is about to be sent, for each i: seconds until the others serve it
+    kill    a receiver gets SIGKILL when bucket i is about to be sent, for each i: seconds until the others serve it,
+            and what the update before it took, with that receiver alive
     stop    one of three gets SIGSTOP in the middle of an update: the p99 of the others' pauses, and of their waits
             from publishing to serving, from then on, beside those of the same fleet before
     auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
@@ -120,7 +121,7 @@ class Bench:
         """SIGKILL at every bucket."""
         self.found["kill_s"] = {}
         for carrier in self.options.carriers[:2]:
-            seconds = []
+            seconds, healthy = [], []
             weights = Drifting(self.bytes, self.bytes // 4)
             async with opened(self.config(carrier), self.place("kill"), NAMES[:2]) as fleet:
                 for _ in range(WARM):
@@ -128,14 +129,18 @@ class Bench:
                 for index in range(4):
                     victim = f"victim-{index}"
                     await fleet.join(victim)
+                    healthy.append(round((await fleet.update(weights)).sync_s, 2))
                     trap = Trap(fleet, victim, signal.SIGKILL, index, 1 + (carrier != "gloo"))
                     update = await fleet.update(weights, NAMES[:2], trap)
                     seconds.append(round(update.sync_s, 2))
                     await fleet.members[victim].child.wait()
                     await fleet.until(lambda victim=victim: fleet.state(victim) == "out")
                     del fleet.members[victim]
-            self.found["kill_s"][carrier] = seconds
-            print(f"kill    {carrier:6} survivors serve after {seconds} s", flush=True)
+            self.found["kill_s"][carrier] = {"survivors": seconds, "nobody_killed": healthy}
+            print(
+                f"kill    {carrier:6} survivors after {seconds} s, all before {healthy} s",
+                flush=True,
+            )
 
     async def stop(self) -> None:
         """SIGSTOP of one of three."""

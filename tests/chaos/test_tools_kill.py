@@ -84,7 +84,7 @@ async def mesh_of(tmp_path: Path, *, lease_ttl_s: float) -> AsyncIterator[Mesh]:
             stages=(ROLLOUT_STAGE,),
             batch_groups=1,
             max_staleness=0.0,
-            max_attempts=2,
+            max_attempts=5,
             lease_ttl_s=lease_ttl_s,
         )
         await queue.open_run(spec)
@@ -121,7 +121,7 @@ async def test_a_server_killed_in_a_call_costs_an_attempt_and_the_row_goes_on(
 
 
 async def test_a_killed_worker_leaves_no_server_and_another_goes_on(tmp_path: Path) -> None:
-    async with mesh_of(tmp_path, lease_ttl_s=5) as mesh:
+    async with mesh_of(tmp_path, lease_ttl_s=6) as mesh:
         async with worker(mesh, "w0") as process:
             await mesh.until_called(1)
             process.kill()

@@ -33,6 +33,7 @@ async def work(queue: str, log: str, name: str) -> None:
     command = [sys.executable, "-E", "-S", str(LIGHT), log]
     async with QueueWire(queue) as wire:
         programs = Programs("tools", {"tools": [{"command": command}]})
+        await programs.start()
         worker = RolloutWorker(
             wire,
             Scripted(tokenizer, [CALL, answer]),  # type: ignore[arg-type]

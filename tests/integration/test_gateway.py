@@ -398,6 +398,24 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(model: Path) -> None
         assert (await mesh.queue.ledger(RUN)).dead_lettered == {}
 
 
+async def test_a_session_past_its_deadline_cannot_be_ended_as_if_it_were_not(model: Path) -> None:
+    async with (
+        agents_mesh(model, {"external": True}, deadline_s=1.0, max_attempts=1) as mesh,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        session = (await claim(mesh, http)).json()
+        auth = {"Authorization": f"Bearer {session['api_key']}"}
+        early = {"score": 1.0, "finish": False}
+        answer = await http.post(f"{session['base_url']}/reward", json=early, headers=auth)
+        assert answer.status_code == 200
+        (letter,) = await mesh.dead()
+        assert letter.outcome is Outcome.TIMEOUT
+        place = f"{mesh.url}/v1/sessions/{session['id']}"
+        for path, body in (("finish", {}), ("reward", {"score": 1.0})):
+            late = await http.post(f"{place}/{path}", json=body, headers=auth)
+            assert (late.status_code, late.json()["error"]["code"]) == (410, "session_ended")
+
+
 async def test_a_session_that_was_never_asked_goes_back_as_it_came(model: Path) -> None:
     async with (
         agents_mesh(model, {"external": True}, max_attempts=1) as mesh,

@@ -102,7 +102,7 @@ async def test_rows_share_a_server_unless_it_is_stateful(bench: Bench) -> None:
     ticks = await asyncio.gather(*(bench.say("tick", row) for row in (0, 1)))
     assert ticks == ["1", "1"] and await bench.say("tick", 0) == "2"
     before = bench.noted("pid")
-    await bench.workshop.release(Uid("run", "t0", 0))
+    bench.workshop.release(Uid("run", "t0", 0))
     assert await bench.say("tick", 0) == "1" and await bench.say("tick", 1) == "2"
     assert len(bench.noted("pid")) == len(before) + 1
 
@@ -129,12 +129,7 @@ async def test_a_hanging_call_is_observed_and_a_hanging_server_is_a_fault(bench:
     assert await bench.say("wait") == "Error: wait timed out after 0.2 s"
     assert len(bench.noted("pid")) == 1  # the same server goes on
     await bench.workshop.close()
-    await bench.open(timeout_s=0.2, start_timeout_s=15)
-    assert await bench.say("add", a=1, b=2) == "3"
-    for _, server in bench.workshop._servers:
-        object.__setattr__(
-            server, "_config", server._config.model_copy(update={"start_timeout_s": 0.5})
-        )
+    await bench.open(timeout_s=0.2, start_timeout_s=5)
     with pytest.raises(InfraError, match="does not answer any more"):
         await bench.say("stop")
 

@@ -109,6 +109,7 @@ class Batch:
         self._stored = np.zeros(slots, dtype=np.int64)
         """Positions in the cache: all but the last sampled token."""
         self._sampled = np.zeros(slots, dtype=np.int64)
+        self._longest_of = np.zeros(slots, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -168,7 +169,7 @@ class Batch:
                 self._leave(index)
 
     def _longest(self) -> int:
-        return max((row.longest for row in self.rows), default=0)
+        return int(self._longest_of[: len(self.rows)].max(initial=0))
 
     def _enter(self, index: int, row: Row) -> None:
         sampling = row.request.sampling
@@ -181,6 +182,7 @@ class Batch:
         self._sampling.key[index] = row_key(sampling.seed, row.request.request_id)
         self._stored[index] = len(row.request.prompt_ids)
         self._sampled[index] = row.request.continued
+        self._longest_of[index] = row.longest
 
     def _leave(self, index: int) -> None:
         """The last row moves into the gap."""
@@ -190,7 +192,7 @@ class Batch:
         if index != last:
             self._cache.move(last, index, int(self._stored[last]))
             self._sampling.move(last, index)
-            for column in (self._last, self._stored, self._sampled):
+            for column in (self._last, self._stored, self._sampled, self._longest_of):
                 column[index] = column[last]
             self.rows[index] = self.rows[last]
         self.rows.pop()

@@ -74,7 +74,7 @@ class ToolProgram:
         try:
             return await self._row(task, uid, engine, tokenizer, tools)
         finally:
-            await self._workshop.release(uid)
+            self._workshop.release(uid)
 
     async def _row(
         self,

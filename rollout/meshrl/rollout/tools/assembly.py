@@ -57,9 +57,10 @@ class Workshop:
                 self._toolbox = Toolbox(found, self._cut)
             return self._toolbox
 
-    async def release(self, uid: Uid) -> None:
+    def release(self, uid: Uid) -> None:
         """A row is done: sessions that were its own end."""
-        await asyncio.gather(*(server.release(uid) for _, server in self._servers))
+        for _, server in self._servers:
+            server.release(uid)
 
     async def close(self) -> None:
         """End all servers; idempotent."""

@@ -123,6 +123,10 @@ class Connection:
             if error.code in FAULTS:
                 raise self._lost(f"failed: {error}") from error
             raise ToolError(str(error)) from error
+        except Exception as error:  # what the server sent makes no sense to the client
+            if isinstance(error, InfraError):
+                raise
+            raise self._lost(f"failed: {_reason(error)}") from error
         finally:
             asking.cancel()
 
@@ -171,7 +175,7 @@ class Server:
         connection = await self._opened(None)
         found = {tool.name: McpTool(self, tool) for tool in await connection.tools()}
         if self._config.stateful:
-            await self.release(None)
+            self.release(None)
         for name in self._config.only:
             if name not in found:
                 known = ", ".join(found)
@@ -200,10 +204,10 @@ class Server:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await connection.ask(lambda client: client.list_tools(cache_mode="bypass"))
         except TimeoutError as error:
-            await self.release(key)
+            self.release(key)
             raise InfraError(f"MCP server {self.label} does not answer any more") from error
 
-    async def release(self, key: Uid | None) -> None:
+    def release(self, key: Uid | None) -> None:
         """A row is done, or the shared connection is of no use. Nobody waits for a server that ends slowly."""
         opening, connection = self._opening.pop(key, None), self._connections.pop(key, None)
         if opening is not None:
@@ -215,7 +219,7 @@ class Server:
     async def close(self) -> None:
         """End all connections; idempotent."""
         for key in {*self._connections, *self._opening}:
-            await self.release(key)
+            self.release(key)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
@@ -231,8 +235,12 @@ class Server:
         if key not in self._opening:
             opening = asyncio.create_task(self._open(key), name=f"mcp open {self.label}")
             self._opening[key] = opening
-            opening.add_done_callback(lambda _: self._opening.pop(key, None))
+            opening.add_done_callback(partial(self._done_opening, key))
         return await asyncio.shield(self._opening[key])
+
+    def _done_opening(self, key: Uid | None, task: asyncio.Task[Connection]) -> None:
+        if self._opening.get(key) is task:
+            del self._opening[key]
 
     async def _open(self, key: Uid | None) -> Connection:
         broken = self._connections.pop(key, None)

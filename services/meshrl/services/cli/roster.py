@@ -73,11 +73,11 @@ async def call_roll(site: Site) -> Roster:
     view, phases = await asyncio.gather(_view(site.trainer), _phases(site.run_dir))
     if view is None and not phases:
         raise UnavailableError(f"the trainer at {site.trainer} does not answer")
-    members = {replica.name: _seen(replica) for replica in view.replicas} if view else {}
+    members = {replica.name: seen_by_plane(replica) for replica in view.replicas} if view else {}
     book = AddressBook.load(site.run_dir / BOOK_NAME).services if site.run_dir else {}
     for name, told in phases.items():
         known = members.get(name, Member(name=name, state=str(told["phase"])))
-        members[name] = _kept(known, told, book[name].address if name in book else "")
+        members[name] = kept_by_supervisor(known, told, book[name].address if name in book else "")
     reports = await asyncio.gather(*(_report(member) for member in members.values()))
     members = {
         name: replace(member, report=report)
@@ -86,7 +86,8 @@ async def call_roll(site: Site) -> Roster:
     return Roster(view=view, members=dict(sorted(members.items())))
 
 
-def _seen(replica: ReplicaView) -> Member:
+def seen_by_plane(replica: ReplicaView) -> Member:
+    """A worker as the trainer tells of it."""
     return Member(
         name=replica.name,
         state=replica.state.name,
@@ -96,7 +97,7 @@ def _seen(replica: ReplicaView) -> Member:
     )
 
 
-def _kept(member: Member, told: Mapping[str, object], address: str) -> Member:
+def kept_by_supervisor(member: Member, told: Mapping[str, object], address: str) -> Member:
     """What the supervisor adds: it knows why a process went, and one that went is out whatever the plane saw last."""
     phase = str(told["phase"])
     gone = phase in ("drained", "failed")

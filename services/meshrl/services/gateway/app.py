@@ -151,6 +151,9 @@ def _sessions(book: GatewayBook, tokenizer: ChatTokenizer, guard: Guard | None) 
         peer = request.client.host if request.client else "unknown"
         guard.admit(_header(token), peer, Role.CLAIM)
         session = await _unless_gone(request, book.claim(body.wait_s))
+        if session is not None and await request.is_disconnected():
+            session.finished.set()  # nobody hears of it: its row goes back
+            session = None
         if session is None:
             return Response(status_code=CLIENT_GONE)
         found = address(str(request.base_url).rstrip("/"), session)
@@ -188,7 +191,8 @@ def _sessions(book: GatewayBook, tokenizer: ChatTokenizer, guard: Guard | None) 
         try:
             book.find(_header(token), session_id).finished.set()
         except SessionEndedError:
-            if book.ended(_header(token)) is None:
+            ended = book.ended(_header(token))
+            if ended is None or not ended.finished:  # by its deadline, say
                 raise
         return {"id": session_id, "finished": True}
 
@@ -203,8 +207,8 @@ def _reward(
         session = book.find(authorization, session_id)
     except SessionEndedError:
         ended = book.ended(authorization)
-        if ended is None or ended.reward != reward:  # saying the same twice is saying it once
-            raise
+        if ended is None or not ended.finished or ended.reward != reward:
+            raise  # else saying the same twice is saying it once
         return {"id": ended.id, "reward": reward.to_json()}
     session.post(reward)
     if body.finish:

@@ -32,6 +32,8 @@ class Ended:
 
     id: str
     why: str
+    finished: bool
+    """Whoever led it said so, or posted a reward that ended it."""
     reward: PostedReward | None
 
 
@@ -76,7 +78,10 @@ class GatewayBook:
             del self._open[key]
             self.tokens_left_out += session.left_out
             why = session.ended or "it is over"
-            self._ended[key] = Ended(id=session.id, why=why, reward=session.reward)
+            finished = session.finished.is_set()
+            self._ended[key] = Ended(
+                id=session.id, why=why, finished=finished, reward=session.reward
+            )
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
 

@@ -1,0 +1,75 @@
+"""`meshrl fleet` where there is no mesh, and how it joins what the trainer, the members and `up` know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.nouns import Version
+from meshrl.services.cli.commands.fleet import roster_json
+from meshrl.services.cli.root import main
+from meshrl.services.cli.roster import Roster, kept_by_supervisor, seen_by_plane
+from meshrl.services.weights.fleet import FleetView, ReplicaState, ReplicaView
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--trainer", NOBODY], 1, f"the trainer at {NOBODY} does not answer"),
+        (["--trainer", NOBODY, "drain", "x"], 1, f"the trainer at {NOBODY} does not answer"),
+        (["--trainer", NOBODY, "add"], 2, "give --queue HOST:PORT"),
+        (["--trainer", NOBODY, "--run-dir", "x"], 2, "two ways to find a mesh: give one"),
+        (["--run-dir", "nowhere"], 1, "no address book at nowhere/mesh.json; is the mesh up?"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_one_line(
+    words: list[str],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["fleet", *words])
+    assert ended.value.code == code
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and said in line and line.count("\n") == 1
+
+
+def replica(name: str, state: ReplicaState, reason: str = "") -> ReplicaView:
+    return ReplicaView(
+        name=name,
+        state=state,
+        generation=1,
+        version=Version(1, 3),
+        last_sync_s=0.5,
+        pause_s=0.01,
+        reason=reason,
+        address="10.0.0.2:7001",
+    )
+
+
+def test_the_supervisor_knows_why_a_worker_went() -> None:
+    out = seen_by_plane(replica("rollout-0", ReplicaState.OUT, "it died or went away"))
+    assert (out.state, out.reason, out.kept_by_up) == ("OUT", "it died or went away", False)
+    drained = kept_by_supervisor(out, {"phase": "drained", "pid": 7, "restarts": 2}, "")
+    assert (drained.state, drained.reason, drained.restarts) == ("OUT", "drained", 2)
+    # The plane may not have noticed yet.
+    serving = seen_by_plane(replica("rollout-1", ReplicaState.SERVING))
+    assert kept_by_supervisor(serving, {"phase": "failed", "restarts": 0}, "").gone
+    assert not kept_by_supervisor(serving, {"phase": "ready", "restarts": 0}, "").gone
+
+
+def test_json_tells_of_members_that_do_not_answer() -> None:
+    member = seen_by_plane(replica("rollout-0", ReplicaState.SUSPECT))
+    view = FleetView(run="r", epoch=1, committed=Version(1, 3), proposed=None, replicas=())
+    told = roster_json(Roster(view=view, members={"rollout-0": member}))
+    assert (told["run"], told["committed"], told["proposed"]) == ("r", "1.3", None)
+    (one,) = told["members"]
+    assert (one["state"], one["version"], one["answers"]) == ("SUSPECT", "1.3", False)
+    assert "breaker" not in one
