@@ -140,11 +140,16 @@ def recipe_of(folder: Path, carrier: str) -> Path:
     recipe = {
         "run": {"name": RUN, "dir": str(folder / "run")},
         "model": {"path": str(folder / "model")},
-        "data": {"train_batch_size": BATCH_GROUPS, "max_prompt_length": 8, "max_response_length": RESPONSE},
+        "data": {
+            "train_batch_size": BATCH_GROUPS,
+            "max_prompt_length": 8,
+            "max_response_length": RESPONSE,
+        },
         "rollout": {
             **{"name": "torch", "n": GROUP, "slots": 2 * GROUP, "on_update": "in_flight"},
             **{"journal_tokens": 32, "engine": {"device": "cpu"}},
         },
+        "reward": {"mixed_versions": "allow"},
         "queue": {"max_staleness": "inf", "lease_ttl_s": 3.0, "max_attempts": 100},
         "weights": {"carrier": carrier, "base_s": 5.0, "silence_s": 10.0, "beat_s": 0.5},
     }
@@ -168,6 +173,10 @@ class Labels:
     """tokens, mislabelled, responses, mixed (of several versions), batches."""
     updates: int = 0
     killed: int = 0
+    vocabulary: int = 0
+
+    def __post_init__(self) -> None:
+        self._trained = asyncio.Event()
 
     async def run(self) -> dict[str, object]:
         """Until enough tokens are seen and enough processes were killed."""
@@ -190,9 +199,7 @@ class Labels:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.queue.close)
             doors = [QueueDoor(self.queue), WeightsDoor(plane)]
-            server = await stack.enter_async_context(
-                Server(ServerSettings(drain_grace_s=1), doors)
-            )
+            server = await stack.enter_async_context(Server(ServerSettings(drain_grace_s=1), doors))
             await stack.enter_async_context(plane)
             await server.ready()
             self.address = server.address
@@ -327,15 +334,12 @@ class Labels:
         self.found["mixed"] += len(row.spans) > 1
 
     def _report(self) -> None:
-        if sys.stderr.isatty() or self.found["batches"] % 50 == 0:
+        if sys.stderr.isatty() or self.found["batches"] % 10 == 0:
             line = f"{self.found['tokens']:,} of {self.tokens:,} tokens, {self.updates} updates,"
             print(
                 f"{line} {self.killed} kills, {self.found['mislabelled']} mislabelled",
                 file=sys.stderr,
             )
-
-    def __post_init__(self) -> None:
-        self._trained = asyncio.Event()
 
 
 async def _judge(leased: Sequence[LeasedRow]) -> Sequence[StageResult]:
