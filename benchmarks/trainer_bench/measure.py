@@ -38,9 +38,15 @@ def steps(step: Callable[[], dict[str, float]], count: int) -> dict[str, Any]:
     """Make `count` steps. Memory is that of all of them, above what is there now: the weights, for one."""
     forget_peak()
     before = resident()
-    seconds, facts = [], []
+    seconds, cpu_seconds, facts = [], [], []
     for _ in range(count):
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         facts.append(step())
         seconds.append(time.perf_counter() - began)
-    return {"seconds": seconds, "facts": facts, "bytes_above_weights": peak() - before}
+        cpu_seconds.append(time.process_time() - spent)
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "facts": facts,
+        "bytes_above_weights": peak() - before,
+    }
