@@ -14,7 +14,8 @@ default) or without. It is compared by its fastest run in speed and by its leane
 
 Every measurement is a process of its own. Tokens are real ones, prompt and response; speed is the median step without
 the first, by the clock and by processor time, which others on the machine disturb less. Memory is the high-water mark
-of resident memory over all steps, above what is resident before the first: gradients and AdamW's state are in it, weights and libraries are not. The last line is one JSON object.
+of resident memory over all steps, above what is resident before the first: gradients and AdamW's state are in it,
+weights and libraries are not. The last line is one JSON object.
 """
 
 from __future__ import annotations
