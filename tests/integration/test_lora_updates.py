@@ -172,7 +172,7 @@ async def test_a_merge_that_comes_out_differently_is_never_served(
         engine = fleet.join("a")
         await until(lambda: len(fleet.plane.fleet().replicas) == 1)
         await fleet.carry(Snapshot(wrong, sent.buckets))  # type: ignore[arg-type]
-        await until(lambda: "merged here, is not what" in fleet.reason_of("a"))
+        await until(lambda: "merged here, are not what" in fleet.reason_of("a"))
         assert engine.version is None
         assert fleet.published == []
 

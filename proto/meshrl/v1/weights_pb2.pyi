@@ -139,6 +139,7 @@ class WeightManifest(_message.Message):
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     BUCKET_HASHES_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TENSOR_HASHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightTensor]: ...
     @_builtins.property
@@ -151,6 +152,10 @@ class WeightManifest(_message.Message):
     def adapter(self) -> Global___WeightAdapter:
         """Absent: whole weights."""
 
+    @_builtins.property
+    def tensor_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """xxh3-64 of each of `tensors`; none where they were not made."""
+
     def __init__(
         self,
         *,
@@ -158,10 +163,11 @@ class WeightManifest(_message.Message):
         bucket_bytes: _abc.Iterable[_builtins.int] | None = ...,
         bucket_hashes: _abc.Iterable[_builtins.str] | None = ...,
         adapter: Global___WeightAdapter | None = ...,
+        tensor_hashes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bucket_bytes", b"bucket_bytes", "bucket_hashes", b"bucket_hashes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "bucket_bytes", b"bucket_bytes", "bucket_hashes", b"bucket_hashes", "tensor_hashes", b"tensor_hashes", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

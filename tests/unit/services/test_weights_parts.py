@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,14 @@ from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.lane import Lane
 from meshrl.services.weights.patience import first_ends, together, within
 from meshrl.services.weights.stub import HashSink, MadeSource
-from meshrl.services.weights.wire import digest, manifest_message, manifest_noun, stamp
+from meshrl.services.weights.wire import (
+    digest,
+    manifest_message,
+    manifest_noun,
+    stamp,
+    tensor_digest,
+    wrong_tensors,
+)
 
 
 def test_plane_and_agent_import_no_torch() -> None:
@@ -156,6 +164,20 @@ def padded() -> tuple[WeightManifest, np.ndarray[tuple[int], np.dtype[np.uint8]]
         bucket_hashes=(digest(bucket),),
     )
     return manifest, bucket
+
+
+def test_wrong_tensors_are_named_where_each_has_a_hash() -> None:
+    manifest, bucket = padded()
+    spoiled = bucket.copy()
+    spoiled[0] ^= 1
+    assert wrong_tensors(manifest, 0, spoiled) == "bucket 0"
+    hashes = tuple(tensor_digest(bucket, tensor) for tensor in manifest.tensors)
+    told = replace(manifest, tensor_hashes=hashes)
+    assert wrong_tensors(told, 0, spoiled) == "bucket 0: a"
+    spoiled[8] ^= 1
+    assert wrong_tensors(told, 0, spoiled) == "bucket 0: a and 1 more"
+    bucket[4] ^= 1
+    assert wrong_tensors(told, 0, bucket) == "bucket 0, between its tensors"
 
 
 def test_a_bucket_on_disk_comes_back_with_its_padding(tmp_path: Path) -> None:

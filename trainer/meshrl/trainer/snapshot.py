@@ -96,7 +96,7 @@ def _packed(
         bucket_bytes=bucket_bytes,
     )
     placed = zip(specs, (weight for _, weight in weights), strict=True)
-    buckets, sizes, hashes = [], [], []
+    buckets, sizes, hashes, tensor_hashes = [], [], [], []
     for _, group in itertools.groupby(placed, key=lambda pair: pair[0].bucket):
         members = list(group)
         last = members[-1][0]
@@ -106,6 +106,7 @@ def _packed(
             if world.is_main:
                 place = bucket[spec.offset : spec.offset + spec.nbytes]
                 place[:] = full.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                tensor_hashes.append(xxhash.xxh3_64_intdigest(place.data))
         bucket.flags.writeable = False
         sizes.append(bucket.nbytes)
         hashes.append(xxhash.xxh3_128_hexdigest(bucket.data))
@@ -119,6 +120,7 @@ def _packed(
         tensors=tuple(specs),
         bucket_bytes=tuple(sizes),
         bucket_hashes=tuple(hashes),
+        tensor_hashes=tuple(tensor_hashes),
     )
     return Snapshot(manifest, tuple(buckets))
 

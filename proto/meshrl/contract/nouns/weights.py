@@ -32,6 +32,8 @@ class WeightManifest:
     bucket_bytes: tuple[int, ...]
     bucket_hashes: tuple[str, ...]
     """xxh3-128 hex of each bucket."""
+    tensor_hashes: tuple[int, ...] = ()
+    """xxh3-64 of each tensor, to say which one is wrong; empty where nobody made them."""
     adapter: Adapter | None = None
     """What is sent is a LoRA adapter, to be merged before an engine sees it; None: whole weights."""
 

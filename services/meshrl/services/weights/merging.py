@@ -10,7 +10,7 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.nouns import Adapter, TensorSpec, Uint8, WeightManifest
-from meshrl.services.weights.wire import digest
+from meshrl.services.weights.wire import digest, wrong_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,8 @@ class Merger:
             if digest(bucket) != served.bucket_hashes[index]:
                 self._base = None  # its file may have changed since it was opened: look again
                 raise CorruptError(
-                    f"bucket {index} of weights {manifest.version}, merged here, is not what the trainer merged"
+                    f"weights {manifest.version}, merged here, are not what the trainer merged:"
+                    f" {wrong_tensors(served, index, bucket)}"
                 )
         return whole
 

@@ -14,7 +14,7 @@ from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import ReplicaState, ReplicaView
 from meshrl.services.weights.patience import together, within
 from meshrl.services.weights.ways import Peer, Way, Ways
-from meshrl.services.weights.wire import Line, digest, manifest_message, stamp
+from meshrl.services.weights.wire import Line, digest, manifest_message, stamp, wrong_tensors
 from meshrl.v1 import weights_pb2 as pb
 
 PlaneLine = Line[pb.ReplicaMessage, pb.PlaneMessage]
@@ -221,7 +221,8 @@ def _vouch(manifest: WeightManifest, index: int, source: WeightSource) -> None:
     """Before a replica is sent a bucket again: is it the source that is wrong?"""
     actual = digest(source.bucket(index))
     if actual != manifest.bucket_hashes[index]:
+        wrong = wrong_tensors(manifest, index, source.bucket(index))
         raise SourceError(
             f"bucket {index} of weights {manifest.version} has hash {actual}, its manifest says "
-            f"{manifest.bucket_hashes[index]}: the trainer's memory changed after the version was made"
+            f"{manifest.bucket_hashes[index]}: the trainer's memory changed after the version was made ({wrong})"
         )

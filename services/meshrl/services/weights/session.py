@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -22,8 +23,17 @@ from meshrl.contract.ports import WeightSink
 from meshrl.services.weights.carrier import Carriers, Cell, Link
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.merging import Merger
-from meshrl.services.weights.wire import Line, digest, manifest_noun, stamp, stamped_version
+from meshrl.services.weights.wire import (
+    Line,
+    digest,
+    manifest_noun,
+    stamp,
+    stamped_version,
+    wrong_tensors,
+)
 from meshrl.v1 import weights_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 AgentLine = Line[pb.PlaneMessage, pb.ReplicaMessage]
 _FAREWELL_S = 2.0
@@ -159,6 +169,11 @@ class Session:
                 found = ""  # reported as a hash that no bucket has: the plane sends it again
             if found == manifest.bucket_hashes[index]:
                 self._missing.discard(index)
+            elif found:
+                wrong = await asyncio.to_thread(
+                    wrong_tensors, manifest, index, self._buckets[index]
+                )
+                logger.warning("weights %s arrived wrong: %s", version, wrong)
             received = pb.ReplicaReceived(bucket=index, hash=found)
             await self._tell(version, received=received)
         if not self._missing:

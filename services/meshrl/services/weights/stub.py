@@ -12,7 +12,7 @@ import numpy as np
 
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.nouns import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.services.weights.wire import digest
+from meshrl.services.weights.wire import digest, tensor_digest
 
 _ITEM = {"float32": 4, "bfloat16": 2}
 
@@ -71,6 +71,7 @@ class MadeSource:
             tensors=tensors,
             bucket_bytes=(bucket_bytes,) * buckets,
             bucket_hashes=tuple(digest(bucket) for bucket in self._buckets),
+            tensor_hashes=tuple(tensor_digest(self._buckets[t.bucket], t) for t in tensors),
         )
 
     @property

@@ -19,6 +19,23 @@ def digest(bucket: Uint8) -> str:
     return xxhash.xxh3_128_hexdigest(bucket.data)
 
 
+def tensor_digest(bucket: Uint8, tensor: TensorSpec) -> int:
+    """xxh3-64 of one tensor in its bucket."""
+    return xxhash.xxh3_64_intdigest(bucket.data[tensor.offset : tensor.offset + tensor.nbytes])
+
+
+def wrong_tensors(manifest: WeightManifest, index: int, bucket: Uint8) -> str:
+    """The tensors of a bucket whose bytes are not the manifest's, for people to read."""
+    if len(manifest.tensor_hashes) != len(manifest.tensors):
+        return f"bucket {index}"
+    told = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
+    names = [t.name for t, h in told if t.bucket == index and tensor_digest(bucket, t) != h]
+    if not names:
+        return f"bucket {index}, between its tensors"
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"bucket {index}: {names[0]}{more}"
+
+
 def stamp(run: str, generation: int, version: Version | None) -> pb.WeightStamp:
     """What a message is about; no version is 0.0."""
     epoch, step = (version.epoch, version.step) if version is not None else (0, 0)
@@ -44,7 +61,10 @@ def manifest_message(manifest: WeightManifest) -> pb.WeightManifest:
         for tensor in manifest.tensors
     ]
     message = pb.WeightManifest(
-        tensors=tensors, bucket_bytes=manifest.bucket_bytes, bucket_hashes=manifest.bucket_hashes
+        tensors=tensors,
+        bucket_bytes=manifest.bucket_bytes,
+        bucket_hashes=manifest.bucket_hashes,
+        tensor_hashes=manifest.tensor_hashes,
     )
     if (adapter := manifest.adapter) is not None:
         message.adapter.CopyFrom(
@@ -78,6 +98,7 @@ def manifest_noun(about: pb.WeightStamp, message: pb.WeightManifest) -> WeightMa
         tensors=tensors,
         bucket_bytes=tuple(message.bucket_bytes),
         bucket_hashes=tuple(message.bucket_hashes),
+        tensor_hashes=tuple(message.tensor_hashes),
         adapter=_adapter_noun(about, message.adapter) if message.HasField("adapter") else None,
     )
 
