@@ -102,7 +102,7 @@ def test_a_token_is_shown_once_and_its_hash_kept() -> None:
     assert token.startswith("mrl_") and token not in result.stdout
     assert 'name: "ann", roles: [read, submit], sha256: ' in result.stdout
     refused = CliRunner().invoke(reward, ["token", "ann", "--roles", "root"])
-    assert str(refused.exception) == "no role 'root'; there are read, submit, operate"
+    assert str(refused.exception) == "no role 'root'; there are read, submit, operate, claim"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
