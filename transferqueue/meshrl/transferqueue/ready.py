@@ -13,8 +13,8 @@ CLAIM_S = 2.0
 class ReadyRows:
     """Highest task priority first, then oldest group, then index: siblings come together.
 
-    A worker that was handed a part of a group is handed the rest first, since it has the prompt in its cache already;
-    others pass that group over for CLAIM_S, unless there is nothing else for them.
+    A worker that was handed a part of a group has the prompt in its cache: others pass the rest over for CLAIM_S,
+    unless there is nothing else for them.
     """
 
     def __init__(self) -> None:
@@ -25,9 +25,7 @@ class ReadyRows:
         """By group number: the group and the mask of its rows that are here."""
         self._count = 0
         self._claims: dict[int, tuple[str, float]] = {}
-        """By group number: who has siblings of its rows, and until when that counts. At most a few per worker."""
-        self._claimed: dict[str, dict[int, None]] = {}
-        """The same by worker, in order."""
+        """By group number: who has siblings of its rows, and until when that counts."""
 
     def __len__(self) -> int:
         return self._count
@@ -39,7 +37,7 @@ class ReadyRows:
         self._count += mask.bit_count() - old.bit_count()
         came = bool(mask & ~old)
         if came or not mask:
-            self._disclaim(number)  # rows that came back need not go to where they came from
+            self._claims.pop(number, None)  # rows that came back need not go to where they came from
         if not mask:
             self._rows.pop(number, None)
             return False
@@ -52,11 +50,6 @@ class ReadyRows:
     def pop(self, limit: int, worker: str = "", now: float = 0.0) -> list[tuple[Group, int]]:
         """At most `limit` rows in order, for `worker`; they are here no more. O(groups met x log groups)."""
         found: list[tuple[Group, int]] = []
-        head = self._head()
-        for number in list(self._claimed.get(worker, ())):
-            group = self._rows[number][0]
-            if limit > 0 and head is not None and -group.traits.priority <= head[0]:
-                limit -= self._take(number, limit, worker, now, found)
         others: list[tuple[int, int]] = []
         while limit > 0 and (head := self._head()) is not None:
             claim = self._claims.get(head[1])
@@ -88,15 +81,5 @@ class ReadyRows:
         found.append((group, taken))
         self.set(group, mask & ~taken)
         if mask & ~taken and self._claims.get(number, ("", 0.0))[0] != worker:
-            self._disclaim(number)
             self._claims[number] = (worker, now + CLAIM_S)
-            self._claimed.setdefault(worker, {})[number] = None
         return taken.bit_count()
-
-    def _disclaim(self, number: int) -> None:
-        claim = self._claims.pop(number, None)
-        if claim is not None:
-            claimed = self._claimed[claim[0]]
-            del claimed[number]
-            if not claimed:
-                del self._claimed[claim[0]]
