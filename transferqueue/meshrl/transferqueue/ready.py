@@ -37,7 +37,9 @@ class ReadyRows:
         self._count += mask.bit_count() - old.bit_count()
         came = bool(mask & ~old)
         if came or not mask:
-            self._claims.pop(number, None)  # rows that came back need not go to where they came from
+            self._claims.pop(
+                number, None
+            )  # rows that came back need not go to where they came from
         if not mask:
             self._rows.pop(number, None)
             return False
