@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
+from meshrl.contract.files import sync
 from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
 from meshrl.services.weights.carrier import Link, Place
@@ -75,11 +76,11 @@ class Carrier:
         for index in range(len(manifest.bucket_bytes)):
             write_bucket(temporary, manifest, index, source.bucket(index))
         self._write_companions(temporary, manifest)
-        _flush_directory(temporary)
+        sync(temporary)
         # A version is written twice only if a publish is repeated; then the bytes are the same.
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
-        _flush_directory(root)
+        sync(root)
         self._prune(root)
 
     def _write_companions(self, folder: Path, manifest: WeightManifest) -> None:
@@ -160,11 +161,3 @@ def read_bucket(folder: Path, manifest: WeightManifest, index: int, into: Uint8)
             read_tensors(file, path.stat().st_size, str(path), manifest, index, into)
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read ({error!r})") from error
-
-
-def _flush_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
