@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -38,6 +38,8 @@ from meshrl.v1 import errors_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+Status = TypeVar("Status")
+
 DETAIL_KEY: Final = "meshrl-error-bin"
 MAX_TEXT: Final = 2_000
 """Characters of a message or of one detail: metadata is bounded, and a longer one belongs in a log."""
@@ -61,9 +63,14 @@ STATUS: Mapping[type[MeshError], grpc.StatusCode] = {
 """By class; a subclass has its parent's status."""
 
 
+def by_class(table: Mapping[type[MeshError], Status], error: MeshError) -> Status:
+    """What a table that ends with MeshError has for the nearest class of `error`."""
+    return next(table[kind] for kind in type(error).__mro__ if kind in table)
+
+
 def status_of(error: MeshError) -> grpc.StatusCode:
     """The status of the nearest class in the table."""
-    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    return by_class(STATUS, error)
 
 
 def to_detail(error: MeshError) -> bytes:

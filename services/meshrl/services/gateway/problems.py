@@ -22,7 +22,8 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.rollout.sessions.asks import ContextLengthError, SessionEndedError
-from meshrl.services.rewards.problems import MAX_DETAIL, AsciiJSON
+from meshrl.services.errors import by_class
+from meshrl.services.rewards.problems import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +62,15 @@ def error_body(error: MeshError) -> dict[str, Any]:
 
 def status_of(error: MeshError) -> tuple[int, str, str | None]:
     """Status, type and code."""
-    return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    return by_class(STATUS, error)
 
 
 def refused(error: MeshError) -> AsciiJSON:
     """The response to a failure."""
     status = status_of(error)[0]
-    headers = {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
+    headers = headers_of(status, error)
     if status in FINAL:
         headers["x-should-retry"] = "false"
-    if wait_s := error.details.get("retry_after_s"):
-        headers["Retry-After"] = str(max(1, round(float(wait_s))))
     return AsciiJSON(error_body(error), status, headers)
 
 
@@ -91,9 +88,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> AsciiJSON:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{where or 'the body'}: {first['msg']}"
+        where, why = first_mistake(error)
+        message = f"{where or 'the body'}: {why}"
         return AsciiJSON(_body(message, INVALID, where or None, None), 400)
 
     @app.exception_handler(HTTPException)

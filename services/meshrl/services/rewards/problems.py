@@ -23,6 +23,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.services.errors import by_class
 
 log = logging.getLogger(__name__)
 
@@ -64,24 +65,35 @@ def problem(
     return AsciiJSON(body, status, headers, media_type="application/problem+json")
 
 
+def headers_of(status: int, error: MeshError) -> dict[str, str]:
+    """What a client is told beside the body: how to prove itself, when to come again."""
+    headers = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if wait_s := error.details.get("retry_after_s"):
+        headers["Retry-After"] = str(max(1, round(float(wait_s))))
+    return headers
+
+
+def first_mistake(error: RequestValidationError) -> tuple[str, str]:
+    """The field of the request, empty for the body as a whole, and what is wrong with it."""
+    first = error.errors()[0]
+    return ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]
+
+
 def install(app: FastAPI) -> None:
     """Answer every failure of `app` as a problem."""
 
     @app.exception_handler(MeshError)
     async def mesh(request: Request, error: MeshError) -> AsciiJSON:
-        status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-        headers = {}
-        if status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        if wait_s := error.details.get("retry_after_s"):
-            headers["Retry-After"] = str(max(1, round(float(wait_s))))
+        status = by_class(STATUS, error)
+        headers = headers_of(status, error)
         return problem(status, error.code, error.message, headers, **dict(error.details))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> AsciiJSON:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body") or "the body"
-        return problem(422, UserError.code, f"{where}: {first['msg']}")
+        where, why = first_mistake(error)
+        return problem(422, UserError.code, f"{where or 'the body'}: {why}")
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> AsciiJSON:
