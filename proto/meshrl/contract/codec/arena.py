@@ -5,8 +5,8 @@
     write:  put(frame) ── Slot in the message ──────▶ take(slot): a copy, checked against its seal, then as ever:
             free(slot) ◀────────── acknowledged ───── stored as durably as the run asks, before the answer
     fetch:  reserve(bytes) ── Region in the request ▶ give(region, frames): Slots in the answer; what does not
-            view(slot): no copy ◀──────────────────── fit comes inline
-            free(region) when the views are gone
+            copy(slot), checked as well ◀──────────── fit comes inline
+            free(region) once the answer is parsed
 
 **Who owns what.** The client owns all of it; the queue keeps nothing but open files, so a queue that is killed
 leaves nothing behind, and nothing has to be counted across processes. A client that is killed leaves its file; its
