@@ -58,15 +58,15 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`."""
-        text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        return self._text(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """See `ChatTokenizer.decode_all`."""
+        return self._text(ids, skip_special_tokens=False)
+
+    def _text(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
 
