@@ -39,7 +39,6 @@ from meshrl.contract.nouns import (
     SamplingParams,
     Score,
     Task,
-    TensorSpec,
     Trajectory,
     Uint8,
     Version,
@@ -103,26 +102,18 @@ class Saying:
     """A WeightSource whose model says `said_by(version)`: layers add nothing, the last norm sees ones."""
 
     def __init__(self, version: Version, shapes: dict[str, tuple[int, ...]]) -> None:
-        parts, specs, offset = [], [], 0
-        for name, shape in shapes.items():
-            weight = np.zeros(shape, np.float32)
-            if name in ("model.embed_tokens.weight", "model.norm.weight"):
+        # With it comes torch, which whoever only reads the command line can do without.
+        from meshrl.trainer.snapshot import layout
+
+        specs = layout(list(shapes.items()), dtype="float32", itemsize=4, bucket_bytes=1 << 30)
+        self._bucket = np.zeros(sum(spec.nbytes for spec in specs), np.uint8)
+        for spec in specs:
+            place = self._bucket[spec.offset : spec.offset + spec.nbytes]
+            weight = place.view(np.float32).reshape(spec.shape)
+            if spec.name in ("model.embed_tokens.weight", "model.norm.weight"):
                 weight[:] = 1
-            elif name == "lm_head.weight":
-                weight[said_by(version, shape[0])] = 2
-            specs.append(
-                TensorSpec(
-                    name=name,
-                    dtype="float32",
-                    shape=shape,
-                    bucket=0,
-                    offset=offset,
-                    nbytes=weight.nbytes,
-                )
-            )
-            parts.append(weight.reshape(-1).view(np.uint8))
-            offset += weight.nbytes
-        self._bucket = np.concatenate(parts)
+            elif spec.name == "lm_head.weight":
+                weight[said_by(version, spec.shape[0])] = 2
         self._bucket.flags.writeable = False
         self.manifest = WeightManifest(
             run=RUN,
