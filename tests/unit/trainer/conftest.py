@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model import random_hf
 
 from . import tiny
-
-
-@pytest.fixture(scope="session")
-def world() -> Iterator[World]:
-    torch.set_num_threads(1)
-    world = World.start("cpu")
-    yield world
-    world.close()
 
 
 @pytest.fixture(scope="session")
