@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from meshrl.trainer.model import random_hf
 
 from . import tiny
+from .ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +34,11 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="$").save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Runs programs as several ranks."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
