@@ -4,6 +4,7 @@
       ▲                  │  ├──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
       └── free capacity ─┘  └─────Returned──▶ release  (redelivered, no attempt counted)
     renew: every third of the time to live, for all rows held; work whose lease is lost is cancelled.
+    write: the results of several calls go together (write_back.py).
 
 consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `wake`,
 `drain`. produces: columns. A stage that dies leaves nothing behind but leases, and those expire.
@@ -18,15 +19,10 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from meshrl.contract.errors import (
-    EndOfDataError,
-    FencedError,
-    MeshError,
-    UserError,
-    WaitTimeoutError,
-)
+from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
 from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
 from meshrl.contract.ports import Queue
+from meshrl.contract.write_back import WriteBack
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +128,9 @@ class StageLoop:
         self._progress = progress
         self._gate = gate
         self._calls: set[_Call] = set()
+        self._write_back = {
+            run: WriteBack(queue, run, stage.name, alone=self._nobody_works) for run in self._runs
+        }
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
         self._broken: BaseException | None = None
@@ -180,6 +179,9 @@ class StageLoop:
             done, _ = await asyncio.wait(running, timeout=max(0.0, deadline - clock()))
             if len(done) < len(running):
                 return
+
+    def _nobody_works(self) -> bool:
+        return all(call.done for call in self._calls)
 
     def _movable(self, call: _Call) -> bool:
         return self._progress is not None and all(map(self._progress.keeps, call.rows))
@@ -267,32 +269,22 @@ class StageLoop:
             self.drain()
 
     async def _give_back(self, call: _Call, results: Sequence[StageResult]) -> None:
-        failures = {r.uid: r for r in results if isinstance(r, Failure)}
-        writes = {r.uid: r for r in results if isinstance(r, RowWrite)}
+        failures = [r for r in results if isinstance(r, Failure)]
+        writes = [r for r in results if isinstance(r, RowWrite)]
         returned = [call.rows[r.uid] for r in results if isinstance(r, Returned)]
         run = next(iter(call.rows)).run
-        while writes:
-            tokens = {uid: call.rows[uid].token for uid in writes}
-            try:
-                await self._queue.write(run, self._stage.name, tokens, list(writes.values()))
-            except FencedError as error:
-                lost = Uid.parse(error.details["uid"])
-                log.info("%s: result not wanted any more: %s", self._stage.name, error)
-                self.stats.lost += 1
-                del writes[lost]
-            except UserError as error:
-                # A column that the queue refuses would be refused again: one row's defect, not the batch's.
-                uid = (
-                    Uid.parse(error.details["uid"])
-                    if "uid" in error.details
-                    else next(iter(writes))
-                )
-                failures[uid] = Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=str(error))
-                del writes[uid]
-            else:
-                self.stats.written += len(writes)
-                break
-        for failure in failures.values():
+        if writes:
+            tokens = {row.uid: call.rows[row.uid].token for row in writes}
+            refused = await self._write_back[run].write(tokens, writes)
+            self.stats.written += len(writes) - len(refused)
+            for uid, error in refused.items():
+                if isinstance(error, FencedError):
+                    log.info("%s: result not wanted any more: %s", self._stage.name, error)
+                    self.stats.lost += 1
+                else:  # it would be refused again: one row's defect
+                    reason = str(error)
+                    failures.append(Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=reason))
+        for failure in failures:
             token = call.rows[failure.uid].token
             self.stats.failed += 1
             try:
