@@ -17,7 +17,7 @@ import torch
 
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Int32, Version
-from meshrl.rollout.decoder.cache import KvCache, rounded
+from meshrl.rollout.decoder.cache import KvCache
 from meshrl.rollout.decoder.forward import Decoder
 from meshrl.rollout.decoder.sampler import OFF, SamplingRows, row_key
 from meshrl.rollout.decoder.stopping import StopStrings
@@ -139,15 +139,13 @@ class Batch:
         count = len(self.rows)
         if not count:
             return []
-        attend = rounded(int(self._stored[:count].max()) + 1)
-        self._cache.reserve(count, attend, longest=self._longest())
+        self._reserve(kept=count)
         device = self._decoder.device
         logits = self._decoder.decode(
             weights,
             self._cache,
             torch.from_numpy(self._last[:count]).to(device),
             torch.from_numpy(self._stored[:count]).to(device),
-            attend,
         )
         self._stored[:count] += 1
         return self._sample(logits, 0)
@@ -167,6 +165,11 @@ class Batch:
         for index in reversed(range(len(self.rows))):
             if id(self.rows[index]) in gone:
                 self._leave(index)
+
+    def _reserve(self, *, kept: int) -> None:
+        """Room for the next token of every row; the first `kept` are in the cache already."""
+        count = len(self.rows)
+        self._cache.reserve(count, int(self._stored[:count].max()) + 1, kept=kept)
 
     def _longest(self) -> int:
         return int(self._longest_of[: len(self.rows)].max(initial=0))
@@ -219,8 +222,7 @@ class Batch:
         Returns:
             float32[len(prompts), V]
         """
-        longest = max(len(prompt) for prompt in prompts)
-        self._cache.reserve(first + len(prompts), longest, longest=self._longest())
+        self._reserve(kept=first)
         device = self._decoder.device
         pieces: list[torch.Tensor] = []
         for distinct, source in self._pieces(prompts):
