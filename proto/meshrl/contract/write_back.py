@@ -21,7 +21,7 @@ from meshrl.contract.errors import FencedError, UserError
 from meshrl.contract.nouns import RowWrite, Uid
 from meshrl.contract.ports import Queue
 
-GATHER_S = 0.05
+GATHER_S = 0.1
 """From one write to the next while others are at work: little beside the seconds that sampling a row takes."""
 MOST_ROWS = 256
 """Of one write."""
