@@ -3,7 +3,7 @@
     lease ──rows──▶ handle(rows) ──RowWrite──▶ write
       ▲                  │  ├──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
       └── free capacity ─┘  └─────Returned──▶ release  (redelivered, no attempt counted)
-    renew: every third of the time to live, for all rows held; work whose lease is lost is cancelled.
+    keep: the rows held are renewed, however busy this loop is; work whose lease is lost is cancelled.
     write: the results of several calls go together (write_back.py).
 
 consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `wake`,
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
+from meshrl.contract.keeping import Held, Holding
 from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
 from meshrl.contract.ports import Queue
 from meshrl.contract.write_back import WriteBack
@@ -134,7 +134,7 @@ class StageLoop:
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
         self._broken: BaseException | None = None
-        self._ttl_s = 30.0
+        self._holding = Holding(stage.name, worker, self._lost)
 
     @property
     def held(self) -> int:
@@ -155,19 +155,24 @@ class StageLoop:
 
         Calls whose rows the next holder can go on with are not waited for.
         """
-        renewer = asyncio.create_task(self._renew(), name=f"{self._stage.name}-renew")
+        keeper = asyncio.create_task(
+            self._queue.keep(self._holding), name=f"{self._stage.name}-keep"
+        )
         feeder = asyncio.create_task(self._lease_and_start(), name=f"{self._stage.name}-lease")
         try:
-            await asyncio.wait({renewer, feeder}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (renewer, feeder):
+            await asyncio.wait({keeper, feeder}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (keeper, feeder):
                 if task.done():
                     task.result()
             await self._finish(grace_s)
         finally:
-            for task in (renewer, feeder):
-                task.cancel()
-            await asyncio.gather(renewer, feeder, return_exceptions=True)
-            await self._release_all()
+            feeder.cancel()
+            await asyncio.gather(feeder, return_exceptions=True)
+            try:
+                await self._release_all()
+            finally:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
         if self._broken is not None:
             raise self._broken
 
@@ -192,9 +197,9 @@ class StageLoop:
             lease = await self._lease(free) if free else None
             if lease is None:
                 continue
-            self._ttl_s = lease.ttl_s
             let_in = len(lease.rows) if self._gate is None else max(0, self._gate(self.held))
             rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
+            self._holding.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)
             for start in range(0, len(rows), self._rows_per_call):
                 self._start(rows[start : start + self._rows_per_call])
@@ -262,6 +267,7 @@ class StageLoop:
 
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
         self._calls.discard(call)
+        self._holding.drop(call.rows.values())
         self._freed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             # The queue cannot be reached or refuses us: nothing here can mend that, `run` raises it.
@@ -302,16 +308,8 @@ class StageLoop:
         tokens = {row.uid: row.token for row in rows}
         await self._queue.release(rows[0].uid.run, self._stage.name, tokens)
 
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._ttl_s / 3)
-            held: dict[str, list[Uid]] = defaultdict(list)
-            for call in self._calls:
-                for uid in call.rows:
-                    held[uid.run].append(uid)
-            for run, uids in held.items():
-                lost = await self._queue.renew(run, self._stage.name, self._worker, uids)
-                self.forget(set(lost))
+    def _lost(self, rows: Held) -> None:
+        self.forget(set(self._holding.still(rows)))
 
     def forget(self, lost: set[Uid]) -> None:
         """Cancel work on rows none of which is ours any more.

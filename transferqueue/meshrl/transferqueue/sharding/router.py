@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from meshrl.contract.errors import EndOfDataError, UserError
+from meshrl.contract.keeping import Holding
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -37,8 +39,9 @@ from meshrl.contract.nouns import (
 )
 from meshrl.contract.rowwise import RowVerbs
 from meshrl.transferqueue.sharding import books
-from meshrl.transferqueue.sharding.asking import all_of
+from meshrl.transferqueue.sharding.asking import all_of, any_of
 from meshrl.transferqueue.sharding.feeding import Feeding
+from meshrl.transferqueue.sharding.keeping import Agreement
 from meshrl.transferqueue.sharding.leasing import Ask, Leasing
 from meshrl.transferqueue.sharding.placing import Grown
 from meshrl.transferqueue.sharding.port import Shard
@@ -182,6 +185,18 @@ class ShardedQueue(RowVerbs):
         for task in late:
             task.cancel()
         return [uid for task in asked if task in done for uid in task.result()]
+
+    async def keep(self, holding: Holding) -> None:
+        """See Queue, and keeping.py. A shard that is added is asked from then on."""
+        while True:
+            since = await self._roster.learned()
+            agreement = Agreement(holding)
+            keeping = [
+                shard.keep(agreement.part(self._roster.has(number)))
+                for number, shard in enumerate(self._shards)
+            ]
+            with suppress(Grown):
+                return await any_of([*keeping, self._roster.watch.news(since)])
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue. All or none of the groups of each shard."""
