@@ -26,7 +26,7 @@ from meshrl.rollout.decoder.weights import Weights
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Row:
-    """One request while it runs. `fresh_*` is what its consumer has not been given yet."""
+    """One request while it runs."""
 
     request: GenerateRequest
     deliver: Callable[[GenerateDelta | MeshError], None]
@@ -37,14 +37,14 @@ class Row:
     stop_strings: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     """The response so far; a continued one begins with what was sampled before."""
-    fresh_tokens: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
+    """Of the last tokens, which the consumer has not been given yet."""
     finish_reason: str = ""
     error: InfraError | None = None
 
     def __post_init__(self) -> None:
         if self.tokens:
-            self.finish_reason = self._ending()
+            self._ends()
 
     @property
     def done(self) -> bool:
@@ -63,34 +63,38 @@ class Row:
 
     def take_fresh(self, version: Version) -> GenerateDelta:
         """What was sampled since the last call, all by `version`."""
+        fresh = len(self.fresh_logprobs)
         delta = GenerateDelta(
-            tokens=np.array(self.fresh_tokens, dtype=np.int32),
+            tokens=np.array(self.tokens[len(self.tokens) - fresh :], dtype=np.int32),
             logprobs=np.array(self.fresh_logprobs, dtype=np.float32),
             version=version,
             finish_reason=self.finish_reason,
         )
-        self.fresh_tokens, self.fresh_logprobs = [], []
+        self.fresh_logprobs = []
         return delta
 
-    def accept(self, token: int, logprob: float) -> None:
-        """Take a sampled token and decide whether it is the last."""
+    def accept(self, token: int, logprob: float) -> bool:
+        """Take a sampled token; True when it is the last."""
         if not math.isfinite(logprob):
             self.error = InfraError(
                 f"the model's logits are not finite at response token {len(self.tokens)} of "
                 f"{self.request.request_id}"
             )
-            return
+            return True
         self.tokens.append(token)
-        self.fresh_tokens.append(token)
         self.fresh_logprobs.append(logprob)
-        self.finish_reason = self._ending()
+        return self._ends()
 
-    def _ending(self) -> str:
+    def _ends(self) -> bool:
         if self.tokens[-1] in self.stop_ids or (
             self.stop_strings is not None and self.stop_strings.completed_by(self.tokens)
         ):
-            return "stop"
-        return "length" if len(self.tokens) >= self.limit else ""
+            self.finish_reason = "stop"
+            return True
+        if len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+            return True
+        return False
 
 
 class Batch:
@@ -204,14 +208,14 @@ class Batch:
         """Sample for the rows from `first` on; those that are done leave."""
         rows = slice(first, len(self.rows))
         tokens, logprobs = self._sampling.sample(logits, rows, self._sampled[rows])
-        done: list[Row] = []
         picked = tokens.tolist()
         self._last[rows] = picked
         self._sampled[rows] += 1
-        for row, token, logprob in zip(self.rows[rows], picked, logprobs.tolist(), strict=True):
-            row.accept(token, logprob)
-            if row.done:
-                done.append(row)
+        done = [
+            row
+            for row, token, logprob in zip(self.rows[rows], picked, logprobs.tolist(), strict=True)
+            if row.accept(token, logprob)
+        ]
         if done:
             self.remove(done)
         return done

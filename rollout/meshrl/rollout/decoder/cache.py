@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 LENGTH_STEP = 32
@@ -39,9 +41,12 @@ class KvCache:
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-        empty = torch.empty(2, 0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.layers = [empty] * num_layers
-        """Keys, then values, of each layer: [2, rows, K, length, D]."""
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self._buffers = [empty] * num_layers
+        self._spare = empty
+        """Into which the next layer is reshaped: memory that was touched before is much faster than new."""
+        self.layers = [empty.view(2, 0, num_kv_heads, 0, head_dim)] * num_layers
+        """Keys, then values, of each layer: [2, rows, K, length, D], the beginning of its buffer."""
         self._starts = torch.empty(0, 2 * num_kv_heads, dtype=torch.int64, device=device)
 
     @property
@@ -100,10 +105,20 @@ class KvCache:
     def _reshape(self, rows: int, length: int, kept: int) -> None:
         shared = min(self.length, length)
         for index, old in enumerate(self.layers):
-            # Zeros, because masked positions are still multiplied: 0 x NaN would not be 0.
-            layer = old.new_zeros(2, rows, self._num_kv_heads, length, old.shape[-1])
+            shape = (2, rows, self._num_kv_heads, length, old.shape[-1])
+            buffer = self._buffer(math.prod(shape))
+            layer = buffer[: math.prod(shape)].view(shape)
             layer[:, :kept, :, :shared] = old[:, :kept, :, :shared]
             self.layers[index] = layer
+            self._buffers[index], self._spare = buffer, self._buffers[index]
         self.rows, self.length = rows, length
         starts = torch.arange(2 * rows * self._num_kv_heads, device=self._starts.device) * length
         self._starts = starts.view(2, rows, -1).transpose(0, 1).reshape(rows, -1)
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """The spare buffer, or, where it has less than `size` numbers, one up to twice as large as it."""
+        if size <= len(self._spare):
+            return self._spare
+        most = self._max_bytes // (len(self.layers) * self._spare.itemsize)
+        # Zeros, because masked positions are still multiplied: 0 x NaN would not be 0.
+        return self._spare.new_zeros(max(size, min(2 * len(self._spare), most)))

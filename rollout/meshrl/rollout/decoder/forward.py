@@ -50,7 +50,8 @@ class Decoder:
             cache: Has room for the rows and P positions.
             tokens: int64[m, P], padded on the right.
             lengths: int64[m], true lengths.
-            source: int64[r]: cache row `first_row + i` gets prompt `source[i]`; equal prompts are run once.
+            source: int64[r]: cache row `first_row + i` gets prompt `source[i]`; equal prompts are run once. It
+                ascends and leaves no prompt out.
             first_row: Where the rows begin.
 
         Returns:
@@ -61,14 +62,15 @@ class Decoder:
         cos, sin = self._rotation[:width].unbind(1)
         hidden = weights.embedding[tokens]
         rows = slice(first_row, first_row + len(source))
+        repeated = len(source) > len(tokens)
         ends = torch.arange(len(lengths), device=self.device), lengths - 1
         for index, layer in enumerate(weights.layers):
             heads = self._project(layer, hidden, cos, sin).transpose(1, 2)
             queries, stored = heads.tensor_split((arch.num_heads,), 1)
             keys, values = stored.chunk(2, 1)
             cached_keys, cached_values = cache.layers[index]
-            cached_keys[rows, :, :width] = keys[source]
-            cached_values[rows, :, :width] = values[source]
+            cached_keys[rows, :, :width] = keys[source] if repeated else keys
+            cached_values[rows, :, :width] = values[source] if repeated else values
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=True
             ).transpose(1, 2)
