@@ -86,7 +86,7 @@ async def test_an_agent_past_its_deadline_is_ended_with_all_that_it_started(
     pids = tmp_path / "pids"
     script = f"echo $$ >> {pids}; sleep 1000 & echo $! >> {pids}; wait"
     options = {"command": ["/bin/sh", "-c", script]}
-    async with agents_mesh(talking_model, options, deadline_s=1.5, max_attempts=1) as mesh:
+    async with agents_mesh(talking_model, options, deadline_s=3.0, max_attempts=1) as mesh:
         (letter,) = await mesh.dead()
         assert letter.outcome is Outcome.TIMEOUT
     found = [int(pid) for pid in pids.read_text().split()]
