@@ -94,7 +94,7 @@ class _Call:
 
 
 class StageLoop:
-    """Works on rows of `runs` until drained. `limit` rows at most are held at once.
+    """Works on rows of `runs` until drained, on `limit` rows at most at once.
 
     In `wave` mode exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
     call in every execution; `handle` then gets the whole wave.
@@ -138,8 +138,8 @@ class StageLoop:
 
     @property
     def held(self) -> int:
-        """Rows held now."""
-        return sum(len(call.rows) for call in self._calls)
+        """Rows worked on now; a result on its way back takes no place."""
+        return sum(len(call.rows) for call in self._calls if not call.done)
 
     def drain(self) -> None:
         """Lease no more; `run` returns when the calls in flight are done."""
@@ -215,10 +215,12 @@ class StageLoop:
     async def _capacity(self) -> int:
         """Rows that may be leased now; waits for a finished call or `wake` (or `drain`, then 0)."""
         while not self._draining.is_set():
-            free = self._limit - self.held
+            # While the queue takes nothing back, one more limit of rows may be worked on and no more.
+            returning = sum(len(call.rows) for call in self._calls if call.done)
+            free = min(self._limit, 2 * self._limit - returning) - self.held
             if self._gate is not None:
                 free = min(free, self._gate(self.held))
-            if free == self._limit or (free > 0 and not self._wave):
+            if free > 0 and not (self._wave and self._calls):
                 return free
             self._freed.clear()
             await self._freed.wait()
@@ -263,6 +265,7 @@ class StageLoop:
             reason = f"{type(error).__name__}: {error}"
             results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]
         call.done = True
+        self._freed.set()
         await self._give_back(call, results)
 
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
