@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.rollout.decoder.cache import KvCache
-from meshrl.rollout.decoder.operations import attend, rms_norm
+from meshrl.rollout.decoder.operations import RmsNorm, attend
 
 HEADS, SIZE = 2, 4
 BYTES_PER_TOKEN = 2 * HEADS * SIZE * 4
@@ -31,8 +31,8 @@ def test_rms_norm_is_that_of_torch(dtype: torch.dtype) -> None:
     values = torch.randn(5, 3, 8, dtype=dtype)[:, :2] * 1e-3  # so small that eps matters
     weight = torch.rand(2, 8, dtype=dtype)
     want = F.rms_norm(values, (8,), None, 1e-6)
-    torch.testing.assert_close(rms_norm(values, weight, 1e-6), want * weight)
-    torch.testing.assert_close(rms_norm(values, weight[0], 1e-6), want * weight[0])
+    torch.testing.assert_close(RmsNorm(weight, 1e-6)(values), want * weight)
+    torch.testing.assert_close(RmsNorm(weight[0], 1e-6)(values), want * weight[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

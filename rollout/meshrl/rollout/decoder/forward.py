@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from meshrl.rollout.decoder.architecture import Architecture
 from meshrl.rollout.decoder.cache import KvCache, rounded
-from meshrl.rollout.decoder.operations import attend, rms_norm
+from meshrl.rollout.decoder.operations import attend
 from meshrl.rollout.decoder.weights import LayerWeights, Weights
 
 
@@ -124,12 +124,12 @@ class Decoder:
     ) -> torch.Tensor:
         """[..., C] to [..., H + 2K, D]: rotated queries, rotated keys, values."""
         arch = self.architecture
-        normed = rms_norm(hidden, layer.input_norm, arch.rms_norm_eps)
+        normed = layer.input_norm(hidden)
         heads = F.linear(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(*hidden.shape[:-1], -1, arch.head_dim)
         both = plain = heads[..., : -arch.num_kv_heads, :]
         if layer.qk_norm is not None:
-            plain = rms_norm(both, layer.qk_norm, arch.rms_norm_eps)
+            plain = layer.qk_norm(both)
         torch.addcmul(plain * cos, plain.roll(arch.head_dim // 2, -1), sin, out=both)
         return heads
 
@@ -140,7 +140,7 @@ class Decoder:
         hidden.addmm_(attended, layer.out)
         if layer.out_bias is not None:
             hidden += layer.out_bias
-        normed = rms_norm(hidden, layer.post_norm, self.architecture.rms_norm_eps)
+        normed = layer.post_norm(hidden)
         gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         hidden.addmm_(F.silu(gate).mul_(up), layer.down)
         if layer.down_bias is not None:
@@ -148,5 +148,5 @@ class Decoder:
         return hidden
 
     def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(hidden, weights.final_norm, self.architecture.rms_norm_eps)
+        normed = weights.final_norm(hidden)
         return F.linear(normed, weights.head).float()
