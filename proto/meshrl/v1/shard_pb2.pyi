@@ -60,7 +60,7 @@ class NoteResponse(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Empty when nothing is written.
-      ".shards":    QUEUE NUMBER ADDRESS..., the queue's id, the number of this shard, on shard 0 where all of them are
+      ".shards":    QUEUE NUMBER SHARD ADDRESS..., the queue's id, this shard's number and id, on shard 0 where all are
       "RUN.shards": BEGAN COUNT, on shard 0: the run began on the first so many shards and is on the first so many
     """
     @_builtins.property

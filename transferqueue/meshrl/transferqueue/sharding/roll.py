@@ -1,7 +1,12 @@
 """The roll of a queue: its shards by number, and where each was reached when the last one was added.
 
-Written on shard 0 it is the truth; on every other shard it says which one that is, so that a shard that is reached
-by an address of the roll can be known for the one that is meant. A queue that never grew has no roll.
+Written on shard 0 it is the truth; every other shard has a line that says which one it is, so that a shard that is
+reached by an address of the roll can be known for the one that is meant. A queue that never grew has no roll.
+
+    shard 0: the roll as it is ──▶ the others: who they are ──▶ the new shard: who it is ──▶ shard 0: one more
+
+The last write adds the shard. A kill before it has changed nothing: whoever adds the shard again goes on. After
+it everybody who works with the queue hears of the shard (watch.py, roster.py), whoever wrote it.
 """
 
 from __future__ import annotations
@@ -20,33 +25,31 @@ ROLL = ".shards"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roll:
-    """All shards of one queue."""
+    """What is written on one shard."""
 
     queue: str
     """Made with the roll, the same for ever."""
     number: int
-    """Of the shard that it is written on."""
-    addresses: tuple[str, ...]
-    """Of the shards in their order; only shard 0 has those of all that there are."""
+    """Of this shard."""
+    shard: str
+    """This shard under whatever address: no other has the same."""
+    addresses: tuple[str, ...] = ()
+    """On shard 0 those of all shards, in their order."""
 
     @classmethod
-    def begin(cls, addresses: Sequence[str]) -> Self:
-        """The first roll of a queue."""
-        return cls(queue=uuid.uuid4().hex, number=0, addresses=tuple(addresses))
-
-    def of(self, number: int) -> Roll:
-        """As it is written on shard `number`."""
-        return replace(self, number=number, addresses=())
+    def begin(cls, queue: str = "", number: int = 0) -> Self:
+        """A line for a shard that has none."""
+        return cls(queue=queue or uuid.uuid4().hex, number=number, shard=uuid.uuid4().hex)
 
     def __str__(self) -> str:
-        return " ".join([self.queue, str(self.number), *self.addresses])
+        return " ".join([self.queue, str(self.number), self.shard, *self.addresses])
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The inverse of `str`. Raises CorruptError."""
         try:
-            queue, number, *addresses = text.split()
-            return cls(queue=queue, number=int(number), addresses=tuple(addresses))
+            queue, number, shard, *addresses = text.split()
+            return cls(queue=queue, number=int(number), shard=shard, addresses=tuple(addresses))
         except ValueError:
             raise CorruptError(f"not the roll of a queue: {text!r}") from None
 
@@ -70,52 +73,62 @@ async def check_known_as(shard: Shard, address: str, number: int, roll: Roll) ->
 async def enrol(
     shards: Sequence[Shard], addresses: Sequence[str], added: Shard, address: str
 ) -> None:
-    """Make `added`, which is at `address`, the next shard of a queue. The last write, on shard 0, makes it one.
-
-        shard 0: the roll as it is ──▶ the others: who they are ──▶ the new shard: who it is ──▶ shard 0: one more
-
-    Repeating it after a kill goes on where it stopped: what is written twice is written once.
+    """Make `added`, which is at `address`, the next of `shards`, which are at `addresses`.
 
     Raises:
-        UserError: `added` is one of the shards, holds runs, or belongs to another queue; `shards` are not those of
-            the roll. ConflictError: another shard was added at the same time.
+        UserError: `added` is one of the shards, holds runs, or belongs to another queue; `shards` are not in order.
+        ConflictError: another shard was added at the same time.
     """
     first, *others = shards
-    found = await read(first)
-    roll = replace(found, addresses=tuple(addresses)) if found else Roll.begin(addresses)
-    if found is not None and len(found.addresses) > len(addresses):
-        raise ConflictError(f"another shard was added at the same time; add {address} again")
-    await _check_empty(added, address, roll)
-    if found is None:
-        await _write(first, roll, "")
+    before = await read(first)
+    roll = before or Roll.begin()
+    if len(roll.addresses) > len(addresses):
+        raise ConflictError(f"another shard was added at the same time: add {address} again")
+    await _check_empty(shards, added, address, roll.queue)
+    if before is None:
+        roll = replace(roll, addresses=tuple(addresses))
+        await _write(first, roll, None)
     for number, shard in enumerate(others, start=1):
-        await _write(shard, roll.of(number), "")
-    await _write(added, roll.of(len(shards)), "")
-    before = str(found or roll)
-    await _write(first, replace(roll, addresses=(*addresses, address)), before)
+        await _claim(shard, addresses[number], roll.queue, number)
+    await _claim(added, address, roll.queue, len(shards), again=True)
+    await _write(first, replace(roll, addresses=(*addresses, address)), roll)
 
 
-async def _check_empty(added: Shard, address: str, roll: Roll) -> None:
-    """Raises UserError when the queue at `address` cannot become a shard."""
+async def _check_empty(shards: Sequence[Shard], added: Shard, address: str, queue: str) -> None:
+    """Raises UserError when the queue at `address` cannot become a shard of `queue`."""
     note = await added.note(ROLL)
-    claim = Roll.parse(note.text) if note.text else None
-    number = len(roll.addresses)
-    if claim is not None and claim.queue == roll.queue and claim.number < number:
-        raise UserError(f"the queue at {address} is shard {claim.number} of this one already")
-    if claim is not None and (claim.queue, claim.number) != (roll.queue, number):
+    line = Roll.parse(note.text) if note.text else None
+    if line is not None and line.queue != queue:
         raise UserError(f"the queue at {address} is a shard of another queue")
-    if note.runs and claim is None:
+    if line is not None and line.number < len(shards):
+        # Itself, or one whose number another was faster to get.
+        known = await read(shards[line.number])
+        if known is not None and known.shard == line.shard:
+            raise UserError(f"the queue at {address} is shard {line.number} of this one already")
+    if note.runs:
         raise UserError(
             f"the queue at {address} holds runs ({', '.join(note.runs)}):"
             " a shard that is added must be empty"
         )
 
 
-async def _write(shard: Shard, roll: Roll, instead_of: str) -> None:
+async def _claim(
+    shard: Shard, address: str, queue: str, number: int, *, again: bool = False
+) -> None:
+    """Write on a shard which one it is; `again` where it may have been meant to be another."""
+    line = await read(shard)
+    if line is not None and (line.queue, line.number) == (queue, number):
+        return
+    if line is not None and not again:
+        raise UserError(
+            f"the queue at {address} is shard {line.number} of its queue and named as shard {number}:"
+            " name the shards in their order"
+        )
+    await _write(shard, Roll.begin(queue, number), line)
+
+
+async def _write(shard: Shard, roll: Roll, instead_of: Roll | None) -> None:
     try:
-        await shard.write_note(ROLL, str(roll), instead_of=instead_of)
+        await shard.write_note(ROLL, str(roll), instead_of=str(instead_of or ""))
     except ConflictError as error:
-        raise ConflictError(
-            "another shard was added at the same time, or the addresses are not in the order of the"
-            " shards: look, and try again"
-        ) from error
+        raise ConflictError("another shard is added at the same time: try again") from error

@@ -81,6 +81,16 @@ class Roster:
             await self.known(run)
         return number
 
+    async def has_shard(self, address: str) -> bool:
+        """See ShardedQueue."""
+        await self._learn()
+        return address in self._addresses
+
+    async def enrolled(self) -> int:
+        """See ShardedQueue."""
+        await self._learn()
+        return self._enrolled
+
     async def learned(self) -> str:
         """The roll that is known, after learning what there is to learn."""
         while self.watch.due():
