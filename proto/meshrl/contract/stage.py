@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, TypeAlias
 
 from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
@@ -96,6 +97,7 @@ class _Call:
 class StageLoop:
     """Works on rows of `runs` until drained, on `limit` rows at most at once.
 
+    A call of `handle` gets `rows_per_call` of a lease, or, `by_group`, those of one group.
     In `wave` mode exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
     call in every execution; `handle` then gets the whole wave.
     """
@@ -110,6 +112,7 @@ class StageLoop:
         worker: str,
         limit: int,
         rows_per_call: int = 1,
+        by_group: bool = False,
         wave: bool = False,
         version: Callable[[], Version] | None = None,
         progress: Progress | None = None,
@@ -123,6 +126,7 @@ class StageLoop:
         self._worker = worker
         self._limit = limit
         self._rows_per_call = limit if wave else rows_per_call
+        self._by_group = by_group
         self._wave = wave
         self._version = version
         self._progress = progress
@@ -201,10 +205,19 @@ class StageLoop:
             rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
             self._holding.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)
-            for start in range(0, len(rows), self._rows_per_call):
-                self._start(rows[start : start + self._rows_per_call])
+            for part in self._parts(rows):
+                self._start(part)
             if surplus:  # the gate closed while they were on their way
                 await self._release(surplus)
+
+    def _parts(self, rows: Sequence[LeasedRow]) -> Iterator[Sequence[LeasedRow]]:
+        """The rows of each call."""
+        if self._by_group:
+            for _, siblings in groupby(rows, key=lambda row: row.uid.task):
+                yield tuple(siblings)
+            return
+        for start in range(0, len(rows), self._rows_per_call):
+            yield rows[start : start + self._rows_per_call]
 
     def _start(self, rows: Iterable[LeasedRow]) -> None:
         call = _Call(rows={row.uid: row for row in rows})
