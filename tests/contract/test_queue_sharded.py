@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from meshrl.transferqueue.sharding.shard import ShardQueue
 from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
-
 
 NAMES = ("queue-0", "queue-1", "queue-2")
 GROWS_AT = 4

@@ -294,6 +294,18 @@ async def test_whoever_starts_after_all_were_killed_finds_every_shard_and_every_
     assert (await named.ledger("run")).admitted == 72
 
 
+async def test_shards_that_have_other_addresses_by_now_are_those_that_are_named(
+    shards: list[ShardQueue], connect: Connect
+) -> None:
+    await begun(connect())
+    await connect().add_shard("2")
+    moved = ShardedQueue(shards[:3], ["x", "y", "z"], lambda address: asyncio.sleep(0, shards[3]))
+    assert (await moved.ledger("run")).admitted == 24
+    assert await moved.add_shard("new") == 3
+    assert (await roll.read(shards[0])).addresses == ("x", "y", "z", "new")  # type: ignore[union-attr]
+    await moved.close()
+
+
 async def test_two_shards_that_are_added_at_once_are_both_added(
     shards: list[ShardQueue], connect: Connect
 ) -> None:

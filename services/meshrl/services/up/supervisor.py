@@ -2,6 +2,7 @@
 
     start:  wave 0 ──ready──▶ wave 1 ──ready──▶ ...        one `_keep` task per service owns its processes
     fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
+    parts:  `try_out` starts one that the run does not need yet · `rely_on` it from then on, or `dismiss` it
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
     drain:  drain wave 0 ──ended──▶ drain wave 1 ──▶ ...   SIGTERM, then SIGKILL after each service's own deadline
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from meshrl.contract.errors import ConflictError, MeshError, UserError
+from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
 from meshrl.services.up.child import Child, LineSink
 from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
@@ -91,6 +92,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Event] = {}
+        self._on_trial: set[str] = set()
         self._signalled: set[int] = set()
         """Processes that were asked to drain: a second signal would end them at once."""
         self._ready = {service.name: asyncio.Event() for service in services}
@@ -143,6 +145,39 @@ class Supervisor:
         self.states[service.name] = State()
         self._services.append(service)
         self._keep_alive(service)
+
+    async def try_out(self, service: Service) -> None:
+        """Start one more service, and return when it is ready. The run does not need it until `rely_on`.
+
+        Raises:
+            UnavailableError: it cannot be started; it is dismissed. ConflictError: as `add`.
+        """
+        self._on_trial.add(service.name)
+        self.add(service)
+        await first_of(
+            self._ready[service.name].wait(),
+            asyncio.shield(self._keepers[service.name]),
+            self._over.wait(),
+        )
+        if not self._ready[service.name].is_set():
+            child = self._children.get(service.name)
+            said = child.last_error.removeprefix("error: ") if child else "it has no process"
+            await self.dismiss(service.name)
+            self.check_running()
+            raise UnavailableError(f"{service.name} cannot be started: {said}")
+
+    def rely_on(self, name: str) -> None:
+        """The run needs a service that was tried out."""
+        self._on_trial.discard(name)
+
+    async def dismiss(self, name: str) -> None:
+        """End a service that was tried out, and forget it."""
+        self._leaving[name].set()
+        await asyncio.shield(self._keepers[name])
+        self._on_trial.discard(name)
+        self._services = [each for each in self._services if each.name != name]
+        for told in (self.states, self._ready, self._leaving, self._keepers, self._children):
+            told.pop(name, None)
 
     async def drain(self, name: str) -> bool:
         """End one service for good; the run goes on. True when it drained in time, False when it had to be killed.
@@ -232,7 +267,7 @@ class Supervisor:
                 ports_tried += 1
                 service.on_port_taken()
                 continue
-            if service.cannot_restart:
+            if service.cannot_restart and service.name not in self._on_trial:
                 line = (
                     f"{service.name} {_how(code)} and cannot be restarted: {service.cannot_restart}"
                 )
@@ -253,7 +288,7 @@ class Supervisor:
 
     def _fail(self, service: Service, verdict: Verdict) -> None:
         """A service that is not coming back: the end of the run, unless that can go on without it."""
-        if not service.expendable:
+        if not service.expendable and service.name not in self._on_trial:
             self._end(verdict)
             return
         self.states[service.name].phase = "failed"

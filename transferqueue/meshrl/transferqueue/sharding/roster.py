@@ -81,10 +81,10 @@ class Roster:
             await self.known(run)
         return number
 
-    async def has_shard(self, address: str) -> bool:
+    async def addresses(self) -> Sequence[str]:
         """See ShardedQueue."""
         await self._learn()
-        return address in self._addresses
+        return tuple(self._addresses)
 
     async def enrolled(self) -> int:
         """See ShardedQueue."""
