@@ -166,6 +166,7 @@ class Plan:
             finite=rule.finite,
             leads=rule.leads,
             removable=rule.removable,
+            fleet=kind if rule.removable else "",
             cannot_restart=FORGETFUL if kind == "queue" and self._forgetful else "",
             on_port_taken=None if name in self._fixed else lambda: self._replace(name),
         )

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 QUICK_S = 5.0
 """A service that ends before it was ready, or less than this after, failed quickly."""
 QUICK_FAILURES = 3
-"""That many in a row are a crash loop."""
+"""That many in a row are a crash loop; so are as many lives in which nothing got done."""
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 PROBE_EVERY_S = 0.1
@@ -50,6 +50,8 @@ Phase = Literal[
     "done",
     "stopped",
 ]
+GONE: frozenset[Phase] = frozenset({"failed", "drained"})
+"""Services that do no work any more."""
 
 
 @dataclass(slots=True)
@@ -274,7 +276,8 @@ class Supervisor:
                 self._end(Verdict(code=Exit.FAILED, line=line))
                 return
             alive_s = asyncio.get_running_loop().time() - (child.ready_at or child.started)
-            quick = quick + 1 if not ready or alive_s < QUICK_S else 1
+            useless = not ready or alive_s < QUICK_S or code == Exit.FRUITLESS
+            quick = quick + 1 if useless else 1
             if quick >= QUICK_FAILURES:
                 line = f"{service.name} failed {quick} times in a row; it last said: {child.last_error}"
                 self._fail(service, Verdict(code=Exit.FAILED, line=line))
@@ -287,12 +290,22 @@ class Supervisor:
         state.phase = "drained" if leaving.is_set() else "stopped"
 
     def _fail(self, service: Service, verdict: Verdict) -> None:
-        """A service that is not coming back: the end of the run, unless that can go on without it."""
-        if not service.expendable and service.name not in self._on_trial:
-            self._end(verdict)
-            return
+        """A service that is not coming back: the end of the run, unless others of its fleet do its work."""
         self.states[service.name].phase = "failed"
-        self._sink("up", f"the run goes on without it: {verdict.line}")
+        without = f"the run goes on without it: {verdict.line}"
+        if service.name in self._on_trial:
+            self._sink("up", without)
+            return
+        self._ready[service.name].set()  # whoever waits for its wave must not wait for this one
+        fleet = [s.name for s in self._services if service.fleet and s.fleet == service.fleet]
+        left = [name for name in fleet if self.states[name].phase not in GONE]
+        if left and (service.expendable or verdict.code != Exit.USER_ERROR):
+            self._sink("up", without)
+            return
+        if len(fleet) > 1 and not left:
+            line = f"no {service.fleet} worker is left of {len(fleet)}: {verdict.line}"
+            verdict = Verdict(code=verdict.code, line=line)
+        self._end(verdict)
 
     async def _start(self, service: Service) -> Child:
         child = await Child.start(service, self._sink)
