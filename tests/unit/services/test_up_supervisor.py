@@ -370,22 +370,21 @@ async def test_an_added_service_that_keeps_failing_does_not_end_the_run() -> Non
     assert "the run goes on without it: rollout-1: no model" in log.of("up")
 
 
-async def test_a_service_on_trial_ends_no_run_and_one_that_is_relied_on_does() -> None:
+async def test_a_service_that_is_taken_on_ends_the_run_only_once_it_was_ready() -> None:
     log = Log()
     supervisor = Supervisor([process("queue-0", WORKS)], log)
     async with running(supervisor) as run:
         await until(lambda: supervisor.states["queue-0"].phase == "ready")
         with pytest.raises(UnavailableError, match="queue-1 cannot be started: no disk"):
-            await supervisor.try_out(
+            await supervisor.take_on(
                 process("queue-1", "print('error: no disk'); exit(2)", probe=never)
             )
         assert "queue-1" not in supervisor.states
-        await supervisor.try_out(process("queue-1", WORKS))
+        await supervisor.take_on(process("queue-1", WORKS))
         pid = supervisor.states["queue-1"].pid
         await supervisor.dismiss("queue-1")
         assert not alive(pid) and not run.done()
-        await supervisor.try_out(process("queue-1", WORKS, cannot_restart="it is in memory"))
-        supervisor.rely_on("queue-1")
+        await supervisor.take_on(process("queue-1", WORKS, cannot_restart="it is in memory"))
         os.kill(supervisor.states["queue-1"].pid, signal.SIGKILL)
         verdict = await run
     assert "queue-1 was killed by SIGKILL and cannot be restarted" in verdict.line

@@ -138,7 +138,8 @@ async def test_whoever_waits_for_rows_or_for_a_batch_is_woken_by_those_of_the_ne
     judge = Actors(connect())
     taking = asyncio.ensure_future(actors.take(0, groups=24, wait_s=10 * WAIT_S))
     judging = asyncio.ensure_future(judge.lease("reward", wait_s=10 * WAIT_S))
-    await asyncio.sleep(0)
+    while len(shards[1]._waits.of("run")) < 2:
+        await asyncio.sleep(0)
     await connect().add_shard("2")
     feeder = Actors(connect(), version=actors.version)
     assert await feeder.feed(tasks(24)) == 24
@@ -220,6 +221,7 @@ async def test_nobody_comes_to_the_end_of_the_data_without_the_new_shard(
     actors = Actors(connect())
     await actors.start(spec(batch_groups=12, max_staleness=3.0))
     stale = Actors(await deaf(connect()), version=actors.version)
+    trainer = Actors(await deaf(connect()), epoch=actors.epoch)
     await connect().add_shard("2")
     on_third = [task for task in tasks(60) if owner(task.task_id, 3) == 2][:5]
     assert await actors.feed(on_third) == 5
@@ -228,11 +230,11 @@ async def test_nobody_comes_to_the_end_of_the_data_without_the_new_shard(
     assert len(uids(lease)) == 10
     await stale.write(lease)
     await stale.write(await stale.lease("reward"))
-    assert len((await stale.take(0, groups=12)).groups) == 5
-    await stale.settle(0)
-    await stale.commit(1)
+    assert len((await trainer.take(0, groups=12)).groups) == 5
+    await trainer.settle(0)
+    await trainer.commit(1)
     with pytest.raises(EndOfDataError):
-        await stale.take(1, groups=12)
+        await trainer.take(1, groups=12)
     with pytest.raises(EndOfDataError):
         await stale.lease()
 

@@ -94,7 +94,6 @@ class Shards:
                 await self._supervisor.dismiss(name)
                 raise
             self._started = ""
-            self._supervisor.rely_on(name)
             save_recipe(_with_shards(self._recipe, shards), self._plan.book.recipe)
             self._plan.enlist(name)
             self._say(f"queue: added {name}, {shards} shards")
@@ -102,7 +101,7 @@ class Shards:
 
     async def _start(self) -> str:
         service = self._plan.new_shard(self._probe_of)
-        await self._supervisor.try_out(service)
+        await self._supervisor.take_on(service)
         self._started = service.name
         return service.name
 

@@ -2,7 +2,7 @@
 
     start:  wave 0 ──ready──▶ wave 1 ──ready──▶ ...        one `_keep` task per service owns its processes
     fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
-    parts:  `try_out` starts one that the run does not need yet · `rely_on` it from then on, or `dismiss` it
+    parts:  `take_on` starts one more that the run needs once it is ready · `dismiss` ends and forgets it
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
     drain:  drain wave 0 ──ended──▶ drain wave 1 ──▶ ...   SIGTERM, then SIGKILL after each service's own deadline
 
@@ -148,11 +148,11 @@ class Supervisor:
         self._services.append(service)
         self._keep_alive(service)
 
-    async def try_out(self, service: Service) -> None:
-        """Start one more service, and return when it is ready. The run does not need it until `rely_on`.
+    async def take_on(self, service: Service) -> None:
+        """Start one more service, and return when it is ready: from then on the run needs it.
 
         Raises:
-            UnavailableError: it cannot be started; it is dismissed. ConflictError: as `add`.
+            UnavailableError: it cannot be started; the run goes on without it. ConflictError: as `add`.
         """
         self._on_trial.add(service.name)
         self.add(service)
@@ -167,13 +167,10 @@ class Supervisor:
             await self.dismiss(service.name)
             self.check_running()
             raise UnavailableError(f"{service.name} cannot be started: {said}")
-
-    def rely_on(self, name: str) -> None:
-        """The run needs a service that was tried out."""
-        self._on_trial.discard(name)
+        self._on_trial.discard(service.name)
 
     async def dismiss(self, name: str) -> None:
-        """End a service that was tried out, and forget it."""
+        """End a service that was taken on, and forget it."""
         self._leaving[name].set()
         await asyncio.shield(self._keepers[name])
         self._on_trial.discard(name)
