@@ -18,6 +18,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.contract.keeping import Holding
 from meshrl.contract.nouns import Version
 from meshrl.transferqueue.sharding import membership, roll
 from meshrl.transferqueue.sharding.placing import Members, owner
@@ -138,7 +139,7 @@ async def test_whoever_waits_for_rows_or_for_a_batch_is_woken_by_those_of_the_ne
     judge = Actors(connect())
     taking = asyncio.ensure_future(actors.take(0, groups=24, wait_s=10 * WAIT_S))
     judging = asyncio.ensure_future(judge.lease("reward", wait_s=10 * WAIT_S))
-    while len(shards[1]._waits.of("run")) < 2:
+    while len(shards[1]._waits.of("run")) < 2:  # noqa: ASYNC110 - a call that waits rings no bell
         await asyncio.sleep(0)
     await connect().add_shard("2")
     feeder = Actors(connect(), version=actors.version)
@@ -237,6 +238,29 @@ async def test_nobody_comes_to_the_end_of_the_data_without_the_new_shard(
         await trainer.take(1, groups=12)
     with pytest.raises(EndOfDataError):
         await stale.lease()
+
+
+async def test_leases_of_a_shard_that_was_added_are_kept_by_whoever_kept_before(
+    shards: list[ShardQueue], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = await begun(connect())
+    kept: asyncio.Queue[Holding] = asyncio.Queue()
+
+    async def keep(holding: Holding) -> None:
+        await kept.put(holding)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(shards[2], "keep", keep)
+    holding = Holding("rollout", "w", lambda lost: None)
+    keeping = asyncio.create_task(actors.queue.keep(holding))
+    await connect().add_shard("2")
+    await actors.feed(tasks(24, start=12))
+    lease = await actors.lease()
+    holding.add(lease.rows, lease.ttl_s)
+    part = await asyncio.wait_for(kept.get(), WAIT_S)
+    assert set(part.by_run()["run"]) == {row.uid for row in lease.rows}
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
 
 
 # --- somebody is killed
