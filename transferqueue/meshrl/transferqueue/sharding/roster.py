@@ -81,7 +81,9 @@ class Roster:
             for run in runs:
                 await self.known(run)
         except UserError as error:
-            raise InfraError(f"shard {number} is added, and a run not yet on it: {error}") from error
+            raise InfraError(
+                f"shard {number} is added, and a run not yet on it: {error}"
+            ) from error
         return number
 
     async def addresses(self) -> Sequence[str]:
