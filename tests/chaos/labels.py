@@ -168,6 +168,9 @@ class Labels:
 
     def __post_init__(self) -> None:
         self._trained = asyncio.Event()
+        self._ended = asyncio.Event()
+        """A process ended that nobody killed."""
+        self._watching: list[asyncio.Task[None]] = []
 
     async def run(self) -> dict[str, object]:
         """Until enough tokens are seen and enough processes were killed."""
@@ -204,7 +207,10 @@ class Labels:
             )
             tasks = [
                 asyncio.create_task(work)
-                for work in (self._feed(), self._update(plane, shapes), judge.run(), self._kill())
+                for work in (
+                    *(self._feed(), self._update(plane, shapes), judge.run(), self._kill()),
+                    self._ended.wait(),
+                )
             ]
             training = asyncio.create_task(self._train())
             try:
@@ -212,6 +218,8 @@ class Labels:
                 for task in (*tasks, training):
                     if task.done():
                         task.result()
+                # Without a process that nobody killed there would be nothing to wait for.
+                assert not self._ended.is_set(), self._logs()
                 await training
             finally:
                 for task in (*tasks, training):
@@ -233,18 +241,29 @@ class Labels:
         command = ["-m", "meshrl.services.cli", "serve", "rollout", str(self.recipe)]
         where = ["--queue", self.address, "--trainer", self.address, "--name", f"rollout-{number}"]
         with (self.folder / f"rollout-{number}.log").open("ab") as log:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *(sys.executable, *command, *where),
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
+        self._watching.append(asyncio.create_task(self._watch(process)))
+        return process
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        if await process.wait() != -signal.SIGKILL:
+            self._ended.set()
+
+    def _logs(self) -> str:
+        """How the last lines of each process read."""
+        return "\n".join(path.read_text()[-2000:] for path in self.folder.glob("rollout-*.log"))
 
     async def _end(self) -> None:
         for process in self._processes:
             if process.returncode is None:
                 process.kill()
             await process.wait()
+        await asyncio.gather(*self._watching)
 
     async def _feed(self) -> None:
         """Prompts without end."""
