@@ -50,12 +50,15 @@ endif
 demo: venv
 	$(BIN)/meshrl demo
 
-# Without vLLM its tests are skipped, and say so. They run in a process of their own: what they race against is a real
-# server's stream, and threads that other tests leave behind make the reader late.
+# Two files of tests at once: many wait for processes more than they compute. TEST_WORKERS=0 for one after the other.
+TEST_WORKERS ?= 2
+
+# Without vLLM its tests are skipped, and say so. They run alone and in a process of their own: what they race against is
+# a real server's stream, and threads that other tests leave behind make the reader late.
 test: venv
 	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
-	$(BIN)/pytest -m "not vllm"
-	$(BIN)/pytest -m vllm
+	$(BIN)/pytest -m "not vllm" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+	$(BIN)/pytest -m vllm --durations 10
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv

@@ -1,16 +1,18 @@
 """The fleet: a replica that fails fast, a fleet that grows and shrinks, what asynchrony gains, how fast one joins.
 
-    python benchmarks/fleet.py [--only failing,elastic,modes,join] [--seconds 10]
+    python benchmarks/fleet.py [--only failing,elastic,modes,learn,join] [--seconds 10]
 
 The queue, the workers with journal and breaker, the weights' two-phase commit and, in `join`, every service are
 the real ones. Engines echo their prompt at a given number of tokens a second and request (`rollout.name:
 echo`), as many requests at once as they have slots: what a GPU does below saturation, without one, so that two
 cores are enough and what is measured is scheduling. The trainer of `modes` is a sleep around the queue's real
-verbs. Each part says more in its file under fleet_bench/:
+verbs. In `learn` engine and trainer are real, too, of a model so tiny that two cores mostly wait for its tools; it
+takes ten minutes. Each part says more in its file under fleet_bench/:
 
     failing   one of four replicas answers with an error after 1 ms; its share of the prompts, beside least-in-flight
     elastic   tokens while the fleet goes 1, 2, 4, 2, 1, over what so many replicas could make
     modes     trained samples an hour: synchronous, then overlap, streaming and partial rollout added one by one
+    learn     the same modes under `meshrl up` with a policy that learns: samples an hour and held-out accuracy
     join      seconds from `meshrl fleet add` to the first trained token, with `meshrl up`
 
 The last line is one JSON object.
@@ -25,12 +27,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fleet_bench import elastic, failing, join, modes
+from fleet_bench import elastic, failing, join, learn, modes
 
 PARTS: dict[str, Callable[[float], Awaitable[dict[str, Any]]]] = {
     "failing": failing.measure,
     "elastic": elastic.measure,
     "modes": modes.measure,
+    "learn": lambda seconds: learn.measure(),
     "join": lambda seconds: join.measure(),
 }
 
@@ -56,6 +59,11 @@ def show(name: str, told: dict[str, Any]) -> None:
         print(
             f"fully asynchronous over synchronous: {told['full_over_synchronous']:.2f} on the same split, "
             f"{told['full_over_synchronous_colocated']:.2f} over colocated"
+        )
+    elif name == "learn":
+        print(
+            f"fully asynchronous over synchronous: {told['full_over_synchronous']:.2f}, "
+            f"accuracy {told['accuracy_difference']:+.3f}"
         )
     else:
         print(

@@ -15,7 +15,7 @@ from meshrl.services.cli.commands.fleet import roster_json
 from meshrl.services.cli.roster import Site, call_roll
 from meshrl.services.up.book import BOOK_NAME, AddressBook
 
-from .mesh import Mesh, make_mesh
+from .mesh import PATIENCE_S, Mesh, make_mesh
 
 Members = Mapping[str, Mapping[str, Any]]
 
@@ -47,7 +47,7 @@ def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
         [*command, str(mesh.run_dir), *arguments],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_S,
         cwd=mesh.directory,
     )
     assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
@@ -66,11 +66,9 @@ async def wait_for(
     process: subprocess.Popen[bytes],
     met: Callable[[Members], bool],
     what: str,
-    *,
-    timeout_s: float = 90,
 ) -> Members:
     """The members as soon as they are as wanted."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     while not met(found := await members(mesh)):
         assert process.poll() is None, f"up ended early:\n{mesh.output[-6000:]}"
         assert time.monotonic() < deadline, f"never {what}: {found}\n{mesh.output[-4000:]}"
@@ -93,7 +91,7 @@ def working(*names: str) -> Callable[[Members], bool]:
 async def end(mesh: Mesh, process: subprocess.Popen[bytes]) -> None:
     """Stop the mesh as a person does; every row must be accounted for, and none given up."""
     process.send_signal(signal.SIGINT)
-    mesh.wait(process, timeout_s=60, code=128 + signal.SIGINT)
+    mesh.wait(process, code=128 + signal.SIGINT)
     steps = [line["step"] for line in mesh.steps()]
     ledger = await mesh.ledger()
     assert ledger.balanced, ledger

@@ -33,6 +33,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+PATIENCE_S = 400
+"""A wait for a mesh that is longer fails and shows its output. Processes on a busy machine take minutes to start."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The files of one run."""
@@ -106,24 +110,24 @@ class Mesh:
                 process.kill()
                 process.wait()
 
-    def run(self, *overrides: str, timeout_s: float = 240) -> None:
+    def run(self, *overrides: str) -> None:
         """Run `up` to its end; fails with its output unless it exits with 0."""
         with self.up(*overrides) as process:
-            self.wait(process, timeout_s)
+            self.wait(process)
 
-    def wait(self, process: subprocess.Popen[bytes], timeout_s: float, code: int = 0) -> None:
+    def wait(self, process: subprocess.Popen[bytes], code: int = 0) -> None:
         """Wait for the end of `up`; fails with its output unless it exits with `code`."""
         try:
-            found = process.wait(timeout_s)
+            found = process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"up did not end in {timeout_s} s:\n{self.output[-6000:]}"
+                f"up did not end in {PATIENCE_S} s:\n{self.output[-6000:]}"
             ) from None
         assert found == code, f"exit code {found}:\n{self.output[-6000:]}"
 
-    def wait_for_step(self, process: subprocess.Popen[bytes], step: int, timeout_s: float) -> None:
+    def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:
         """Wait until so many training steps are in metrics.jsonl."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while len(self.steps()) < step:
             assert process.poll() is None, f"up ended early:\n{self.output[-6000:]}"
             assert time.monotonic() < deadline, f"no step {step}:\n{self.output[-6000:]}"

@@ -42,7 +42,7 @@ class Service:
                 stderr=log,
             )
         entry = Entry(kind=self.kind, host="127.0.0.1", port=self.port, metrics_port=0)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not await is_serving(entry):
                 assert self.process.returncode is None, self.said
                 await asyncio.sleep(0.02)
@@ -69,7 +69,7 @@ async def serving(*services: Service) -> AsyncIterator[None]:
         for service in reversed(services):
             if service.process is not None and service.process.returncode is None:
                 service.process.terminate()
-                await asyncio.wait_for(service.process.wait(), 60)
+                await asyncio.wait_for(service.process.wait(), 120)
 
 
 def write_recipe(directory: Path, *, groups: int, group_size: int, **reward: Any) -> Path:

@@ -52,6 +52,14 @@ def test_shards_are_killed_one_by_one_and_a_batch_is_never_torn() -> None:
     assert {"kill queue-0", "kill queue-1"} & set(report["struck"])
 
 
+def test_shards_are_added_while_anybody_is_killed() -> None:
+    """Whoever starts again is told of the first two shards only."""
+    report = campaign("--shards", "2", "--grow", "2", "--kills", "10")
+    assert_exact(report)
+    assert report["struck"]["grow"] == 2
+    assert all(report["admitted"]), "a shard has never had a row"
+
+
 def test_a_network_that_swallows_everything_for_a_while_costs_no_row() -> None:
     """For longer than leases last, and than gRPC believes in a peer that acknowledges nothing."""
     report = campaign("--cuts", "1", "--cut-s", "14")

@@ -115,7 +115,7 @@ async def test_agents_die_with_their_worker_and_their_rows_are_begun_anew(tmp_pa
         assert len(alive(pids(tmp_path))) == 4
         os.kill(first.pid, signal.SIGKILL)
         await first.wait()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while alive(pids(tmp_path)):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         hang.unlink()

@@ -100,7 +100,7 @@ async def campaign(level: Isolation, attacks: list[Attack], folder: Path) -> Cam
     marked.write_text("the truth")
     honest_folder = folder / "honest"
     honest_folder.mkdir()
-    honest = judge_of(HONEST, honest_folder, level, deadline_s=10)
+    honest = judge_of(HONEST, honest_folder, level, deadline_s=60)
     await honest.start()
     slots, ended, over = asyncio.Semaphore(AT_ONCE), dict[str, Ended](), asyncio.Event()
 

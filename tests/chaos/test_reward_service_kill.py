@@ -117,6 +117,6 @@ async def test_a_service_killed_while_it_switches_loses_neither_versions_nor_row
     assert len(found_rows) == GROUPS * GROUP
     for hash_, reward, answer in found_rows:
         assert reward == factors.get(hash_, 9) * answer
-    async with asyncio.timeout(20):  # the cells of the killed ones end with them
+    async with asyncio.timeout(120):  # the cells of the killed ones end with them
         while processes_of(str(tmp_path)):  # noqa: ASYNC110 - a process that ends rings nobody
             await asyncio.sleep(0.05)

@@ -40,7 +40,7 @@ class Mesh:
         return [line for line in lines if line.startswith(what)]
 
     async def until_called(self, times: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while len(self.noted("called")) < times:  # noqa: ASYNC110 (another process's file)
                 await asyncio.sleep(0.01)
 
@@ -52,7 +52,7 @@ class Mesh:
 
     async def ended(self) -> None:
         """Wait until no server is left."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             for line in self.noted("pid"):
                 while runs(int(line.split()[1])):  # noqa: ASYNC110 (no child of ours)
                     await asyncio.sleep(0.01)

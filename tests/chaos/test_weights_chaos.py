@@ -49,6 +49,7 @@ async def test_survivors_commit_when_a_receiver_is_killed_at_any_bucket_boundary
 
 
 async def test_a_stopped_replica_is_out_and_comes_back_at_the_newest_version(mesh: Mesh) -> None:
+    mesh.config |= {"base_s": 3.0, "ready_s": 5.0}  # nothing but a deadline finds it
     trainer = await mesh.trainer()
     healthy, stopped = await mesh.replica("healthy"), await mesh.replica("stopped")
     await trainer.until(lambda: len(trainer.fleet) == 2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from ..waiting import until
 from .weights_mesh import Mesh, Process
 
 
@@ -26,9 +26,13 @@ def held(process: Process) -> set[Path]:
     return {path for path in found if path.parent == Path("/dev/shm")}
 
 
+def versions(files: set[Path]) -> set[str]:
+    """Of the weights among them, by the end of their names."""
+    return {path.stem.rpartition("-")[2] for path in files if path.suffix == ".weights"}
+
+
 async def gone(paths: set[Path]) -> None:
-    while any(path.exists() for path in paths):  # noqa: ASYNC110 - another process unlinks
-        await asyncio.sleep(0.02)
+    await until(lambda: not any(path.exists() for path in paths))
 
 
 async def killed_with_versions(mesh: Mesh, epoch: int, replica: bool) -> tuple[Process, set[Path]]:
@@ -41,8 +45,8 @@ async def killed_with_versions(mesh: Mesh, epoch: int, replica: bool) -> tuple[P
         await trainer.until(lambda step=step: f"{epoch}.{step}" in trainer.hashes("carrying"))
     if replica:
         await trainer.until(lambda: f"{epoch}.2" in trainer.all("published"))
+    await until(lambda: versions(held(trainer)) == {f"{epoch}.1", f"{epoch}.2"})  # keep: 2
     files = held(trainer)
-    assert len([path for path in files if path.suffix == ".weights"]) == 2, "keep: 2"
     trainer.signal(signal.SIGKILL)
     await trainer.child.wait()
     return trainer, files
@@ -61,8 +65,8 @@ async def test_the_next_trainer_unlinks_what_a_killed_one_left_and_not_what_a_li
     living = await mesh.trainer(epoch=2)
     await gone(files)
     await living.publish(7)
-    await living.until(lambda: "2.7" in living.hashes("carrying"))
+    await until(lambda: "2.7" in versions(held(living)))
     mesh.port = 0
     await mesh.trainer(epoch=3)
     assert all(path.exists() for path in held(living))
-    assert any(path.suffix == ".weights" for path in held(living))
+    assert versions(held(living)) == {"2.7"}

@@ -81,9 +81,10 @@ class Mesh:
         self.directory = directory
         self.config: dict[str, object] = {
             "carrier": carrier,
-            "base_s": 1.5,
-            "ready_s": 3.0,
-            "silence_s": 10.0,
+            # A death breaks a connection: no deadline finds it. A busy machine must not be taken for one.
+            "base_s": 60.0,
+            "ready_s": 60.0,
+            "silence_s": 60.0,
             "beat_s": 0.5,
             **config,
         }

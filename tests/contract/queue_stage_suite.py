@@ -15,6 +15,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.contract.keeping import Held, Holding
 from meshrl.contract.nouns import (
     REFERENCE_STAGE,
     REWARD_STAGE,
@@ -192,6 +193,26 @@ class LeasePromises:
             await asyncio.sleep(0.1)
         again = await actors.lease(worker="c")
         assert [row.uid for row in again.rows] == [second]
+
+    async def test_kept_rows_outlive_their_time_to_live_and_lost_ones_are_named(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(lease_ttl_s=1.0))
+        await actors.feed(tasks(2))
+        told: asyncio.Queue[Held] = asyncio.Queue()
+        holding = Holding("rollout", "a", told.put_nowait)
+        keeping = asyncio.ensure_future(queue.keep(holding))
+        lease = await actors.lease(limit=4, worker="a")
+        holding.add(lease.rows, lease.ttl_s)
+        with pytest.raises(WaitTimeoutError):
+            await actors.lease(worker="b", wait_s=1.5)
+        lost = lease.rows[3]
+        await queue.release("run", "rollout", {lost.uid: lost.token})
+        assert await asyncio.wait_for(told.get(), WAIT_S) == {lost.uid: lost.token}
+        holding.drop([lost])
+        await actors.write(lease, rows=lease.rows[:3])
+        keeping.cancel()
 
     async def test_released_rows_are_delivered_again_and_no_attempt_is_counted(
         self, queue: Queue

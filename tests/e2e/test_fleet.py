@@ -9,13 +9,13 @@ import subprocess
 from pathlib import Path
 
 from ..fleet import end, fleet, make_fleet, wait_for, working
-from ..mesh import Mesh
+from ..mesh import PATIENCE_S, Mesh
 
 
 async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Path) -> None:
     mesh = make_fleet(tmp_path, workers=2)
     with mesh.up() as process:
-        mesh.wait_for_step(process, 1, timeout_s=90)
+        mesh.wait_for_step(process, 1)
         await wait_for(mesh, process, working("rollout-0", "rollout-1"), "at work")
         assert "rollout-2, rollout-3 start" in fleet(mesh, "add", "--count", "2")
         # Nobody is given rows before it serves a committed version.
@@ -24,7 +24,7 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
         assert "rollout-1 has left; 2 of this `up` remain" in fleet(mesh, "drain", "rollout-1")
         assert "has left already" in fleet(mesh, "drain", "rollout-0")
         done = len(mesh.steps())
-        mesh.wait_for_step(process, done + 3, timeout_s=60)
+        mesh.wait_for_step(process, done + 3)
         left = {told["name"]: told for told in json.loads(fleet(mesh, "--json"))["members"]}
         assert [left[name]["state"] for name in sorted(left)] == [
             "OUT",
@@ -47,7 +47,7 @@ async def leave_and_join_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -
     with mesh.serve(*command[2:]) as joiner:
         await wait_for(mesh, process, working("rollout-4"), "joined by hand")
         assert "hands over" in fleet(mesh, "drain", "rollout-4")
-        assert joiner.wait(60) == 0
+        assert joiner.wait(PATIENCE_S) == 0
     await wait_for(mesh, process, lambda told: told["rollout-4"]["state"] == "OUT", "left by hand")
     message = fleet(mesh, "drain", "rollout-9", code=2)
     assert message.count("\n") == 1 and "(it has: rollout-0, rollout-1, rollout-2" in message
@@ -56,7 +56,7 @@ async def leave_and_join_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -
 async def test_a_member_that_is_killed_or_stopped_costs_no_row(tmp_path: Path) -> None:
     mesh = make_fleet(tmp_path, workers=3)
     with mesh.up() as process:
-        mesh.wait_for_step(process, 1, timeout_s=90)
+        mesh.wait_for_step(process, 1)
         os.kill(mesh.pid("rollout-0"), signal.SIGKILL)
         stopped = mesh.pid("rollout-1")
         os.kill(stopped, signal.SIGSTOP)
@@ -65,7 +65,7 @@ async def test_a_member_that_is_killed_or_stopped_costs_no_row(tmp_path: Path) -
                 mesh, process, lambda told: told["rollout-1"]["state"] == "OUT", "rid of rollout-1"
             )
             assert out["rollout-1"]["answers"] is False
-            mesh.wait_for_step(process, len(mesh.steps()) + 2, timeout_s=60)
+            mesh.wait_for_step(process, len(mesh.steps()) + 2)
         finally:
             os.kill(stopped, signal.SIGCONT)
         again = await wait_for(

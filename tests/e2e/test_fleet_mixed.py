@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ..fleet import end, fleet, wait_for, working
-from ..mesh import make_mesh
+from ..mesh import PATIENCE_S, make_mesh
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
@@ -34,15 +34,15 @@ async def test_vllm_and_torch_sample_one_run(tmp_path: Path) -> None:
     mesh = make_mesh(tmp_path, changes, head_dim=32)
     with mesh.up() as process:
         # vLLM first: beside a run that trains it would take minutes to start.
-        mesh.wait_for_step(process, 1, timeout_s=400)
+        mesh.wait_for_step(process, 1)
         words = fleet(mesh, "add", "--print").split()
         torch = ["rollout.name=torch", "rollout.engine={}"]
         with mesh.serve(*words[2:4], *torch, *words[4:]) as joiner:
             both = working("rollout-0", "rollout-1")
-            await wait_for(mesh, process, both, "sampled with both", timeout_s=120)
-            mesh.wait_for_step(process, len(mesh.steps()) + 3, timeout_s=120)
+            await wait_for(mesh, process, both, "sampled with both")
+            mesh.wait_for_step(process, len(mesh.steps()) + 3)
             fleet(mesh, "drain", "rollout-1")
-            assert joiner.wait(60) == 0
+            assert joiner.wait(PATIENCE_S) == 0
         await end(mesh, process)
     # Scored again by the trainer's own forward pass: either engine sampled with the trainer's weights.
     assert max(line["mismatch/logprob_abs_max"] for line in mesh.steps()) < 1e-3

@@ -87,16 +87,16 @@ def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundari
         f"reward.sandbox={'weak' if no_bubblewrap() else 'strict'}",
     )
     with mesh.up(*long) as process:
-        mesh.wait_for_step(process, 2, 120)
+        mesh.wait_for_step(process, 2)
         versions = [submit(mesh, 2)]
         shadow_a_hostile_one(mesh)
         while not hostile_calls_ended(mesh):
-            mesh.wait_for_step(process, len(mesh.steps()) + 1, 120)
+            mesh.wait_for_step(process, len(mesh.steps()) + 1)
         versions.append(submit(mesh, 3, "process"))
-        mesh.wait_for_step(process, len(mesh.steps()) + 3, 120)
+        mesh.wait_for_step(process, len(mesh.steps()) + 3)
         assert f"scoring: {versions[1]}" in meshrl(mesh, "list")
         process.send_signal(signal.SIGINT)
-        mesh.wait(process, 120, code=130)
+        mesh.wait(process, code=130)
     assert [step["step"] for step in mesh.steps()] == list(range(len(mesh.steps())))
     hashes = [step["reward/hash"] for step in mesh.steps()]
     runs = [version for version, _ in itertools.groupby(hashes)]

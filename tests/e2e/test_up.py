@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..mesh import make_mesh
 
@@ -21,13 +20,10 @@ def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
     assert ledger.balanced and ledger.trained == 4 * 16
     held_out = asyncio.run(mesh.ledger("tiny.eval"))
     assert held_out.balanced and held_out.trained == 3 * 6
-    generates = (
-        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; import sys;"
-        "p = sys.argv[1]; t = T.from_pretrained(p);"
-        "o = M.from_pretrained(p).generate(**t('a=1;b=a+2?', return_tensors='pt'), max_new_tokens=4,"
-        " do_sample=False); assert o.shape[1] > 10"
-    )
-    subprocess.run([sys.executable, "-c", generates, str(mesh.export)], check=True, timeout=120)
+    model = AutoModelForCausalLM.from_pretrained(mesh.export)
+    prompt = AutoTokenizer.from_pretrained(mesh.export)("a=1;b=a+2?", return_tensors="pt")
+    answered = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    assert answered.shape[1] > prompt["input_ids"].shape[1]
 
 
 def test_on_policy_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
@@ -42,11 +38,3 @@ def test_on_policy_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
     assert weights[0].keys() == weights[1].keys()
     assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])
     assert any(bool((weights[0][name] != before[name]).any()) for name in before)
-
-
-def test_two_trainer_ranks_share_the_work(tmp_path: Path) -> None:
-    mesh = make_mesh(tmp_path)
-    mesh.run("trainer.nproc=2")
-    ledger = asyncio.run(mesh.ledger())
-    assert ledger.balanced and ledger.trained == 4 * 16
-    assert len(mesh.steps()) == 4

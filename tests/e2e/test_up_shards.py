@@ -1,4 +1,4 @@
-"""`meshrl up` with a queue of several processes: one is killed, and the books stay exact."""
+"""`meshrl up` with a queue of several processes: some are killed, one is added, and the books stay exact."""
 
 from __future__ import annotations
 
@@ -40,23 +40,32 @@ def counted(ledgers: list[Ledger]) -> Mapping[str, int]:
     }
 
 
-def test_a_run_on_two_shards_outlives_the_kill_of_one(tmp_path: Path) -> None:
+def meshrl(mesh: Mesh, *words: str) -> str:
+    """What a command about a mesh prints."""
+    command = [sys.executable, "-m", "meshrl.services.cli", *words, "--run-dir", str(mesh.run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+
+
+def test_a_shard_is_added_while_a_run_goes_on_and_everybody_who_starts_again_finds_it(
+    tmp_path: Path,
+) -> None:
     mesh = make_mesh(tmp_path)
-    with mesh.up("queue.shards=2") as process:
-        mesh.wait_for_step(process, 1, timeout_s=120)
-        os.kill(mesh.pid("queue-1"), signal.SIGKILL)
-        mesh.wait(process, timeout_s=200)
+    with mesh.up("queue.shards=2", "trainer.total_training_steps=8") as process:
+        mesh.wait_for_step(process, 1)
+        told = meshrl(mesh, "queue", "add-shard")
+        assert told == "queue-2 is added: the queue has 3 shards\n"
+        for victim in ("queue-1", "queue-2", "feeder", "trainer"):
+            os.kill(mesh.pid(victim), signal.SIGKILL)
+        mesh.wait(process)
     assert "queue-1 was killed by SIGKILL" in mesh.output
-    assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
-    whole, parts = asyncio.run(books(mesh, 2))
-    assert whole.trained == 4 * 16
+    whole, parts = asyncio.run(books(mesh, 3))
+    assert whole.trained == 8 * 16
     assert all(part.trained for part in parts)
     assert counted([whole]) == counted(parts)
-    told = subprocess.run(
-        [sys.executable, "-m", "meshrl.services.cli", "ledger", "--run-dir", str(mesh.run_dir)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert f"{whole.admitted:,}" in told.stdout
+    assert f"{whole.admitted:,}" in meshrl(mesh, "ledger")
+
+    # Every process has another address now, and the recipe still says two shards.
+    mesh.run("queue.shards=2", "trainer.total_training_steps=9")
+    whole, _ = asyncio.run(books(mesh, 3))
+    assert whole.trained == 9 * 16
+    assert [line["step"] for line in mesh.steps()][-1] == 8

@@ -107,12 +107,12 @@ class Mesh:
         return rows.column_posted(self.taken[uid][POSTED_REWARD])
 
     async def until(self, state: str, count: int) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while (await self.queue.ledger(RUN)).resident.get(state, 0) != count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def dead(self) -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not (found := await self.queue.dead_letters(RUN)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return found

@@ -47,14 +47,14 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 
 async def ended(process: asyncio.subprocess.Process) -> tuple[int, str, list[str]]:
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(120):
         out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode().splitlines()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - what is waited for is another process
             await asyncio.sleep(0.05)
 

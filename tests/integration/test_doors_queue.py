@@ -252,7 +252,7 @@ async def test_a_queue_that_is_ended_during_a_long_poll_and_comes_back_is_never_
     async with QueueWire(f"127.0.0.1:{port}", patience_s=100) as wire:
         await begun(wire)
         waiting = asyncio.create_task(leased(wire, wait_s=100))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not await wire.why_waiting("run"):  # noqa: ASYNC110 - another process' state
                 await asyncio.sleep(0.01)
         process.send_signal(number)

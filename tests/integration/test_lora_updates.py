@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
@@ -24,15 +22,8 @@ from meshrl.trainer.optim import Optimizers
 from meshrl.trainer.packing import pack
 from meshrl.trainer.snapshot import Snapshot, take_snapshot
 
-from .test_weights_plane import RUN, Fleet, opened, until
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    torch.set_num_threads(1)
-    world = World.start("cpu")
-    yield world
-    world.close()
+from ..waiting import until
+from .weights_fleet import RUN, Fleet, opened
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield made
     if made.workshop is not None:
         await made.workshop.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         for pid in map(int, made.noted("pid") + made.noted("child")):
             while runs(pid):  # noqa: ASYNC110 (not our child: its end has no event)
                 await asyncio.sleep(0.01)
@@ -203,7 +203,7 @@ async def http_server(log: Path, port: int) -> AsyncIterator[asyncio.subprocess.
         sys.executable, str(OFFICIAL), str(log), str(port), stderr=asyncio.subprocess.DEVNULL
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not await accepts(port):  # noqa: ASYNC110 (a port has no event)
                 await asyncio.sleep(0.02)
         yield process

@@ -148,7 +148,7 @@ async def test_a_queue_of_another_format_is_refused(
 async def test_prometheus_sees_rows_commits_and_bytes(mesh: Mesh) -> None:
     def scrape() -> str:
         url = f"http://127.0.0.1:{mesh.server.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return str(answer.read(), "utf-8")
 
     await mesh.actors.take(0)

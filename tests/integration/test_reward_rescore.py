@@ -30,7 +30,7 @@ async def rescore(queue: Service, *arguments: str) -> Result:
 
 
 async def ready(queue: Queue) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while (await queue.ledger("train")).resident["ready"] < GROUPS * GROUP:  # noqa: ASYNC110 - a ledger rings nobody
             await asyncio.sleep(0.05)
 

@@ -106,7 +106,7 @@ def journal_of(worker: RolloutWorker) -> Journal:
 
 
 async def until_true(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 (statistics have no event)
             await asyncio.sleep(0.002)
 
@@ -121,7 +121,7 @@ async def left_by_a_drained_worker(queue: Recorded, engine: Any, **options: Any)
     running = asyncio.create_task(worker.run(grace_s=60))
     await until_true(lambda: journal_of(worker).stats.tokens >= 8 * 8)
     worker.drain()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await running
     assert (await queue.ledger(RUN)).resident["queued"] == 8
 

@@ -114,7 +114,7 @@ async def worker_of(
         yield worker
     finally:
         worker.drain()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await running
         await programs.close()
 
@@ -122,7 +122,7 @@ async def worker_of(
 async def kept(worker: RolloutWorker, tokens: int) -> None:
     """Wait until the queue has so many."""
     assert worker.journal is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while worker.journal.stats.tokens < tokens:  # noqa: ASYNC110 (statistics have no event)
             await asyncio.sleep(0.002)
 
@@ -157,7 +157,7 @@ async def test_a_row_that_moves_in_a_later_turn_keeps_turns_and_results(
     await open_run(queue, [asked()], max_attempts=1)
     first = Policy(FIRST, halt_in="/2")
     async with worker_of(queue, first, "w0") as worker:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await first.halted.wait()
     assert worker.stats.written == 0 and gate.calls == 1
     second = Policy(NEXT)
@@ -184,7 +184,7 @@ async def test_a_row_that_moves_during_a_call_repeats_that_call_and_no_other(
     gate.open = False
     first = Policy(FIRST)
     async with worker_of(queue, first, "w0"):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await gate.reached.wait()
     gate.open = True
     second = Policy(NEXT)
@@ -210,7 +210,7 @@ async def test_stateful_tools_are_called_again_and_decide_whether_the_row_goes_o
     await open_run(queue, [asked()], max_attempts=1)
     first = Policy(FIRST, halt_in="/2")
     async with worker_of(queue, first, "w0", tools=tools):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await first.halted.wait()
     result = other
     second = Policy(NEXT)
@@ -234,7 +234,7 @@ async def test_a_row_whose_tools_say_other_things_now_is_not_kept_any_more(
     await open_run(queue, [asked()], max_attempts=1)
     first = Policy(FIRST, halt_in="/2")
     async with worker_of(queue, first, "w0"):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await first.halted.wait()
     second = Policy(NEXT)
     tools = [f"{HERE}.gate", f"{HERE}.add"]

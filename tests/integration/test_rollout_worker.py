@@ -125,7 +125,7 @@ async def working(
 
 async def until(queue: TransferQueue, run: str, state: str, count: int) -> Ledger:
     """Wait for `count` resident rows in `state`."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while (ledger := await queue.ledger(run)).resident.get(state, 0) != count:
             assert ledger.balanced
             await asyncio.sleep(0.01)
@@ -134,7 +134,7 @@ async def until(queue: TransferQueue, run: str, state: str, count: int) -> Ledge
 
 async def until_dead(queue: TransferQueue) -> Sequence[DeadLetter]:
     """Wait for the first rows that are given up."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not (dead := await queue.dead_letters(RUN)):  # noqa: ASYNC110 (the port has no event)
             await asyncio.sleep(0.01)
     assert (await queue.ledger(RUN)).balanced
@@ -203,7 +203,7 @@ async def test_rows_that_an_engine_fault_hit_are_delivered_again(
     await commit(engine)
     engine.behave(Behaviour.FAIL)
     async with working(queue, engine) as worker:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while worker.stats.failed + worker.stats.returned < 8:  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.01)
         engine.behave(Behaviour.ANSWER)
@@ -223,7 +223,7 @@ async def test_a_replica_that_fails_at_once_neither_attracts_rows_nor_burns_them
     worker = RolloutWorker(queue, broken, Words(), runs=[RUN], worker="broken", slots=8)
     running = asyncio.create_task(worker.run())
     assert worker.breaker is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not worker.breaker.opened:  # noqa: ASYNC110 (no event)
             await asyncio.sleep(0.01)
     await commit(engine)
@@ -248,7 +248,7 @@ async def test_a_replica_that_recovers_is_leased_to_again(
     engine.behave(Behaviour.FAIL)
     async with working(queue, engine, breaker=BreakerConfig(pause_s=0.01)) as worker:
         assert worker.breaker is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not worker.breaker.opened:  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.001)
         engine.behave(Behaviour.ANSWER)
@@ -295,7 +295,7 @@ async def test_a_program_that_raises_says_nothing_of_the_replica(
     await open_run(queue, tasks(4, program=program.__name__), max_attempts=2)
     await commit(engine)
     async with working(queue, engine) as worker:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             # The first of each group takes its siblings with it.
             while len(dead := await queue.dead_letters(RUN)) < 4:  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.01)
@@ -439,7 +439,7 @@ async def test_a_worker_leases_only_what_the_engines_cache_holds(
     await open_run(queue, tasks(12))  # at most 8 + 32 tokens, so 64 positions: three of them
     async with working(queue, engine) as worker:
         held = set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while (await queue.ledger(RUN)).resident.get("ready", 0) < 48:
                 held.add(worker.held)
                 await asyncio.sleep(0.001)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,6 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from .trainer_mesh import GROUP_SIZE, GROUPS, mesh, save_model
 
 BATCH = GROUPS * GROUP_SIZE
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    torch.set_num_threads(1)
-    world = World.start("cpu")
-    yield world
-    world.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,6 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from .trainer_mesh import GROUP_SIZE, GROUPS, Mesh, mesh, save_model
 
 BATCH = GROUPS * GROUP_SIZE
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    torch.set_num_threads(1)
-    world = World.start("cpu")
-    yield world
-    world.close()
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,8 @@ from meshrl.services.weights.stub import HashSink, MadeSource
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 
-from .test_weights_plane import RUN, Fleet, opened, until
+from ..waiting import until
+from .weights_fleet import RUN, Fleet, opened
 
 BUCKETS = 4
 

@@ -6,8 +6,10 @@ Every wait takes `wait_s` and ends with WaitTimeoutError; every write is idempot
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
+from meshrl.contract.keeping import Holding
 from meshrl.contract.nouns import (
     Batch,
     Columns,
@@ -92,6 +94,13 @@ class Queue(Protocol):
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """Extend the lease; returns the uids that the worker holds no longer."""
+        ...
+
+    async def keep(self, holding: Holding) -> None:
+        """Renew what `holding` names, however busy the caller's event loop is, until cancelled.
+
+        Ends with an error when renewals are refused; that the queue is away is none.
+        """
         ...
 
     async def write(
@@ -194,6 +203,14 @@ class Queue(Protocol):
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         """Everything that blocks now, the longest wait first."""
+        ...
+
+
+class AttendedQueue(Queue, Protocol):
+    """The queue itself, which sees its workers come and go."""
+
+    def attend(self, worker: str) -> AbstractContextManager[None]:
+        """`worker` is there while the block runs; what it holds afterwards ends soon if it stays silent."""
         ...
 
 

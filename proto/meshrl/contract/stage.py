@@ -3,7 +3,8 @@
     lease ──rows──▶ handle(rows) ──RowWrite──▶ write
       ▲                  │  ├──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
       └── free capacity ─┘  └─────Returned──▶ release  (redelivered, no attempt counted)
-    renew: every third of the time to live, for all rows held; work whose lease is lost is cancelled.
+    keep: the rows held are renewed, however busy this loop is; work whose lease is lost is cancelled.
+    write: the results of several calls go together (write_back.py).
 
 consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `wake`,
 `drain`. produces: columns. A stage that dies leaves nothing behind but leases, and those expire.
@@ -13,20 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol, TypeAlias
 
-from meshrl.contract.errors import (
-    EndOfDataError,
-    FencedError,
-    MeshError,
-    UserError,
-    WaitTimeoutError,
-)
+from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
+from meshrl.contract.keeping import Held, Holding
 from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
 from meshrl.contract.ports import Queue
+from meshrl.contract.write_back import WriteBack
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +95,9 @@ class _Call:
 
 
 class StageLoop:
-    """Works on rows of `runs` until drained. `limit` rows at most are held at once.
+    """Works on rows of `runs` until drained, on `limit` rows at most at once.
 
+    A call of `handle` gets `rows_per_call` of a lease, or, `by_group`, those of one group.
     In `wave` mode exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
     call in every execution; `handle` then gets the whole wave.
     """
@@ -114,6 +112,7 @@ class StageLoop:
         worker: str,
         limit: int,
         rows_per_call: int = 1,
+        by_group: bool = False,
         wave: bool = False,
         version: Callable[[], Version] | None = None,
         progress: Progress | None = None,
@@ -127,20 +126,24 @@ class StageLoop:
         self._worker = worker
         self._limit = limit
         self._rows_per_call = limit if wave else rows_per_call
+        self._by_group = by_group
         self._wave = wave
         self._version = version
         self._progress = progress
         self._gate = gate
         self._calls: set[_Call] = set()
+        self._write_back = {
+            run: WriteBack(queue, run, stage.name, alone=self._nobody_works) for run in self._runs
+        }
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
         self._broken: BaseException | None = None
-        self._ttl_s = 30.0
+        self._holding = Holding(stage.name, worker, self._lost)
 
     @property
     def held(self) -> int:
-        """Rows held now."""
-        return sum(len(call.rows) for call in self._calls)
+        """Rows worked on now; a result on its way back takes no place."""
+        return sum(len(call.rows) for call in self._calls if not call.done)
 
     def drain(self) -> None:
         """Lease no more; `run` returns when the calls in flight are done."""
@@ -156,19 +159,24 @@ class StageLoop:
 
         Calls whose rows the next holder can go on with are not waited for.
         """
-        renewer = asyncio.create_task(self._renew(), name=f"{self._stage.name}-renew")
+        keeper = asyncio.create_task(
+            self._queue.keep(self._holding), name=f"{self._stage.name}-keep"
+        )
         feeder = asyncio.create_task(self._lease_and_start(), name=f"{self._stage.name}-lease")
         try:
-            await asyncio.wait({renewer, feeder}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (renewer, feeder):
+            await asyncio.wait({keeper, feeder}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (keeper, feeder):
                 if task.done():
                     task.result()
             await self._finish(grace_s)
         finally:
-            for task in (renewer, feeder):
-                task.cancel()
-            await asyncio.gather(renewer, feeder, return_exceptions=True)
-            await self._release_all()
+            feeder.cancel()
+            await asyncio.gather(feeder, return_exceptions=True)
+            try:
+                await self._release_all()
+            finally:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
         if self._broken is not None:
             raise self._broken
 
@@ -181,6 +189,9 @@ class StageLoop:
             if len(done) < len(running):
                 return
 
+    def _nobody_works(self) -> bool:
+        return all(call.done for call in self._calls)
+
     def _movable(self, call: _Call) -> bool:
         return self._progress is not None and all(map(self._progress.keeps, call.rows))
 
@@ -190,14 +201,23 @@ class StageLoop:
             lease = await self._lease(free) if free else None
             if lease is None:
                 continue
-            self._ttl_s = lease.ttl_s
             let_in = len(lease.rows) if self._gate is None else max(0, self._gate(self.held))
             rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
+            self._holding.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)
-            for start in range(0, len(rows), self._rows_per_call):
-                self._start(rows[start : start + self._rows_per_call])
+            for part in self._parts(rows):
+                self._start(part)
             if surplus:  # the gate closed while they were on their way
                 await self._release(surplus)
+
+    def _parts(self, rows: Sequence[LeasedRow]) -> Iterator[Sequence[LeasedRow]]:
+        """The rows of each call."""
+        if self._by_group:
+            for _, siblings in groupby(rows, key=lambda row: row.uid.task):
+                yield tuple(siblings)
+            return
+        for start in range(0, len(rows), self._rows_per_call):
+            yield rows[start : start + self._rows_per_call]
 
     def _start(self, rows: Iterable[LeasedRow]) -> None:
         call = _Call(rows={row.uid: row for row in rows})
@@ -208,10 +228,12 @@ class StageLoop:
     async def _capacity(self) -> int:
         """Rows that may be leased now; waits for a finished call or `wake` (or `drain`, then 0)."""
         while not self._draining.is_set():
-            free = self._limit - self.held
+            # While the queue takes nothing back, one more limit of rows may be worked on and no more.
+            returning = sum(len(call.rows) for call in self._calls if call.done)
+            free = min(self._limit, 2 * self._limit - returning) - self.held
             if self._gate is not None:
                 free = min(free, self._gate(self.held))
-            if free == self._limit or (free > 0 and not self._wave):
+            if free > 0 and not (self._wave and self._calls):
                 return free
             self._freed.clear()
             await self._freed.wait()
@@ -256,10 +278,12 @@ class StageLoop:
             reason = f"{type(error).__name__}: {error}"
             results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]
         call.done = True
+        self._freed.set()
         await self._give_back(call, results)
 
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
         self._calls.discard(call)
+        self._holding.drop(call.rows.values())
         self._freed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             # The queue cannot be reached or refuses us: nothing here can mend that, `run` raises it.
@@ -267,32 +291,22 @@ class StageLoop:
             self.drain()
 
     async def _give_back(self, call: _Call, results: Sequence[StageResult]) -> None:
-        failures = {r.uid: r for r in results if isinstance(r, Failure)}
-        writes = {r.uid: r for r in results if isinstance(r, RowWrite)}
+        failures = [r for r in results if isinstance(r, Failure)]
+        writes = [r for r in results if isinstance(r, RowWrite)]
         returned = [call.rows[r.uid] for r in results if isinstance(r, Returned)]
         run = next(iter(call.rows)).run
-        while writes:
-            tokens = {uid: call.rows[uid].token for uid in writes}
-            try:
-                await self._queue.write(run, self._stage.name, tokens, list(writes.values()))
-            except FencedError as error:
-                lost = Uid.parse(error.details["uid"])
-                log.info("%s: result not wanted any more: %s", self._stage.name, error)
-                self.stats.lost += 1
-                del writes[lost]
-            except UserError as error:
-                # A column that the queue refuses would be refused again: one row's defect, not the batch's.
-                uid = (
-                    Uid.parse(error.details["uid"])
-                    if "uid" in error.details
-                    else next(iter(writes))
-                )
-                failures[uid] = Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=str(error))
-                del writes[uid]
-            else:
-                self.stats.written += len(writes)
-                break
-        for failure in failures.values():
+        if writes:
+            tokens = {row.uid: call.rows[row.uid].token for row in writes}
+            refused = await self._write_back[run].write(tokens, writes)
+            self.stats.written += len(writes) - len(refused)
+            for uid, error in refused.items():
+                if isinstance(error, FencedError):
+                    log.info("%s: result not wanted any more: %s", self._stage.name, error)
+                    self.stats.lost += 1
+                else:  # it would be refused again: one row's defect
+                    reason = str(error)
+                    failures.append(Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=reason))
+        for failure in failures:
             token = call.rows[failure.uid].token
             self.stats.failed += 1
             try:
@@ -310,16 +324,8 @@ class StageLoop:
         tokens = {row.uid: row.token for row in rows}
         await self._queue.release(rows[0].uid.run, self._stage.name, tokens)
 
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._ttl_s / 3)
-            held: dict[str, list[Uid]] = defaultdict(list)
-            for call in self._calls:
-                for uid in call.rows:
-                    held[uid.run].append(uid)
-            for run, uids in held.items():
-                lost = await self._queue.renew(run, self._stage.name, self._worker, uids)
-                self.forget(set(lost))
+    def _lost(self, rows: Held) -> None:
+        self.forget(set(self._holding.still(rows)))
 
     def forget(self, lost: set[Uid]) -> None:
         """Cancel work on rows none of which is ours any more.

@@ -70,6 +70,11 @@ class QueueStub(object):
                 request_serializer=meshrl_dot_v1_dot_queue__pb2.RenewRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_queue__pb2.RenewResponse.FromString,
                 _registered_method=True)
+        self.Attend = channel.unary_stream(
+                '/meshrl.v1.Queue/Attend',
+                request_serializer=meshrl_dot_v1_dot_queue__pb2.AttendRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
+                _registered_method=True)
         self.Write = channel.stream_unary(
                 '/meshrl.v1.Queue/Write',
                 request_serializer=meshrl_dot_v1_dot_queue__pb2.WriteRequest.SerializeToString,
@@ -203,6 +208,13 @@ class QueueServicer(object):
 
     def Renew(self, request, context):
         """Extend leases; answers with those that are lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attend(self, request, context):
+        """Be there: the stream lasts as long as the worker does, and the leases of one whose connection breaks end soon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -364,6 +376,11 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.Renew,
                     request_deserializer=meshrl_dot_v1_dot_queue__pb2.RenewRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_queue__pb2.RenewResponse.SerializeToString,
+            ),
+            'Attend': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=meshrl_dot_v1_dot_queue__pb2.AttendRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.SerializeToString,
             ),
             'Write': grpc.stream_unary_rpc_method_handler(
                     servicer.Write,
@@ -640,6 +657,33 @@ class Queue(object):
             '/meshrl.v1.Queue/Renew',
             meshrl_dot_v1_dot_queue__pb2.RenewRequest.SerializeToString,
             meshrl_dot_v1_dot_queue__pb2.RenewResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/meshrl.v1.Queue/Attend',
+            meshrl_dot_v1_dot_queue__pb2.AttendRequest.SerializeToString,
+            meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
             options,
             channel_credentials,
             insecure,

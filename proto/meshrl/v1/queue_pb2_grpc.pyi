@@ -31,6 +31,8 @@ class QueueStub:
     """Rows to work on, for one stage, until the lease's time to live is over."""
     Renew: _aio.UnaryUnaryMultiCallable[_queue_pb2.RenewRequest, _queue_pb2.RenewResponse]
     """Extend leases; answers with those that are lost."""
+    Attend: _aio.UnaryStreamMultiCallable[_queue_pb2.AttendRequest, _trajectory_pb2.Ack]
+    """Be there: the stream lasts as long as the worker does, and the leases of one whose connection breaks end soon."""
     Write: _aio.StreamUnaryMultiCallable[_queue_pb2.WriteRequest, _trajectory_pb2.Ack]
     """Add columns to leased rows: all rows of the stream or none, durable when answered."""
     Append: _aio.StreamUnaryMultiCallable[_queue_pb2.WriteRequest, _trajectory_pb2.Ack]
@@ -121,6 +123,14 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_queue_pb2.RenewRequest, _abc.Awaitable[_queue_pb2.RenewResponse]],
     ) -> _abc.Awaitable[_queue_pb2.RenewResponse]:
         """Extend leases; answers with those that are lost."""
+
+    @_abc_1.abstractmethod
+    def Attend(
+        self,
+        request: _queue_pb2.AttendRequest,
+        context: _aio.ServicerContext[_queue_pb2.AttendRequest, _abc.AsyncIterator[_trajectory_pb2.Ack]],
+    ) -> _abc.AsyncIterator[_trajectory_pb2.Ack]:
+        """Be there: the stream lasts as long as the worker does, and the leases of one whose connection breaks end soon."""
 
     @_abc_1.abstractmethod
     def Write(

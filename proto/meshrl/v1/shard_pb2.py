@@ -26,39 +26,45 @@ from meshrl.v1 import queue_pb2 as meshrl_dot_v1_dot_queue__pb2
 from meshrl.v1 import trajectory_pb2 as meshrl_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15meshrl/v1/shard.proto\x12\tmeshrl.v1\x1a\x15meshrl/v1/queue.proto\x1a\x1ameshrl/v1/trajectory.proto\"B\n\rFollowRequest\x12\"\n\x05state\x18\x01 \x01(\x0b\x32\x13.meshrl.v1.RunState\x12\r\n\x05owner\x18\x02 \x01(\t\"h\n\x0bRoomRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\t\x12\r\n\x05tasks\x18\x03 \x03(\t\x12\x12\n\nfewer_than\x18\x04 \x01(\x12\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\"[\n\x0cRoomResponse\x12\x13\n\x0bopen_groups\x18\x01 \x01(\x03\x12\x12\n\nopen_bytes\x18\x02 \x01(\x03\x12\x13\n\x0b\x66\x65\x65\x64_closed\x18\x03 \x01(\x08\x12\r\n\x05known\x18\x04 \x03(\t\"_\n\x12\x41\x64mitInTurnRequest\x12\x0c\n\x04turn\x18\x01 \x01(\t\x12\x13\n\x0bmove_cursor\x18\x02 \x01(\x08\x12&\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x17.meshrl.v1.AdmitRequest\"\x99\x01\n\rGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\t\x12\x0e\n\x06groups\x18\x05 \x01(\x03\x12\x11\n\tmore_than\x18\x06 \x01(\x12\x12\x0c\n\x04\x64one\x18\x07 \x01(\x08\x12\x0b\n\x03why\x18\x08 \x01(\t\x12\x0e\n\x06wait_s\x18\t \x01(\x01\"\xc6\x01\n\x0eGroupsResponse\x12\x0c\n\x04plan\x18\x01 \x01(\t\x12\x31\n\x07replays\x18\x02 \x03(\x0b\x32 .meshrl.v1.GroupsResponse.Replay\x12\r\n\x05\x66resh\x18\x03 \x01(\x03\x12\x12\n\nunfinished\x18\x04 \x01(\x03\x12\x13\n\x0b\x66\x65\x65\x64_closed\x18\x05 \x01(\x08\x12\x12\n\nnext_round\x18\x06 \x01(\x03\x1a\'\n\x06Replay\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x0e\n\x06groups\x18\x02 \x01(\x03\".\n\rPlanOfRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\"\x1e\n\x0ePlanOfResponse\x12\x0c\n\x04plan\x18\x01 \x01(\t\"t\n\x10UntilRowsRequest\x12\x0c\n\x04runs\x18\x01 \x03(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12#\n\x07version\x18\x04 \x01(\x0b\x32\x12.meshrl.v1.Version\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"\x80\x01\n\x0bRowsRequest\x12\x0c\n\x04runs\x18\x01 \x03(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\'\n\x06unlike\x18\x04 \x01(\x0b\x32\x17.meshrl.v1.RowsResponse\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\"\xe3\x01\n\x0cRowsResponse\x12)\n\x04runs\x18\x01 \x03(\x0b\x32\x1b.meshrl.v1.RowsResponse.Run\x1a\xa7\x01\n\x03Run\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x03\x12\x10\n\x08upstream\x18\x03 \x01(\x03\x12\x13\n\x0bopen_groups\x18\x04 \x01(\x03\x12\x12\n\nopen_bytes\x18\x05 \x01(\x03\x12\x13\n\x0b\x66\x65\x65\x64_closed\x18\x06 \x01(\x08\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12%\n\tpublished\x18\x08 \x01(\x0b\x32\x12.meshrl.v1.Version2\xaf\x03\n\x05Shard\x12\x32\n\x06\x46ollow\x12\x18.meshrl.v1.FollowRequest\x1a\x0e.meshrl.v1.Ack\x12\x37\n\x04Room\x12\x16.meshrl.v1.RoomRequest\x1a\x17.meshrl.v1.RoomResponse\x12H\n\x0b\x41\x64mitInTurn\x12\x1d.meshrl.v1.AdmitInTurnRequest\x1a\x18.meshrl.v1.AdmitResponse(\x01\x12=\n\x06Groups\x12\x18.meshrl.v1.GroupsRequest\x1a\x19.meshrl.v1.GroupsResponse\x12=\n\x06PlanOf\x12\x18.meshrl.v1.PlanOfRequest\x1a\x19.meshrl.v1.PlanOfResponse\x12\x38\n\tUntilRows\x12\x1b.meshrl.v1.UntilRowsRequest\x1a\x0e.meshrl.v1.Ack\x12\x37\n\x04Rows\x12\x16.meshrl.v1.RowsRequest\x1a\x17.meshrl.v1.RowsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15meshrl/v1/shard.proto\x12\tmeshrl.v1\x1a\x15meshrl/v1/queue.proto\x1a\x1ameshrl/v1/trajectory.proto\"S\n\x0bNoteRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\nother_than\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\x42\r\n\x0b_other_than\"*\n\x0cNoteResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04runs\x18\x02 \x03(\t\"B\n\x10WriteNoteRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x12\n\ninstead_of\x18\x03 \x01(\t\"B\n\rFollowRequest\x12\"\n\x05state\x18\x01 \x01(\x0b\x32\x13.meshrl.v1.RunState\x12\r\n\x05owner\x18\x02 \x01(\t\"h\n\x0bRoomRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\t\x12\r\n\x05tasks\x18\x03 \x03(\t\x12\x12\n\nfewer_than\x18\x04 \x01(\x12\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\"l\n\x0cRoomResponse\x12\x13\n\x0bopen_groups\x18\x01 \x01(\x03\x12\x12\n\nopen_bytes\x18\x02 \x01(\x03\x12\x13\n\x0b\x66\x65\x65\x64_closed\x18\x03 \x01(\x08\x12\r\n\x05known\x18\x04 \x03(\t\x12\x0f\n\x07members\x18\x05 \x01(\t\"_\n\x12\x41\x64mitInTurnRequest\x12\x0c\n\x04turn\x18\x01 \x01(\t\x12\x13\n\x0bmove_cursor\x18\x02 \x01(\x08\x12&\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x17.meshrl.v1.AdmitRequest\"\x99\x01\n\rGroupsRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x10\n\x08\x62\x61tch_id\x18\x04 \x01(\t\x12\x0e\n\x06groups\x18\x05 \x01(\x03\x12\x11\n\tmore_than\x18\x06 \x01(\x12\x12\x0c\n\x04\x64one\x18\x07 \x01(\x08\x12\x0b\n\x03why\x18\x08 \x01(\t\x12\x0e\n\x06wait_s\x18\t \x01(\x01\"\xd7\x01\n\x0eGroupsResponse\x12\x0c\n\x04plan\x18\x01 \x01(\t\x12\x31\n\x07replays\x18\x02 \x03(\x0b\x32 .meshrl.v1.GroupsResponse.Replay\x12\r\n\x05\x66resh\x18\x03 \x01(\x03\x12\x12\n\nunfinished\x18\x04 \x01(\x03\x12\x13\n\x0b\x66\x65\x65\x64_closed\x18\x05 \x01(\x08\x12\x12\n\nnext_round\x18\x06 \x01(\x03\x12\x0f\n\x07members\x18\x07 \x01(\t\x1a\'\n\x06Replay\x12\r\n\x05round\x18\x01 \x01(\x03\x12\x0e\n\x06groups\x18\x02 \x01(\x03\".\n\rPlanOfRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\t\"\x1e\n\x0ePlanOfResponse\x12\x0c\n\x04plan\x18\x01 \x01(\t\"t\n\x10UntilRowsRequest\x12\x0c\n\x04runs\x18\x01 \x03(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12#\n\x07version\x18\x04 \x01(\x0b\x32\x12.meshrl.v1.Version\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"\x80\x01\n\x0bRowsRequest\x12\x0c\n\x04runs\x18\x01 \x03(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\'\n\x06unlike\x18\x04 \x01(\x0b\x32\x17.meshrl.v1.RowsResponse\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\"\xe3\x01\n\x0cRowsResponse\x12)\n\x04runs\x18\x01 \x03(\x0b\x32\x1b.meshrl.v1.RowsResponse.Run\x1a\xa7\x01\n\x03Run\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x03\x12\x10\n\x08upstream\x18\x03 \x01(\x03\x12\x13\n\x0bopen_groups\x18\x04 \x01(\x03\x12\x12\n\nopen_bytes\x18\x05 \x01(\x03\x12\x13\n\x0b\x66\x65\x65\x64_closed\x18\x06 \x01(\x08\x12\r\n\x05\x65poch\x18\x07 \x01(\x03\x12%\n\tpublished\x18\x08 \x01(\x0b\x32\x12.meshrl.v1.Version2\xa2\x04\n\x05Shard\x12\x37\n\x04Note\x12\x16.meshrl.v1.NoteRequest\x1a\x17.meshrl.v1.NoteResponse\x12\x38\n\tWriteNote\x12\x1b.meshrl.v1.WriteNoteRequest\x1a\x0e.meshrl.v1.Ack\x12\x32\n\x06\x46ollow\x12\x18.meshrl.v1.FollowRequest\x1a\x0e.meshrl.v1.Ack\x12\x37\n\x04Room\x12\x16.meshrl.v1.RoomRequest\x1a\x17.meshrl.v1.RoomResponse\x12H\n\x0b\x41\x64mitInTurn\x12\x1d.meshrl.v1.AdmitInTurnRequest\x1a\x18.meshrl.v1.AdmitResponse(\x01\x12=\n\x06Groups\x12\x18.meshrl.v1.GroupsRequest\x1a\x19.meshrl.v1.GroupsResponse\x12=\n\x06PlanOf\x12\x18.meshrl.v1.PlanOfRequest\x1a\x19.meshrl.v1.PlanOfResponse\x12\x38\n\tUntilRows\x12\x1b.meshrl.v1.UntilRowsRequest\x1a\x0e.meshrl.v1.Ack\x12\x37\n\x04Rows\x12\x16.meshrl.v1.RowsRequest\x1a\x17.meshrl.v1.RowsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshrl.v1.shard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FOLLOWREQUEST']._serialized_start=87
-  _globals['_FOLLOWREQUEST']._serialized_end=153
-  _globals['_ROOMREQUEST']._serialized_start=155
-  _globals['_ROOMREQUEST']._serialized_end=259
-  _globals['_ROOMRESPONSE']._serialized_start=261
-  _globals['_ROOMRESPONSE']._serialized_end=352
-  _globals['_ADMITINTURNREQUEST']._serialized_start=354
-  _globals['_ADMITINTURNREQUEST']._serialized_end=449
-  _globals['_GROUPSREQUEST']._serialized_start=452
-  _globals['_GROUPSREQUEST']._serialized_end=605
-  _globals['_GROUPSRESPONSE']._serialized_start=608
-  _globals['_GROUPSRESPONSE']._serialized_end=806
-  _globals['_GROUPSRESPONSE_REPLAY']._serialized_start=767
-  _globals['_GROUPSRESPONSE_REPLAY']._serialized_end=806
-  _globals['_PLANOFREQUEST']._serialized_start=808
-  _globals['_PLANOFREQUEST']._serialized_end=854
-  _globals['_PLANOFRESPONSE']._serialized_start=856
-  _globals['_PLANOFRESPONSE']._serialized_end=886
-  _globals['_UNTILROWSREQUEST']._serialized_start=888
-  _globals['_UNTILROWSREQUEST']._serialized_end=1004
-  _globals['_ROWSREQUEST']._serialized_start=1007
-  _globals['_ROWSREQUEST']._serialized_end=1135
-  _globals['_ROWSRESPONSE']._serialized_start=1138
-  _globals['_ROWSRESPONSE']._serialized_end=1365
-  _globals['_ROWSRESPONSE_RUN']._serialized_start=1198
-  _globals['_ROWSRESPONSE_RUN']._serialized_end=1365
-  _globals['_SHARD']._serialized_start=1368
-  _globals['_SHARD']._serialized_end=1799
+  _globals['_NOTEREQUEST']._serialized_start=87
+  _globals['_NOTEREQUEST']._serialized_end=170
+  _globals['_NOTERESPONSE']._serialized_start=172
+  _globals['_NOTERESPONSE']._serialized_end=214
+  _globals['_WRITENOTEREQUEST']._serialized_start=216
+  _globals['_WRITENOTEREQUEST']._serialized_end=282
+  _globals['_FOLLOWREQUEST']._serialized_start=284
+  _globals['_FOLLOWREQUEST']._serialized_end=350
+  _globals['_ROOMREQUEST']._serialized_start=352
+  _globals['_ROOMREQUEST']._serialized_end=456
+  _globals['_ROOMRESPONSE']._serialized_start=458
+  _globals['_ROOMRESPONSE']._serialized_end=566
+  _globals['_ADMITINTURNREQUEST']._serialized_start=568
+  _globals['_ADMITINTURNREQUEST']._serialized_end=663
+  _globals['_GROUPSREQUEST']._serialized_start=666
+  _globals['_GROUPSREQUEST']._serialized_end=819
+  _globals['_GROUPSRESPONSE']._serialized_start=822
+  _globals['_GROUPSRESPONSE']._serialized_end=1037
+  _globals['_GROUPSRESPONSE_REPLAY']._serialized_start=998
+  _globals['_GROUPSRESPONSE_REPLAY']._serialized_end=1037
+  _globals['_PLANOFREQUEST']._serialized_start=1039
+  _globals['_PLANOFREQUEST']._serialized_end=1085
+  _globals['_PLANOFRESPONSE']._serialized_start=1087
+  _globals['_PLANOFRESPONSE']._serialized_end=1117
+  _globals['_UNTILROWSREQUEST']._serialized_start=1119
+  _globals['_UNTILROWSREQUEST']._serialized_end=1235
+  _globals['_ROWSREQUEST']._serialized_start=1238
+  _globals['_ROWSREQUEST']._serialized_end=1366
+  _globals['_ROWSRESPONSE']._serialized_start=1369
+  _globals['_ROWSRESPONSE']._serialized_end=1596
+  _globals['_ROWSRESPONSE_RUN']._serialized_start=1429
+  _globals['_ROWSRESPONSE_RUN']._serialized_end=1596
+  _globals['_SHARD']._serialized_start=1599
+  _globals['_SHARD']._serialized_end=2145
 # @@protoc_insertion_point(module_scope)

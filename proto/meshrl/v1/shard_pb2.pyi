@@ -23,6 +23,91 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class NoteRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OTHER_THAN_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """".shards": the shards of the queue. "RUN.shards": those of a run."""
+    other_than: _builtins.str
+    """Wait until the text is another one; without it there is no wait."""
+    wait_s: _builtins.float
+    """Seconds."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        other_than: _builtins.str | None = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_other_than", b"_other_than", "other_than", b"other_than"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_other_than", b"_other_than", "name", b"name", "other_than", b"other_than", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__other_than: _TypeAlias = _typing.Literal["other_than"]  # noqa: Y015
+    _WhichOneofArgType__other_than: _TypeAlias = _typing.Literal["_other_than", b"_other_than"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__other_than) -> _WhichOneofReturnType__other_than | None: ...
+
+Global___NoteRequest: _TypeAlias = NoteRequest  # noqa: Y015
+
+@_typing.final
+class NoteResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Empty when nothing is written.
+      ".shards":    QUEUE NUMBER SHARD ADDRESS..., the queue's id, this shard's number and id, on shard 0 where all are
+      "RUN.shards": BEGAN COUNT, on shard 0: the run began on the first so many shards and is on the first so many
+    """
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The runs that are open here."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        runs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoteResponse: _TypeAlias = NoteResponse  # noqa: Y015
+
+@_typing.final
+class WriteNoteRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    INSTEAD_OF_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    text: _builtins.str
+    instead_of: _builtins.str
+    """What the caller has read."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text: _builtins.str = ...,
+        instead_of: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instead_of", b"instead_of", "name", b"name", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteNoteRequest: _TypeAlias = WriteNoteRequest  # noqa: Y015
+
+@_typing.final
 class FollowRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -95,11 +180,14 @@ class RoomResponse(_message.Message):
     OPEN_BYTES_FIELD_NUMBER: _builtins.int
     FEED_CLOSED_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     open_groups: _builtins.int
     """Groups admitted and not consumed."""
     open_bytes: _builtins.int
     """Their payload."""
     feed_closed: _builtins.bool
+    members: _builtins.str
+    """The note "RUN.shards": a router that knows of fewer shards may not act on these figures."""
     @_builtins.property
     def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Those of the tasks that were ever admitted here."""
@@ -111,10 +199,11 @@ class RoomResponse(_message.Message):
         open_bytes: _builtins.int = ...,
         feed_closed: _builtins.bool = ...,
         known: _abc.Iterable[_builtins.str] | None = ...,
+        members: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "known", b"known", "open_bytes", b"open_bytes", "open_groups", b"open_groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "known", b"known", "members", b"members", "open_bytes", b"open_bytes", "open_groups", b"open_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,6 +319,7 @@ class GroupsResponse(_message.Message):
     UNFINISHED_FIELD_NUMBER: _builtins.int
     FEED_CLOSED_FIELD_NUMBER: _builtins.int
     NEXT_ROUND_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
     """"round/shard:groups.shard:groups"; empty when nothing of the batch was taken here."""
     fresh: _builtins.int
@@ -239,6 +329,8 @@ class GroupsResponse(_message.Message):
     feed_closed: _builtins.bool
     next_round: _builtins.int
     """Later than any round of the run here."""
+    members: _builtins.str
+    """As in RoomResponse."""
     @_builtins.property
     def replays(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupsResponse.Replay]:
         """By round."""
@@ -252,10 +344,11 @@ class GroupsResponse(_message.Message):
         unfinished: _builtins.int = ...,
         feed_closed: _builtins.bool = ...,
         next_round: _builtins.int = ...,
+        members: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "fresh", b"fresh", "next_round", b"next_round", "plan", b"plan", "replays", b"replays", "unfinished", b"unfinished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "fresh", b"fresh", "members", b"members", "next_round", b"next_round", "plan", b"plan", "replays", b"replays", "unfinished", b"unfinished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,16 @@ class ShardStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.Note = channel.unary_unary(
+                '/meshrl.v1.Shard/Note',
+                request_serializer=meshrl_dot_v1_dot_shard__pb2.NoteRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_shard__pb2.NoteResponse.FromString,
+                _registered_method=True)
+        self.WriteNote = channel.unary_unary(
+                '/meshrl.v1.Shard/WriteNote',
+                request_serializer=meshrl_dot_v1_dot_shard__pb2.WriteNoteRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
+                _registered_method=True)
         self.Follow = channel.unary_unary(
                 '/meshrl.v1.Shard/Follow',
                 request_serializer=meshrl_dot_v1_dot_shard__pb2.FollowRequest.SerializeToString,
@@ -75,6 +85,20 @@ class ShardStub(object):
 
 class ShardServicer(object):
     """Missing associated documentation comment in .proto file."""
+
+    def Note(self, request, context):
+        """What is written on a shard about the queue's shards; may wait until it is something else.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteNote(self, request, context):
+        """Write it; refused as a conflict when something else is written by then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
         """Bring a run up to where shard 0 has it: epoch, published version, committed step, closed feed.
@@ -128,6 +152,16 @@ class ShardServicer(object):
 
 def add_ShardServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Note': grpc.unary_unary_rpc_method_handler(
+                    servicer.Note,
+                    request_deserializer=meshrl_dot_v1_dot_shard__pb2.NoteRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_shard__pb2.NoteResponse.SerializeToString,
+            ),
+            'WriteNote': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteNote,
+                    request_deserializer=meshrl_dot_v1_dot_shard__pb2.WriteNoteRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.SerializeToString,
+            ),
             'Follow': grpc.unary_unary_rpc_method_handler(
                     servicer.Follow,
                     request_deserializer=meshrl_dot_v1_dot_shard__pb2.FollowRequest.FromString,
@@ -173,6 +207,60 @@ def add_ShardServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Shard(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Note(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.Shard/Note',
+            meshrl_dot_v1_dot_shard__pb2.NoteRequest.SerializeToString,
+            meshrl_dot_v1_dot_shard__pb2.NoteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteNote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.Shard/WriteNote',
+            meshrl_dot_v1_dot_shard__pb2.WriteNoteRequest.SerializeToString,
+            meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Follow(request,

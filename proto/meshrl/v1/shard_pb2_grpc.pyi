@@ -18,6 +18,10 @@ GRPC_VERSION: str
 
 class ShardStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Note: _aio.UnaryUnaryMultiCallable[_shard_pb2.NoteRequest, _shard_pb2.NoteResponse]
+    """What is written on a shard about the queue's shards; may wait until it is something else."""
+    WriteNote: _aio.UnaryUnaryMultiCallable[_shard_pb2.WriteNoteRequest, _trajectory_pb2.Ack]
+    """Write it; refused as a conflict when something else is written by then."""
     Follow: _aio.UnaryUnaryMultiCallable[_shard_pb2.FollowRequest, _trajectory_pb2.Ack]
     """Bring a run up to where shard 0 has it: epoch, published version, committed step, closed feed."""
     Room: _aio.UnaryUnaryMultiCallable[_shard_pb2.RoomRequest, _shard_pb2.RoomResponse]
@@ -34,6 +38,22 @@ class ShardStub:
     """Which rows a stage could lease; may wait until they are others."""
 
 class ShardServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Note(
+        self,
+        request: _shard_pb2.NoteRequest,
+        context: _aio.ServicerContext[_shard_pb2.NoteRequest, _abc.Awaitable[_shard_pb2.NoteResponse]],
+    ) -> _abc.Awaitable[_shard_pb2.NoteResponse]:
+        """What is written on a shard about the queue's shards; may wait until it is something else."""
+
+    @_abc_1.abstractmethod
+    def WriteNote(
+        self,
+        request: _shard_pb2.WriteNoteRequest,
+        context: _aio.ServicerContext[_shard_pb2.WriteNoteRequest, _abc.Awaitable[_trajectory_pb2.Ack]],
+    ) -> _abc.Awaitable[_trajectory_pb2.Ack]:
+        """Write it; refused as a conflict when something else is written by then."""
+
     @_abc_1.abstractmethod
     def Follow(
         self,

@@ -6,13 +6,15 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.services.wires.peer import STAGE_PATIENCE_S
 from meshrl.services.wires.queue import QueueWire
+
+Wire = TypeVar("Wire", bound=QueueWire)
 
 PATIENCE_S: Final = STAGE_PATIENCE_S
 """How long a restart of the queue may take before calls fail with UnavailableError."""
@@ -68,17 +70,15 @@ async def connected(
         from meshrl.services.wires.shard import ShardWire
         from meshrl.transferqueue.sharding.router import ShardedQueue
 
-        wires = [
-            ShardWire(address, patience_s=patience_s, compression=compression)
-            for address in addresses
-        ]
-        for wire in wires:
-            await stack.enter_async_context(_living_wire(wire))
-        router = ShardedQueue(wires)
+        async def dial(address: str) -> ShardWire:
+            wire = ShardWire(address, patience_s=patience_s, compression=compression)
+            return await stack.enter_async_context(_living_wire(wire))
+
+        router = ShardedQueue([await dial(address) for address in addresses], addresses, dial)
         stack.push_async_callback(router.close)
         yield router
 
 
-def _living_wire(wire: QueueWire) -> QueueWire:
+def _living_wire(wire: Wire) -> Wire:
     _living.add(wire)
     return wire

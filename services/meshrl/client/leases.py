@@ -1,7 +1,7 @@
 """A lease that keeps itself alive while its body runs.
 
     async with run.lease("reward", limit=64) as lease:     waits for rows
-        ...                                                a task renews them, every third of their time to live
+        ...                                                they are renewed, however busy the event loop is
         await lease.write(rows)                            durable on return
                                                            the rest is released, or failed if the body raised
 
@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.contract.errors import FencedError, MeshError, UserError
+from meshrl.contract.keeping import Held, Holding
 from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, Uid
 from meshrl.contract.ports import Queue
 
@@ -69,7 +70,12 @@ class HeldLease:
         self._held = {row.uid: row.token for row in self._lease.rows}
         self._body = asyncio.current_task()
         self._cancelling = self._body.cancelling() if self._body else 0
-        self._renewer = asyncio.create_task(self._renew(), name=f"{self._lease.stage}-renew")
+        self._holding = Holding(self._lease.stage, self._lease.worker, self._forget)
+        self._keeper = asyncio.create_task(
+            self._port.keep(self._holding), name=f"{self._lease.stage}-keep"
+        )
+        self._keeper.add_done_callback(self._refused)
+        self._holding.add(self._lease.rows, self._lease.ttl_s)
         return self
 
     async def write(self, rows: Sequence[RowWrite]) -> tuple[Uid, ...]:
@@ -112,13 +118,13 @@ class HeldLease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._renewer.cancel()
-        await asyncio.gather(self._renewer, return_exceptions=True)
         try:
             async with asyncio.timeout(GIVE_BACK_S):
                 await self._give_back(error)
         except (MeshError, TimeoutError) as failure:
             log.warning("rows were not given back, their leases will expire: %s", failure)
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
         # As asyncio.timeout does it: our cancellation becomes our error, somebody else's goes on.
         ours = self._body if self._cancelled_body else None
         if ours is not None and ours.uncancel() > self._cancelling:
@@ -139,24 +145,15 @@ class HeldLease:
             with suppress(FencedError):  # its sibling's failure may have ended the group
                 await self._port.fail(run, stage, uid, token, Outcome.INFRA_FAULT, reason)
 
-    async def _renew(self) -> None:
-        """Consumes the time to live. Ends with the block, or when nothing is left to renew."""
-        lease = self._granted
-        while self._held:
-            await asyncio.sleep(lease.ttl_s / 3)
-            # A row that is being written may be ours no more because the write has arrived.
-            uids = [uid for uid in self._held if uid not in self._writing]
-            if not uids:
-                continue
-            try:
-                lost = await self._port.renew(uids[0].run, lease.stage, lease.worker, uids)
-            except MeshError as error:
-                self._lose(f"the lease could not be renewed: {error}")
-                return
-            gone = [uid for uid in lost if uid not in self._writing and self._held.pop(uid, 0)]
-            if gone and not self._held:
-                self._lose(f"every row of the lease is lost, {gone[0]} among them")
-                return
+    def _forget(self, lost: Held) -> None:
+        """A row that is being written may be ours no more because the write has arrived."""
+        gone = [uid for uid in lost if uid not in self._writing and self._held.pop(uid, 0)]
+        if gone and not self._held:
+            self._lose(f"every row of the lease is lost, {gone[0]} among them")
+
+    def _refused(self, keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            self._lose(f"the lease could not be renewed: {error}")
 
     def _lose(self, why: str) -> None:
         self._held.clear()

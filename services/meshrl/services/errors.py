@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar, cast
 
@@ -102,7 +102,7 @@ async def _abort(context: Context, error: MeshError) -> None:
     await context.abort(status_of(error), line, ((DETAIL_KEY, to_detail(error)),))
 
 
-def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
+def from_rpc(error: grpc.RpcError, peer: str) -> MeshError:
     """What the other side raised, or what kept us from hearing it. `peer` says who and where it is."""
     detail = _detail(error)
     if detail is not None:
@@ -119,10 +119,10 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> MeshError:
     return InfraError(f"{peer} failed with {code.name}: {said}")
 
 
-def _detail(error: grpc.aio.AioRpcError) -> pb.ErrorDetail | None:
-    # grpc.aio hands out a Metadata; the stubs know only what the synchronous API does.
-    trailing = cast("grpc.aio.Metadata | None", error.trailing_metadata())
-    value = trailing.get(DETAIL_KEY) if trailing is not None else None
+def _detail(error: grpc.RpcError) -> pb.ErrorDetail | None:
+    # grpc.aio hands out a Metadata, the synchronous API a tuple of pairs.
+    trailing = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
+    value = dict(trailing or ()).get(DETAIL_KEY)
     if not isinstance(value, bytes):
         return None
     try:

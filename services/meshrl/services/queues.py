@@ -30,7 +30,10 @@ async def connect_queue(
     shared_memory_bytes: int = 0,
     logprob_precision: Precision = "fp32",
 ) -> AsyncIterator[Queue]:
-    """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas."""
+    """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas.
+
+    Shards that were added while runs went on need not be named: the first shard tells of them.
+    """
     found = [address.strip() for address in addresses.split(",")]
     manner: WireOptions = {
         "patience_s": patience_s,
@@ -43,10 +46,11 @@ async def connect_queue(
             yield queue
         return
     async with AsyncExitStack() as stack:
-        wires = [ShardWire(address, **manner) for address in found]
-        for wire in wires:
-            await stack.enter_async_context(wire)
-        router = ShardedQueue(wires)
+
+        async def dial(address: str) -> ShardWire:
+            return await stack.enter_async_context(ShardWire(address, **manner))
+
+        router = ShardedQueue([await dial(address) for address in found], found, dial)
         stack.push_async_callback(router.close)
         router.logprob_precision = logprob_precision
         yield router

@@ -43,15 +43,29 @@ def in_use() -> TlsConfig:
 
 def channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
     """A channel to a service of the mesh, as `use` said, or else as the environment says (MESHRL_TLS_CA ...)."""
+    credentials = _credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def blocking_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+    """As `channel`, for a thread that has no event loop."""
+    credentials = _credentials()
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def _credentials() -> grpc.ChannelCredentials | None:
     tls = _in_use if _in_use.on else _of_environment()
     if not tls.on:
-        return grpc.aio.insecure_channel(address, options=options)
-    credentials = grpc.ssl_channel_credentials(
+        return None
+    return grpc.ssl_channel_credentials(
         root_certificates=_pem(tls, "ca"),
         private_key=_pem(tls, "key"),
         certificate_chain=_pem(tls, "cert"),
     )
-    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def add_port(server: grpc.aio.Server, address: str, tls: TlsConfig) -> int:

@@ -32,6 +32,7 @@ def main() -> int:
             pace_s=options.pace,
             bug=options.bug,
             shards=options.shards,
+            grows=options.grow,
             queue={"store": options.store, **_settings(options.set)},
         )
         print(f"campaign: seed {plan.seed}, files in {folder}", file=sys.stderr, flush=True)
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fills", type=int, default=0, help="full disks (takes root)")
     parser.add_argument("--pace", type=float, default=0.35, help="mean seconds between strikes")
     parser.add_argument("--shards", type=int, default=1, help="queue processes")
+    parser.add_argument("--grow", type=int, default=0, help="shards added while the run goes on")
     parser.add_argument("--store", default="disk", help="the queue's store")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="queue.KEY")
     parser.add_argument("--bug", choices=list(BUGS), default="", help="a queue wrong on purpose")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 import os
 import random
 import time
@@ -49,6 +50,10 @@ class Campaign:
         self._disk: SmallDisk | None = None
         self._redis: Redis | None = None
         self._actors: list[Actor] = []
+        """Who is there now."""
+        self._queues: list[Actor] = []
+        """All that will be."""
+        self._adders: list[Actor] = []
 
     def run(self) -> dict[str, Any]:
         """The report. Raises CampaignError, PermissionError."""
@@ -86,22 +91,30 @@ class Campaign:
             self._redis.start()
             undo.callback(self._redis.kill)
             plan = replace(plan, queue={**plan.queue, "redis_url": self._redis.url})
-        self.plan = replace(plan, ports=_free_ports(plan.shards))
+        self.plan = replace(plan, ports=_free_ports(plan.all_shards))
         here = self._network and self._network.here
         there = self._network and self._network.there
-        self._actors = [Actor(name, self.plan, there) for name in self.plan.queues]
-        self._actors += [Actor(name, self.plan, here) for name in ACTORS]
-        for actor in self._actors:
+        self._queues = [Actor(name, self.plan, there) for name in self.plan.queues]
+        self._actors = [Actor(name, self.plan, here) for name in ACTORS]
+        self._adders = [
+            Actor(f"adder-{number}", self.plan, here)
+            for number in range(plan.shards, plan.all_shards)
+        ]
+        for actor in (*self._queues, *self._actors, *self._adders):
             undo.callback(actor.kill)
+        self._actors = [*self._queues[: plan.shards], *self._actors]
 
     def _faults(self) -> list[str]:
         plan = self.plan
         kinds = ["kill"] * plan.kills + ["pause"] * plan.pauses
-        kinds += ["cut"] * plan.cuts + ["fill"] * plan.fills
+        kinds += ["cut"] * plan.cuts + ["fill"] * plan.fills + ["grow"] * plan.grows
         self._dice.shuffle(kinds)
         return kinds
 
     def _strike(self, kind: str) -> None:
+        if kind == "grow":
+            self._grow()
+            kind = "kill"
         fault = self._made(kind)
         seconds = fault.strike()
         self.struck[fault.name] += 1
@@ -110,6 +123,15 @@ class Campaign:
             # One at a time; others strike while it lasts.
             while any(each is fault for _, _, each in self._healing):
                 self._live_until(self._healing[0][0])
+
+    def _grow(self) -> None:
+        """Begin to add a shard; a kill follows at once, or while it is added, or soon after."""
+        number = self.plan.shards + self.struck["grow"]
+        self.struck["grow"] += 1
+        for actor in (self._queues[number], self._adders[number - self.plan.shards]):
+            actor.start()
+            self._actors.append(actor)
+        self._live_until(time.monotonic() + self._dice.choice([0.0, self._dice.uniform(0.0, 0.6)]))
 
     def _made(self, kind: str) -> Fault:
         if kind == "cut":
@@ -140,8 +162,11 @@ class Campaign:
         return bool(self._healing) and self._healing[0][0] <= now
 
     def _complain(self) -> None:
-        for actor in self._actors:
+        for actor in list(self._actors):
             if not actor.alive and actor.code is not None:
+                if actor in self._adders and not actor.code:
+                    self._actors.remove(actor)
+                    continue
                 if self._redis and actor.name in self.plan.queues and actor.code == GAVE_UP:
                     # Redis was away for longer than a queue that opens waits; its supervisor tries again.
                     actor.start()
@@ -165,13 +190,12 @@ class Campaign:
 
     def _finish(self) -> None:
         """Everybody comes to the end of the data, then the queue is told to stop."""
-        queues = self._actors[: self.plan.shards]
-        for actor in self._actors[self.plan.shards :]:
+        for actor in [each for each in self._actors if each not in self._queues]:
             if not actor.wait(END_S):
                 raise CampaignError(f"{actor.name} has not come to its end within {END_S:.0f} s")
             if actor.code:
                 self._complain()
-        for queue in queues:
+        for queue in self._queues:
             queue.stop()
             if not queue.wait(END_S) or queue.code:
                 raise CampaignError(f"the {queue.name} did not drain: code {queue.code}")
@@ -196,6 +220,7 @@ class Campaign:
             "duplicated": verdict.duplicated,
             "ledger": "exact" if not ledger else ledger[:5],
             "history": "legal" if not violations else {k: v[:5] for k, v in violations.items()},
+            "admitted": json.loads(self.plan.final.read_text())["admitted"],
             "outages": self._outages(),
             "refusals": refusals(self.plan),
             "seconds": round(seconds, 1),

@@ -40,9 +40,11 @@ class Plan:
     """Keys of the recipe's `queue:` section: the store and its options."""
     shards: int = 1
     """Queue processes, each killed by itself."""
+    grows: int = 0
+    """Shards that are added while the run goes on; everybody else is told the addresses of the first ones only."""
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = ()
-    """Of the shards."""
+    """Of the shards, with those that are added."""
 
     @property
     def spec(self) -> RunSpec:
@@ -57,15 +59,25 @@ class Plan:
         )
 
     @property
+    def all_shards(self) -> int:
+        """At the end."""
+        return self.shards + self.grows
+
+    @property
     def queues(self) -> tuple[str, ...]:
-        """The names of the queue's processes."""
-        if self.shards == 1:
+        """The names of the queue's processes at the end."""
+        if self.all_shards == 1:
             return ("queue",)
-        return tuple(f"queue-{number}" for number in range(self.shards))
+        return tuple(f"queue-{number}" for number in range(self.all_shards))
+
+    def address(self, number: int) -> str:
+        """Of a shard."""
+        return f"{self.host}:{self.ports[number]}"
 
     @property
     def addresses(self) -> str:
-        return ",".join(f"{self.host}:{port}" for port in self.ports)
+        """Of those that there are at the start."""
+        return ",".join(self.address(number) for number in range(self.shards))
 
     @property
     def store(self) -> Path:

@@ -19,8 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from meshrl.contract.errors import ConflictError
 from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import run_service
+from meshrl.transferqueue.sharding.router import ShardedQueue
 
 from .actors import actor
 from .events import EventLog
@@ -124,11 +126,22 @@ def until(done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
+async def add(plan: Plan, address: str) -> None:
+    """Add a shard, unless somebody who was killed has done so; whoever adds one at the same time may be faster."""
+    async with connect_queue(plan.addresses, patience_s=PATIENCE_S) as queue:
+        assert isinstance(queue, ShardedQueue)
+        while not await queue.has_shard(address):
+            with suppress(ConflictError):
+                await queue.add_shard(address)
+
+
 async def _run(name: str, plan: Plan, birth: int) -> None:
     if name in plan.queues:
         await serve(plan, plan.queues.index(name))
     elif name == "look":
         await look(plan)
+    elif name.startswith("adder-"):
+        await add(plan, plan.address(int(name.removeprefix("adder-"))))
     else:
         moods = random.Random(f"{plan.seed} {name} {birth}")
         async with connect_queue(plan.addresses, patience_s=PATIENCE_S) as queue:

@@ -9,6 +9,7 @@ from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.sharding import roll
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
@@ -44,11 +45,24 @@ async def serve(plan: Plan, number: int) -> None:
 
 async def look(plan: Plan) -> None:
     """Open the stores once more and write down what the queue says."""
-    shards = [await opened(plan, number) for number in range(plan.shards)]
-    queue = ShardedQueue(shards) if plan.shards > 1 else shards[0]
+    shards = [await opened(plan, number) for number in range(plan.all_shards)]
+    if plan.grows:
+        # In the order in which they were added, which is not that of their stores when two were at the same time.
+        lines = [await roll.read(shard) for shard in shards]
+        numbers = [line.number if line else -1 for line in lines]
+        assert sorted(numbers) == list(range(plan.all_shards)), numbers
+        shards = [shards[numbers.index(number)] for number in range(plan.all_shards)]
+    queue = ShardedQueue(shards) if plan.all_shards > 1 else shards[0]
     ledger, state = await queue.ledger(RUN), await queue.run_state(RUN)
+    parts = [await shard.ledger(RUN) for shard in shards]
+    assert all(part.balanced for part in parts)
+    if isinstance(queue, ShardedQueue):
+        await queue.close()
     for shard in shards:
-        assert (await shard.ledger(RUN)).balanced
         await shard.close()
-    told = {"ledger": told_ledger(ledger), "cursor": state.cursor}
+    told = {
+        "ledger": told_ledger(ledger),
+        "cursor": state.cursor,
+        "admitted": [part.admitted for part in parts],
+    }
     plan.final.write_text(json.dumps(told))

@@ -36,7 +36,7 @@ class Room:
     async def until(self, state: BreakerState) -> None:
         while self.breaker.state is not state:
             self.woken.clear()
-            await asyncio.wait_for(self.woken.wait(), 30)
+            await asyncio.wait_for(self.woken.wait(), 120)
 
 
 @pytest.fixture

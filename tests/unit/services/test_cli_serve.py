@@ -51,14 +51,14 @@ async def queue_service(tmp_path: Path) -> AsyncIterator[str]:
     )
     entry = Entry(kind="queue", host="127.0.0.1", port=port, metrics_port=0)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not await is_serving(entry):
                 assert process.returncode is None
                 await asyncio.sleep(0.05)
         yield entry.address
     finally:
         process.terminate()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             assert await process.wait() == 0
 
 

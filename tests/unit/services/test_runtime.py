@@ -31,7 +31,7 @@ def serve(**settings: object) -> Server:
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:
     request = health_pb2.HealthCheckRequest(service=service)
-    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)).status
+    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)).status
 
 
 async def test_health_follows_ready_and_stop() -> None:
@@ -50,7 +50,7 @@ async def test_reflection_lists_the_services() -> None:
     async with serve() as server, grpc.aio.insecure_channel(server.address) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        answers = stub.ServerReflectionInfo(iter([request]), timeout=5)
+        answers = stub.ServerReflectionInfo(iter([request]), timeout=60)
         names = [
             service.name
             async for answer in answers
@@ -79,7 +79,7 @@ async def test_a_watcher_of_health_does_not_hold_the_drain_up() -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         first = await watch.read()
         assert first.status == NOT_SERVING
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await server.drain()
         assert await watch.code() is grpc.StatusCode.UNAVAILABLE
 
@@ -178,7 +178,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def test_a_signal_drains_the_service(number: signal.Signals) -> None:
     with start() as process:
         process.send_signal(number)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     assert (out, process.returncode) == ("stopped\ndrained\n", 0)
 
 
@@ -188,5 +188,5 @@ def test_a_second_signal_ends_it_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "stopped\n"
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     assert (out, process.returncode) == ("", 128 + signal.SIGTERM)

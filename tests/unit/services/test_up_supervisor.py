@@ -47,7 +47,7 @@ async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[Verdict]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - what is waited for is another process
             await asyncio.sleep(0.02)
 

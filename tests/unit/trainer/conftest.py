@@ -7,22 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model import random_hf
 
 from . import tiny
-
-
-@pytest.fixture(scope="session")
-def world() -> Iterator[World]:
-    torch.set_num_threads(1)
-    world = World.start("cpu")
-    yield world
-    world.close()
+from .ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +34,11 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="$").save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Runs programs as several ranks."""
+    ranks = Ranks()
+    yield ranks
+    ranks.close()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +16,7 @@ from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.distributed import World
 
 from . import named
+from .ranks import Ranks
 
 ROOT = Path(__file__).parents[3]
 TWENTY = (
@@ -111,25 +108,12 @@ def assert_same_update(
 
 
 def test_two_ranks_give_the_gradients_of_one_to_every_model(
-    tiny_path: Path, tmp_path: Path, world: World
+    tiny_path: Path, tmp_path: Path, world: World, ranks: Ranks
 ) -> None:
     names = ["ppo", "prime", "pf_ppo", "online_dpo"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    common = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    program = [sys.executable, str(Path(named.__file__).with_name("named_ranks.py"))]
-    processes = [
-        subprocess.Popen(
-            [*program, str(tiny_path), str(tmp_path / "found.pt"), *names],
-            env={
-                **os.environ, **common,
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            },
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
-    theirs = torch.load(tmp_path / "found.pt")
+    found = tmp_path / "found.pt"
+    ranks.run("named_ranks.py", [tiny_path, found, *names], tmp_path / "output", ranks=2)
+    theirs = torch.load(found)
     for name in names:
         recipe = named.recipe_of(name, tiny_path, *named.GRADIENTS)
         learner = named.learner_of(recipe, world)

@@ -59,7 +59,7 @@ async def test_every_prompt_comes_once_an_epoch_and_then_the_feed_closes(tmp_pat
     queue = await open_queue(tmp_path)
     feeding = asyncio.create_task(feeder(queue).run())
     eaten = await eat(queue, 20)
-    await asyncio.wait_for(feeding, 5)
+    await asyncio.wait_for(feeding, 120)
     assert sorted(eaten[:10]) == sorted(f"0-{i}" for i in range(10))
     assert sorted(eaten[10:]) == sorted(f"1-{i}" for i in range(10))
     assert [int(e[2:]) for e in eaten[:10]] != [int(e[2:]) for e in eaten[10:]]
@@ -75,7 +75,7 @@ async def test_a_restarted_feeder_repeats_and_skips_nothing(tmp_path: Path) -> N
     await asyncio.gather(first, return_exceptions=True)
     second = asyncio.create_task(feeder(queue).run())
     eaten += await eat(queue, 13)
-    await asyncio.wait_for(second, 5)
+    await asyncio.wait_for(second, 120)
     assert len(eaten) == len(set(eaten)) == 20
     await queue.close()
 
@@ -86,7 +86,7 @@ async def test_other_data_under_the_same_run_are_refused(tmp_path: Path) -> None
     feeding = asyncio.create_task(stopping.run())
     await eat(queue, 70)
     stopping.stop()
-    await asyncio.wait_for(feeding, 5)
+    await asyncio.wait_for(feeding, 120)
     with pytest.raises(UserError, match="was fed seed 0, now it is 1"):
         await feeder(queue, epochs=None, seed=1).run()
     await queue.close()

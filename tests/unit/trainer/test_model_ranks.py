@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,41 +15,30 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.sequence import repeats
 
 from . import rank_work
+from .ranks import Ranks
+
+RunTwo = Callable[..., list[float]]
 
 
-def run_ranks(
-    ranks: int, model: Path, target: Path, rows: int, steps: int = 1, sharers: int = 1
-) -> list[float]:
-    """Train up to `steps` steps on `ranks` processes; loss, gradient norm and entropy of the last."""
-    target.mkdir(exist_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, rank_work.__file__, model, target, *map(str, (rows, steps, sharers))],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-        )
-        for rank in range(ranks)
-    ]
-    assert [process.wait(timeout=120) for process in processes] == [0] * ranks
-    return [float(word) for word in (target / "numbers").read_text().split()]
+@pytest.fixture
+def run_two(ranks: Ranks, tiny_path: Path) -> RunTwo:
+    def run(target: Path, rows: int, steps: int = 1, sharers: int = 1) -> list[float]:
+        """Train up to `steps` steps on two processes; loss, gradient norm and entropy of the last."""
+        target.mkdir(exist_ok=True)
+        arguments = [tiny_path, target, rows, steps, sharers]
+        ranks.run("rank_work.py", arguments, target / "output", ranks=2)
+        return [float(word) for word in (target / "numbers").read_text().split()]
+
+    return run
 
 
 @pytest.mark.parametrize("rows", [rank_work.GROUPS * rank_work.GROUP_SIZE, 1])
 def test_two_ranks_give_the_loss_and_the_gradient_of_one(
-    tiny_path: Path, tmp_path: Path, world: World, rows: int
+    tiny_path: Path, tmp_path: Path, world: World, run_two: RunTwo, rows: int
 ) -> None:
-    one = run_ranks(1, tiny_path, tmp_path / "one", rows)
+    one = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1)
     # With a single row the second rank has nothing to do and must join every collective all the same.
-    two = run_ranks(2, tiny_path, tmp_path / "two", rows)
+    two = run_two(tmp_path / "two", rows)
     assert two == pytest.approx(one, abs=1e-6)
     weights = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
@@ -125,26 +111,26 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
 
 
 def test_a_run_resumes_on_fewer_ranks_and_on_more(
-    tiny_path: Path, tmp_path: Path, world: World
+    tiny_path: Path, tmp_path: Path, world: World, run_two: RunTwo
 ) -> None:
     rows = rank_work.GROUPS * rank_work.GROUP_SIZE
     first = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1)
     shutil.copytree(tmp_path / "one", tmp_path / "one, then two")
     whole = rank_work.train(tiny_path, tmp_path / "one", world, rows, 2)
     assert abs(first[2] - whole[2]) > 1e-3  # the second step starts from other weights
-    more = run_ranks(2, tiny_path, tmp_path / "one, then two", rows, steps=2)
+    more = run_two(tmp_path / "one, then two", rows, steps=2)
     assert more == pytest.approx(whole, abs=1e-5)
-    run_ranks(2, tiny_path, tmp_path / "two, then one", rows, steps=1)
+    run_two(tmp_path / "two, then one", rows, steps=1)
     fewer = rank_work.train(tiny_path, tmp_path / "two, then one", world, rows, 2)
     assert fewer == pytest.approx(whole, abs=1e-5)
 
 
 def test_ranks_that_share_sequences_give_the_loss_and_the_gradient_of_one(
-    tiny_path: Path, tmp_path: Path, world: World
+    tiny_path: Path, tmp_path: Path, world: World, run_two: RunTwo
 ) -> None:
     rows = rank_work.GROUPS * rank_work.GROUP_SIZE
     alone = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1)
-    shared = run_ranks(2, tiny_path, tmp_path / "two", rows, sharers=2)
+    shared = run_two(tmp_path / "two", rows, sharers=2)
     assert shared == pytest.approx(alone, abs=1e-5)
     weights = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()

@@ -132,7 +132,7 @@ class Run:
         await self.queue.write("run", "rollout", {r.uid: r.token for r in lease.rows}, writes)
         stage = RewardStage(self.queue, ["run"], self.versions, worker="judge", keep_inputs=["run"])
         working = asyncio.create_task(stage.run(grace_s=5))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while stage.stats.written < rows:  # noqa: ASYNC110 - the stage counts, it does not ring
                 await asyncio.sleep(0.005)
         stage.drain()

@@ -3,8 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,32 +17,28 @@ from meshrl.trainer.dcp_reading import INDEX, SafeReader
 from meshrl.trainer.distributed import World
 
 from . import rank_work, save_and_die
+from .ranks import Ranks
 
 
 def state(step: int, epoch: int = 1) -> TrainerState:
     return TrainerState(run="r", step=step, epoch=epoch, seed=0, world_size=1, kl_coef=0.1)
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(1, 12), (2, 6)])
+@pytest.mark.parametrize(("count", "rounds"), [(1, 12), (2, 6)])
 def test_kill_9_while_saving_beside_training_leaves_the_last_committed_one(
-    tmp_path: Path, tiny_path: Path, world: World, ranks: int, rounds: int
+    tmp_path: Path, tiny_path: Path, world: World, ranks: Ranks, count: int, rounds: int
 ) -> None:
-    told = subprocess.run(
-        [sys.executable, save_and_die.__file__, tiny_path, tmp_path, str(ranks), str(rounds)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    lines = [[int(word) for word in line.split()] for line in told.stdout.splitlines()]
+    arguments = [tiny_path, tmp_path, count, rounds]
+    ranks.run("save_and_die.py", arguments, tmp_path / "output")
+    told = (tmp_path / "output").read_text()
+    lines = [[int(word) for word in line.split()] for line in told.splitlines()]
     assert [number for number, _ in lines] == list(range(rounds))
     learner = rank_work.make(tiny_path, world)
     for number, committed in lines:
         good = checkpoint.newest(tmp_path / str(number) / "checkpoints")
         assert good is not None and good[1].step >= committed
         loaded = checkpoint.load(good[0], learner.policy, learner.optimizers)
-        assert loaded.step == good[1].step and loaded.world_size == ranks
+        assert loaded.step == good[1].step and loaded.world_size == count
         for _, parameter in learner.policy.named_tensors():
             assert bool((parameter.full_tensor() == loaded.step).all())  # type: ignore[attr-defined]
 

@@ -1,6 +1,6 @@
 """The frozen model of KL terms, and the stage that adds `ref_logprobs` to rows.
 
-queue ──lease(tokens)──▶ ReferenceStage ──▶ ReferenceModel: packed forward ──▶ ref_logprobs ──write──▶ queue
+queue ──lease(tokens)──▶ Siblings ──whole groups──▶ ReferenceModel: packed forward ──▶ ref_logprobs ──write──▶ queue
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from meshrl.contract.ports import LogProbs, Queue
 from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
 from meshrl.trainer.model import Policy, load_hf
 from meshrl.trainer.packing import pack, plan
+from meshrl.trainer.siblings import Siblings
 
 
 class ReferenceModel:
@@ -103,18 +104,29 @@ class ReferenceStage:
         model: LogProbs,
         *,
         worker: str,
-        limit: int = 64,
-        rows_per_call: int = 32,
+        limit: int = 1024,
+        together: bool = True,
     ) -> None:
+        """Prepare; nothing is leased before `run`.
+
+        Args:
+            queue: Where rows come from.
+            runs: Which runs' rows.
+            model: What computes.
+            worker: This stage's name in leases.
+            limit: Rows held at once: most of them wait for the rest of their group.
+            together: Rows wait for their siblings, whose prompt is computed once then (`siblings.py`).
+        """
         self._model = model
         self._loop = StageLoop(
             queue,
             runs,
             REFERENCE_STAGE,
-            self._handle,
+            Siblings(self._handle).results if together else self._handle,
             worker=worker,
             limit=limit,
-            rows_per_call=rows_per_call,
+            by_group=together,
+            rows_per_call=32,
         )
 
     @property

@@ -65,8 +65,9 @@ class QueueConfig(Config):
     """That each service lends to a queue on its host (in /dev/shm), for payload to go around gRPC; 0: none."""
     max_staleness: Staleness = 1
     """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
-    lease_ttl_s: PositiveFloat = 30.0
-    """A worker that is silent for so long loses its rows."""
+    lease_ttl_s: PositiveFloat = 5.0
+    """A worker that is silent for so long loses its rows; one that dies loses them at once. Time in which the queue
+    itself could not hear anybody does not count."""
     max_attempts: PositiveInt = 3
     """Deliveries of a row to a stage before it is dead-lettered."""
     group_policy: GroupPolicy = GroupPolicy.ALL

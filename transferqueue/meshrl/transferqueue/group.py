@@ -71,12 +71,13 @@ class Grant:
     mask: int
     """Rows held still; 0 when it has ended."""
     since: float
-    """Monotonic seconds; like `deadline`, begins anew when the queue opens."""
+    """Monotonic seconds; begins anew when the queue opens."""
     deadline: float
+    """On the clock of waiting.Expiry."""
     holder: Holder | None = None
     """The books of the worker, where they are kept."""
-    spared: bool = False
-    """Its deadline passed while the queue itself stood still; see waiting.py."""
+    heard: bool = False
+    """It was renewed: its rows have arrived."""
 
 
 @dataclass(slots=True, eq=False)

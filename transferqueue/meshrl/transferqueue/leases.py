@@ -93,11 +93,11 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
     number = stage.number
     run.last_token += 1
     now = run.clock()
+    deadline = run.expiry.now() + run.spec.lease_ttl_s
     granted: list[Granted] = []
     rows = run.ready[number].pop(limit, worker, now)
     holder = run.pace.holder(worker, now) if stage.first else None
     for group, mask in rows:
-        deadline = now + run.spec.lease_ttl_s
         given = Grant(group, number, run.last_token, worker, mask, now, deadline, holder)
         if holder is not None:
             holder.rows += mask.bit_count()
@@ -131,10 +131,9 @@ def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]
             lost.append(uid)
         else:
             named[group.number] = named.get(group.number, 0) | 1 << uid.index
-    now = run.clock()
-    deadline = now + run.spec.lease_ttl_s
+    deadline = run.expiry.now() + run.spec.lease_ttl_s
     if stage.first:
-        run.pace.holder(worker, now)
+        run.pace.holder(worker, run.clock())
     for number, mask in named.items():
         group = run.groups[number]
         for held in list(group.grants):
@@ -158,12 +157,12 @@ def _extend(run: Run, held: Grant, mask: int, deadline: float) -> None:
         held.mask &= mask
         left = Grant(
             *(held.group, held.stage, held.token, held.worker, rest, held.since),
-            *(held.deadline, held.holder),
+            *(held.deadline, held.holder, held.heard),
         )
         held.group.grants.append(left)
         run.expiry.watch(left)
     held.deadline = deadline
-    held.spared = False
+    held.heard = True
 
 
 def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[CheckedWrite]:
@@ -328,11 +327,17 @@ def release(run: Run, stage: Stage, token_of: Mapping[Uid, int]) -> None:
         run.save(groups.values())
 
 
-def expired(run: Run, held: Grant) -> None:
-    """The holder was silent for `lease_ttl_s`: its rows go to somebody else."""
+def expired(run: Run, held: Grant, *, attended: bool) -> None:
+    """The holder was silent for `lease_ttl_s`: its rows go to somebody else.
+
+    Where the holder is `attended` and never renewed them, they never reached it: that was no attempt.
+    """
     stage = next(stage for stage in run.stages if stage.number == held.stage)
     run.lease_expiries[stage.name] += held.mask.bit_count()
     held.group.lost_by.update(dict.fromkeys(bits(held.mask), held.worker))
+    if attended and not held.heard:
+        for index in bits(held.mask):
+            held.group.deliveries[held.stage][index] -= 1
     _redeliver(run, stage, held.group, held.mask, Outcome.INFRA_FAULT, EXPIRED)
 
 

@@ -11,7 +11,9 @@ A wait is a bell and a deadline; nothing polls. See README.md for the life of a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 from meshrl.contract.errors import (
@@ -23,6 +25,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.contract.keeping import Holding, renewing
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -64,6 +67,8 @@ class TransferQueue(RowVerbs):
         self._journal = Journal(store, self._recover)
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
+        self._attended: defaultdict[str, list[float]] = defaultdict(list)
+        """When the attendances of a worker began."""
         self._opened = Bell()
         self._committer: asyncio.Task[None] | None = None
         self._closing = False
@@ -252,6 +257,29 @@ class TransferQueue(RowVerbs):
         """See the port."""
         state = self._run(run)
         return leases.renew(state, state.stages[stage], worker, uids)
+
+    async def keep(self, holding: Holding) -> None:
+        """See the port. Whoever is in the process of the queue shares its event loop, and is as busy as it."""
+        await renewing(self, holding)
+
+    @contextmanager
+    def attend(self, worker: str) -> Iterator[None]:
+        """See the port. Where a successor of the same name has come, what it was granted is left alone."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        self._attended[worker].append(began)
+        try:
+            yield
+        finally:
+            others = self._attended[worker]
+            others.remove(began)
+            self._expiry.hasten(worker, min((at for at in others if at > began), default=clock()))
+            if not others:
+                del self._attended[worker]
+
+    def end_no_lease(self) -> None:
+        """Renewals cannot be heard any more: no lease ends from now on."""
+        self._expiry.stop()
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See the port. Raises CapacityError for a full disk: nothing was written, the lease goes on."""
@@ -467,7 +495,8 @@ class TransferQueue(RowVerbs):
         )
 
     def _expired(self, held: Grant) -> None:
-        leases.expired(self._runs[held.group.run], held)
+        attended = bool(self._attended.get(held.worker))
+        leases.expired(self._runs[held.group.run], held, attended=attended)
 
     async def _recover(self) -> None:
         """RAM becomes what the store holds: at the start, and after a commit that failed."""

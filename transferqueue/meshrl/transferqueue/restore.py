@@ -82,7 +82,7 @@ def _file(run: Run, group: Group, batch: TakenBatch | None) -> None:
         batch.groups[group.number] = group
         run.in_batches += 1
     for held in group.grants:
-        held.deadline = run.clock() + run.spec.lease_ttl_s
+        held.deadline = run.expiry.now() + run.spec.lease_ttl_s
         run.expiry.watch(held)
     run.refresh(group)
     if batch is None and (group.position >= 0 or policies.is_complete(run, group)):

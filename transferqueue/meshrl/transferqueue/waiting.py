@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,12 @@ from dataclasses import dataclass
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.transferqueue.group import Grant
 
-STALL_S = 0.1
-"""A timer that fires so much too late says that this process stood still (stopped, swapped, starved)."""
+TICK_S = 0.25
+"""The longest time that may pass unwatched while leases are out."""
+FINEST_TICK_S = 0.01
+"""Deadlines are no more exact than this."""
+RETURN_S = 2.0
+"""So soon a worker whose connection broke must be heard of again: a dead one never is, a live one at once."""
 
 
 class Bell:
@@ -97,11 +100,13 @@ class Waits:
 
 
 class Expiry:
-    """One timer for all leases: it sleeps until the earliest deadline.
+    """One timer for all leases, on a clock of its own: seconds in which renewals could be heard.
+
+    The timer ticks while leases are out, and a tick that comes late counts for no more than it was meant to take. So
+    time in which this process was stopped, swapped out or starved ends no lease: the renewals of that time are read
+    before the clock has gone on for long.
 
     A renewal only moves `held.deadline`; the heap's entry finds that out when it comes up, so renewing is free here.
-    When the queue itself stood still, renewals wait unread behind the timer: each lease is then spared once, for as
-    long again as the standstill lasted.
     """
 
     def __init__(self, expired: Callable[[Grant], None]) -> None:
@@ -109,42 +114,62 @@ class Expiry:
         self._heap: list[tuple[float, int, Grant]] = []
         self._numbers = itertools.count()
         self._timer: asyncio.Handle | None = None
-        self._due = math.inf
-        """When the timer fires. Kept here: uvloop's handle of a moment that has passed cannot tell."""
+        self._heard_s = 0.0
+        self._read_at = 0.0
+        self._tick_s = TICK_S
+        self._deaf = False
+
+    def now(self) -> float:
+        """Seconds in which renewals could be heard; the clock of all deadlines."""
+        at = asyncio.get_running_loop().time()
+        self._heard_s += min(at - self._read_at, self._tick_s)
+        self._read_at = at
+        return self._heard_s
 
     def watch(self, held: Grant) -> None:
         """Call `expired(held)` when its deadline passes, unless it was given back by then."""
         heapq.heappush(self._heap, (held.deadline, next(self._numbers), held))
         self._arm()
 
+    def hasten(self, worker: str, before: float) -> None:
+        """The connection of `worker` broke: what it was granted `before` (loop time) ends soon if it stays silent."""
+        deadline = self.now() + RETURN_S
+        for _, _, held in list(self._heap):
+            silent = held.mask and held.worker == worker and held.since <= before
+            if silent and deadline < held.deadline:
+                held.deadline = deadline
+                self.watch(held)
+
+    def stop(self) -> None:
+        """End no lease any more: from now on renewals cannot be heard."""
+        self._deaf = True
+        self._disarm()
+
     def clear(self) -> None:
         """Watch nothing any more."""
         self._heap.clear()
-        self._arm()
+        self._disarm()
 
-    def _arm(self) -> None:
-        due = self._heap[0][0] if self._heap else math.inf
+    def _disarm(self) -> None:
         if self._timer is not None:
-            if self._due <= due < math.inf:
-                return
             self._timer.cancel()
             self._timer = None
-        if due < math.inf:
-            self._due = due
-            self._timer = asyncio.get_running_loop().call_at(due, self._fire)
 
-    def _fire(self) -> None:
-        now = asyncio.get_running_loop().time()
-        late = now - self._due
+    def _arm(self) -> None:
+        if self._timer is None and self._heap and not self._deaf:
+            left = self._heap[0][0] - self.now()
+            self._tick_s = min(TICK_S, max(FINEST_TICK_S, left / 2))
+            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def _tick(self) -> None:
         self._timer = None
+        now = self.now()
         while self._heap and self._heap[0][0] <= now:
             _, number, held = heapq.heappop(self._heap)
             if not held.mask:
                 continue
-            if late > STALL_S and not held.spared:
-                held.spared = True
-                held.deadline = max(held.deadline, now + late)
             if held.deadline > now:
+                # Hastened and heard of again, it has another entry.
                 heapq.heappush(self._heap, (held.deadline, number, held))
             else:
                 self._expired(held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,7 +38,8 @@ class Version(NamedTuple):
         return cls(int(epoch), int(step))
 
 
-class Uid(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Uid:
     """Names one row for ever: the `attempt`-th try at sample `index` of a task.
 
     A redelivery after a fault keeps the uid (nothing was sampled that counts); a row that became too old and

@@ -97,7 +97,7 @@ class RunSpec:
     stale_policy: StalePolicy = StalePolicy.REISSUE
     max_attempts: int = 3
     """Deliveries of a row to a stage before it is dead-lettered."""
-    lease_ttl_s: float = 30.0
+    lease_ttl_s: float = 5.0
     resident_batches: int = 4
     """Admission bound, in batches, where `max_staleness` is infinite."""
     resident_bytes: int = 4 << 30

@@ -17,7 +17,7 @@ import torch
 
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Int32, Version
-from meshrl.rollout.decoder.cache import KvCache, rounded
+from meshrl.rollout.decoder.cache import KvCache
 from meshrl.rollout.decoder.forward import Decoder
 from meshrl.rollout.decoder.sampler import OFF, SamplingRows, row_key
 from meshrl.rollout.decoder.stopping import StopStrings
@@ -26,7 +26,7 @@ from meshrl.rollout.decoder.weights import Weights
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Row:
-    """One request while it runs. `fresh_*` is what its consumer has not been given yet."""
+    """One request while it runs."""
 
     request: GenerateRequest
     deliver: Callable[[GenerateDelta | MeshError], None]
@@ -37,14 +37,14 @@ class Row:
     stop_strings: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     """The response so far; a continued one begins with what was sampled before."""
-    fresh_tokens: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
+    """Of the last tokens, which the consumer has not been given yet."""
     finish_reason: str = ""
     error: InfraError | None = None
 
     def __post_init__(self) -> None:
         if self.tokens:
-            self.finish_reason = self._ending()
+            self._ends()
 
     @property
     def done(self) -> bool:
@@ -63,34 +63,38 @@ class Row:
 
     def take_fresh(self, version: Version) -> GenerateDelta:
         """What was sampled since the last call, all by `version`."""
+        fresh = len(self.fresh_logprobs)
         delta = GenerateDelta(
-            tokens=np.array(self.fresh_tokens, dtype=np.int32),
+            tokens=np.array(self.tokens[len(self.tokens) - fresh :], dtype=np.int32),
             logprobs=np.array(self.fresh_logprobs, dtype=np.float32),
             version=version,
             finish_reason=self.finish_reason,
         )
-        self.fresh_tokens, self.fresh_logprobs = [], []
+        self.fresh_logprobs = []
         return delta
 
-    def accept(self, token: int, logprob: float) -> None:
-        """Take a sampled token and decide whether it is the last."""
+    def accept(self, token: int, logprob: float) -> bool:
+        """Take a sampled token; True when it is the last."""
         if not math.isfinite(logprob):
             self.error = InfraError(
                 f"the model's logits are not finite at response token {len(self.tokens)} of "
                 f"{self.request.request_id}"
             )
-            return
+            return True
         self.tokens.append(token)
-        self.fresh_tokens.append(token)
         self.fresh_logprobs.append(logprob)
-        self.finish_reason = self._ending()
+        return self._ends()
 
-    def _ending(self) -> str:
+    def _ends(self) -> bool:
         if self.tokens[-1] in self.stop_ids or (
             self.stop_strings is not None and self.stop_strings.completed_by(self.tokens)
         ):
-            return "stop"
-        return "length" if len(self.tokens) >= self.limit else ""
+            self.finish_reason = "stop"
+            return True
+        if len(self.tokens) >= self.limit:
+            self.finish_reason = "length"
+            return True
+        return False
 
 
 class Batch:
@@ -139,15 +143,13 @@ class Batch:
         count = len(self.rows)
         if not count:
             return []
-        attend = rounded(int(self._stored[:count].max()) + 1)
-        self._cache.reserve(count, attend, longest=self._longest())
+        self._reserve(kept=count)
         device = self._decoder.device
         logits = self._decoder.decode(
             weights,
             self._cache,
             torch.from_numpy(self._last[:count]).to(device),
             torch.from_numpy(self._stored[:count]).to(device),
-            attend,
         )
         self._stored[:count] += 1
         return self._sample(logits, 0)
@@ -167,6 +169,11 @@ class Batch:
         for index in reversed(range(len(self.rows))):
             if id(self.rows[index]) in gone:
                 self._leave(index)
+
+    def _reserve(self, *, kept: int) -> None:
+        """Room for the next token of every row; the first `kept` are in the cache already."""
+        count = len(self.rows)
+        self._cache.reserve(count, int(self._stored[:count].max()) + 1, kept=kept)
 
     def _longest(self) -> int:
         return int(self._longest_of[: len(self.rows)].max(initial=0))
@@ -201,14 +208,14 @@ class Batch:
         """Sample for the rows from `first` on; those that are done leave."""
         rows = slice(first, len(self.rows))
         tokens, logprobs = self._sampling.sample(logits, rows, self._sampled[rows])
-        done: list[Row] = []
         picked = tokens.tolist()
         self._last[rows] = picked
         self._sampled[rows] += 1
-        for row, token, logprob in zip(self.rows[rows], picked, logprobs.tolist(), strict=True):
-            row.accept(token, logprob)
-            if row.done:
-                done.append(row)
+        done = [
+            row
+            for row, token, logprob in zip(self.rows[rows], picked, logprobs.tolist(), strict=True)
+            if row.accept(token, logprob)
+        ]
         if done:
             self.remove(done)
         return done
@@ -219,8 +226,7 @@ class Batch:
         Returns:
             float32[len(prompts), V]
         """
-        longest = max(len(prompt) for prompt in prompts)
-        self._cache.reserve(first + len(prompts), longest, longest=self._longest())
+        self._reserve(kept=first)
         device = self._decoder.device
         pieces: list[torch.Tensor] = []
         for distinct, source in self._pieces(prompts):

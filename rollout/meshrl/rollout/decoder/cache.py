@@ -1,6 +1,8 @@
-"""The key-value cache: one dense rectangle of rows and positions per layer, grown when it must, bounded in bytes."""
+"""The key-value cache: one dense rectangle of rows and positions per layer, reshaped with need, bounded in bytes."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -17,7 +19,9 @@ class KvCache:
     """Keys and values of the running rows, which always are rows `0 … n - 1`.
 
     Dense rows cost one copied row when a request leaves (the last row moves into the gap) and save a gather in each
-    decode step: attention reads a view. Each layer's tensors have shape [rows, K, length, D].
+    decode step: attention reads a view. It reads every position of the rectangle, which therefore is no longer than
+    rows are: a view without gaps is read twice as fast as one with gaps, and a copy every LENGTH_STEP tokens is
+    cheap beside LENGTH_STEP readings.
     """
 
     def __init__(
@@ -33,12 +37,17 @@ class KvCache:
     ) -> None:
         self.rows = 0
         self.length = 0
+        self._num_kv_heads = num_kv_heads
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-        empty = torch.empty(0, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
-        self.keys = [empty] * num_layers
-        self.values = [empty] * num_layers
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self._buffers = [empty] * num_layers
+        self._spare = empty
+        """Into which the next layer is reshaped: memory that was touched before is much faster than new."""
+        self.layers = [empty.view(2, 0, num_kv_heads, 0, head_dim)] * num_layers
+        """Keys, then values, of each layer: [2, rows, K, length, D], the beginning of its buffer."""
+        self._starts = torch.empty(0, 2 * num_kv_heads, dtype=torch.int64, device=device)
 
     @property
     def longest_row(self) -> int:
@@ -54,38 +63,62 @@ class KvCache:
         total = rows * rounded(length) * self._bytes_per_token
         return rows <= self._max_rows and total <= self._max_bytes
 
-    def reserve(self, rows: int, length: int, *, longest: int) -> None:
-        """Make room for `rows` rows of `length` positions; `longest` is what they may grow to.
+    def reserve(self, rows: int, length: int, *, kept: int) -> None:
+        """Make room for `rows` rows of `length` positions, which the caller has checked with `fits`.
 
-        Grows in doublings; where that breaks the byte bound, takes exactly `rows` x `longest`, which the caller has
-        checked with `fits`. What is stored stays, as far as the rectangle reaches.
+        Rows grow in doublings where those fit. Length grows in LENGTH_STEPs, and shrinks when a quarter of it is not
+        needed, or, so that the shape of what begins does not depend on what was before, when nothing is kept.
+
+        Args:
+            rows: Rows that will run.
+            length: Positions of the longest of them.
+            kept: The first so many rows keep what they hold.
         """
-        if rows <= self.rows and length <= self.length:
+        length = rounded(length)
+        spare = self.length - length
+        if rows <= self.rows and (spare == 0 or (kept and 0 < 4 * spare < self.length)):
             return
-        new_rows, new_length = self.rows, self.length
-        if rows > new_rows:
-            new_rows = min(self._max_rows, 1 << (rows - 1).bit_length())
-        if length > new_length:
-            new_length = max(rounded(length), min(2 * self.length, rounded(longest)))
-        if not self.fits(new_rows, new_length):
-            new_rows, new_length = rows, rounded(longest)
-        kept = (slice(min(self.rows, new_rows)), slice(None), slice(min(self.length, new_length)))
-        for tensors in (self.keys, self.values):
-            for index, old in enumerate(tensors):
-                # Zeros, because masked positions are still multiplied: 0 x NaN would not be 0.
-                shape = (new_rows, old.shape[1], new_length, old.shape[3])
-                tensors[index] = torch.zeros(shape, dtype=old.dtype, device=old.device)
-                tensors[index][kept] = old[kept]
-        self.rows, self.length = new_rows, new_length
+        roomy = max(self.rows, min(self._max_rows, 1 << (rows - 1).bit_length()))
+        self._reshape(roomy if self.fits(roomy, length) else rows, length, kept)
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where rows `0 … n - 1` store their next keys and values.
+
+        Args:
+            positions: int64[n], where each row's token stands.
+
+        Returns:
+            int64[n * 2 * K]: per row its key heads, then its value heads, as indices into a layer seen as [*, D].
+        """
+        return (self._starts[: len(positions)] + positions[:, None]).view(-1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` over row `target`."""
-        for tensors in (self.keys, self.values):
-            for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
+        for layer in self.layers:
+            layer[:, target, :, :length] = layer[:, source, :, :length]
 
     def clear(self, row: int) -> None:
         """Zero a row that holds values which are not finite."""
-        for tensors in (self.keys, self.values):
-            for tensor in tensors:
-                tensor[row].zero_()
+        for layer in self.layers:
+            layer[:, row].zero_()
+
+    def _reshape(self, rows: int, length: int, kept: int) -> None:
+        shared = min(self.length, length)
+        for index, old in enumerate(self.layers):
+            shape = (2, rows, self._num_kv_heads, length, old.shape[-1])
+            buffer = self._buffer(math.prod(shape))
+            layer = buffer[: math.prod(shape)].view(shape)
+            layer[:, :kept, :, :shared] = old[:, :kept, :, :shared]
+            self.layers[index] = layer
+            self._buffers[index], self._spare = buffer, self._buffers[index]
+        self.rows, self.length = rows, length
+        starts = torch.arange(2 * rows * self._num_kv_heads, device=self._starts.device) * length
+        self._starts = starts.view(2, rows, -1).transpose(0, 1).reshape(rows, -1)
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """The spare buffer, or, where it has less than `size` numbers, one up to twice as large as it."""
+        if size <= len(self._spare):
+            return self._spare
+        most = self._max_bytes // (len(self.layers) * self._spare.itemsize)
+        # Zeros, because masked positions are still multiplied: 0 x NaN would not be 0.
+        return self._spare.new_zeros(max(size, min(2 * len(self._spare), most)))

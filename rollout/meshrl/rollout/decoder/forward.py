@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from meshrl.rollout.decoder.architecture import Architecture
 from meshrl.rollout.decoder.cache import KvCache, rounded
+from meshrl.rollout.decoder.operations import attend
 from meshrl.rollout.decoder.weights import LayerWeights, Weights
 
 
@@ -25,9 +26,13 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         cos, sin = architecture.rotation(max_length, device)
-        self._cos, self._sin = cos.to(dtype), sin.to(dtype)
-        self._positions = torch.arange(rounded(max_length), device=device)
-        self._heads = torch.arange(architecture.num_kv_heads, device=device)
+        self._rotation = torch.stack((cos, sin), 1)[:, :, None].to(dtype)
+        """[max_length, 2, 1, D]"""
+        longest = rounded(max_length)
+        ahead = torch.zeros(2 * longest, dtype=dtype, device=device)
+        ahead[longest:] = -math.inf
+        self._ahead = ahead
+        """A window of it that ends in L - 1 - p of the infinities hides from position p what comes after."""
 
     def prefill(
         self,
@@ -45,28 +50,36 @@ class Decoder:
             cache: Has room for the rows and P positions.
             tokens: int64[m, P], padded on the right.
             lengths: int64[m], true lengths.
-            source: int64[r]: cache row `first_row + i` gets prompt `source[i]`; equal prompts are run once.
+            source: int64[r]: cache row `first_row + i` gets prompt `source[i]`; equal prompts are run once. It
+                ascends and leaves no prompt out.
             first_row: Where the rows begin.
 
         Returns:
             float32[m, V]: logits of the token after each prompt.
         """
+        arch = self.architecture
         width = tokens.shape[1]
-        cos, sin = self._cos[:width, None], self._sin[:width, None]
+        cos, sin = self._rotation[:width].unbind(1)
         hidden = weights.embedding[tokens]
         rows = slice(first_row, first_row + len(source))
+        repeated = len(source) > len(tokens)
+        ends = torch.arange(len(lengths), device=self.device), lengths - 1
         for index, layer in enumerate(weights.layers):
-            queries, keys, values = self._project(layer, hidden, cos, sin)
-            queries, keys, values = (t.transpose(1, 2) for t in (queries, keys, values))
-            cache.keys[index][rows, :, :width] = keys[source]
-            cache.values[index][rows, :, :width] = values[source]
+            heads = self._project(layer, hidden, cos, sin).transpose(1, 2)
+            queries, stored = heads.tensor_split((arch.num_heads,), 1)
+            keys, values = stored.chunk(2, 1)
+            cached_keys, cached_values = cache.layers[index]
+            cached_keys[rows, :, :width] = keys[source] if repeated else keys
+            cached_values[rows, :, :width] = values[source] if repeated else values
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=True
-            )
-            flat = attended.transpose(1, 2).reshape(-1, layer.out.shape[0])
-            hidden = self._finish(layer, hidden.view(-1, hidden.shape[-1]), flat).view_as(hidden)
-        last = hidden[torch.arange(len(lengths), device=self.device), lengths - 1]
-        return self._logits(weights, last)
+            ).transpose(1, 2)
+            if layer is weights.layers[-1]:  # of which only the prompts' last tokens are wanted
+                attended, hidden = attended[ends], hidden[ends]
+            shape = hidden.shape
+            flat = attended.reshape(-1, layer.out.shape[0])
+            hidden = self._finish(layer, hidden.view(-1, shape[-1]), flat).view(shape)
+        return self._logits(weights, hidden)
 
     def decode(
         self,
@@ -74,81 +87,66 @@ class Decoder:
         cache: KvCache,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        attend: int,
     ) -> torch.Tensor:
         """Feed one token to each of the rows `0 … n - 1`.
 
         Args:
             weights: The version to run.
-            cache: Holds every earlier position of each row.
+            cache: Holds every earlier position of each row and has room for one more.
             tokens: int64[n]
             positions: int64[n], where each token stands.
-            attend: L, at least the largest position + 1.
 
         Returns:
             float32[n, V]: logits of the next token.
         """
         arch = self.architecture
         count = len(tokens)
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        visible = self._positions[:attend] <= positions[:, None]
-        mask = torch.zeros(count, 1, 1, attend, dtype=self.dtype, device=self.device)
-        mask.masked_fill_(~visible[:, None, None], -math.inf)
-        rows = torch.arange(count, device=self.device)[:, None] * arch.num_kv_heads + self._heads
-        place = (rows * cache.length + positions[:, None]).view(-1)
-        group = arch.num_heads // arch.num_kv_heads
+        cos, sin = self._rotation[positions].unbind(1)
+        places = cache.places(positions)
+        mask = self._mask(positions.repeat_interleave(arch.num_kv_heads), cache.length)
         hidden = weights.embedding[tokens]
         for index, layer in enumerate(weights.layers):
-            queries, keys, values = self._project(layer, hidden, cos, sin)
-            cached_keys, cached_values = cache.keys[index], cache.values[index]
-            cached_keys.view(-1, arch.head_dim).index_copy_(
-                0, place, keys.reshape(-1, arch.head_dim)
-            )
-            cached_values.view(-1, arch.head_dim).index_copy_(
-                0, place, values.reshape(-1, arch.head_dim)
-            )
-            # The query heads that share a key head stand as a sequence of queries: no key is repeated.
-            attended = F.scaled_dot_product_attention(
-                queries.reshape(count, arch.num_kv_heads, group, arch.head_dim),
-                cached_keys[:count, :, :attend],
-                cached_values[:count, :, :attend],
-                attn_mask=mask,
-            )
-            hidden = self._finish(layer, hidden, attended.reshape(count, -1))
+            heads = self._project(layer, hidden, cos, sin)
+            queries, stored = heads.tensor_split((arch.num_heads,), 1)
+            cached = cache.layers[index]
+            cached.view(-1, arch.head_dim).index_copy_(0, places, stored.reshape(-1, arch.head_dim))
+            keys, values = cached[:, :count]
+            hidden = self._finish(layer, hidden, attend(queries, keys, values, mask))
         return self._logits(weights, hidden)
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
+        """[len(positions), 1, length]: 0 up to each position, minus infinity after it."""
+        windows = self._ahead.unfold(0, length, 1)
+        return windows.index_select(0, len(self._ahead) // 2 - 1 - positions)[:, None]
 
     def _project(
         self, layer: LayerWeights, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries [..., H, D], rotated keys and plain values [..., K, D]."""
+    ) -> torch.Tensor:
+        """[..., C] to [..., H + 2K, D]: rotated queries, rotated keys, values."""
         arch = self.architecture
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, arch.rms_norm_eps)
-        joined = F.linear(normed, layer.qkv, layer.qkv_bias)
-        joined = joined.view(*hidden.shape[:-1], -1, arch.head_dim)
-        both = joined[..., : -arch.num_kv_heads, :]
+        normed = layer.input_norm(hidden)
+        heads = F.linear(normed, layer.qkv, layer.qkv_bias)
+        heads = heads.view(*hidden.shape[:-1], -1, arch.head_dim)
+        both = plain = heads[..., : -arch.num_kv_heads, :]
         if layer.qk_norm is not None:
-            both = F.rms_norm(both, both.shape[-1:], None, arch.rms_norm_eps) * layer.qk_norm
-        rotated = torch.addcmul(both * cos, both.roll(arch.head_dim // 2, -1), sin)
-        return (
-            rotated[..., : arch.num_heads, :],
-            rotated[..., arch.num_heads :, :],
-            joined[..., -arch.num_kv_heads :, :],
-        )
+            plain = layer.qk_norm(both)
+        torch.addcmul(plain * cos, plain.roll(arch.head_dim // 2, -1), sin, out=both)
+        return heads
 
     def _finish(
         self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor
     ) -> torch.Tensor:
-        """The rest of a layer after attention: [t, C] and [t, H D] to [t, C]."""
-        hidden = torch.addmm(hidden, attended, layer.out)
+        """The rest of a layer after attention: [t, C] and [t, H D] to [t, C]. Overwrites `hidden`."""
+        hidden.addmm_(attended, layer.out)
         if layer.out_bias is not None:
-            hidden = hidden + layer.out_bias
-        eps = self.architecture.rms_norm_eps
-        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.post_norm, eps)
+            hidden += layer.out_bias
+        normed = layer.post_norm(hidden)
         gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
-        return hidden if layer.down_bias is None else hidden + layer.down_bias
+        hidden.addmm_(F.silu(gate).mul_(up), layer.down)
+        if layer.down_bias is not None:
+            hidden += layer.down_bias
+        return hidden
 
     def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        eps = self.architecture.rms_norm_eps
-        normed = F.rms_norm(hidden, hidden.shape[-1:], weights.final_norm, eps)
+        normed = weights.final_norm(hidden)
         return F.linear(normed, weights.head).float()

@@ -26,12 +26,10 @@ def uniforms(
     splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") of the key's
     `position`-th counter value. 52 bits, so that `uniform * total < total` in float64.
     """
-    state: npt.NDArray[np.uint64]
-    with np.errstate(over="ignore"):
-        state = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        state = state ^ (state >> np.uint64(31))
+    state = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state = state ^ (state >> np.uint64(31))
     fractions: npt.NDArray[np.float64] = (state >> np.uint64(12)).astype(np.float64) * 2.0**-52
     return fractions
 

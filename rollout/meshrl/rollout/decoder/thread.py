@@ -198,7 +198,7 @@ class DecodeThread:
         rows = list(done)
         if everything or due:
             self._flushed_at = now
-            rows += [row for row in self._batch.rows if row.fresh_tokens]
+            rows += [row for row in self._batch.rows if row.fresh_logprobs]
         events = [(row, row.error or row.take_fresh(self.version)) for row in rows]
         self.tokens_generated += sum(
             len(event.tokens) for _, event in events if isinstance(event, GenerateDelta)

@@ -14,6 +14,7 @@ import torch
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import TensorSpec, Uint8, WeightManifest
 from meshrl.rollout.decoder.architecture import Architecture
+from meshrl.rollout.decoder.operations import RmsNorm
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -28,17 +29,17 @@ NAMES_SHOWN = 4
 class LayerWeights:
     """One transformer layer. H query heads, K key heads, D head_dim, C hidden, F ffn."""
 
-    input_norm: torch.Tensor
+    input_norm: RmsNorm
     """[C]"""
     qkv: torch.Tensor
     """[(H + 2K) D, C]: queries, keys, values."""
     qkv_bias: torch.Tensor | None
-    qk_norm: torch.Tensor | None
+    qk_norm: RmsNorm | None
     """[H + K, D]: the query norm for H rows, then the key norm for K."""
     out: torch.Tensor
     """[H D, C]: transposed, for addmm."""
     out_bias: torch.Tensor | None
-    post_norm: torch.Tensor
+    post_norm: RmsNorm
     """[C]"""
     gate_up: torch.Tensor
     """[2F, C]"""
@@ -55,7 +56,7 @@ class Weights:
     embedding: torch.Tensor
     """[V, C]"""
     layers: tuple[LayerWeights, ...]
-    final_norm: torch.Tensor
+    final_norm: RmsNorm
     """[C]"""
     head: torch.Tensor
     """[V, C]; the embedding itself where the model ties them."""
@@ -186,7 +187,7 @@ def build(
             _layer(f"model.layers.{index}.", own, architecture)
             for index in range(architecture.num_layers)
         ),
-        final_norm=own("model.norm.weight"),
+        final_norm=RmsNorm(own("model.norm.weight"), architecture.rms_norm_eps),
         head=head,
     )
 
@@ -195,23 +196,24 @@ def _layer(prefix: str, own: Reader, architecture: Architecture) -> LayerWeights
     def joined(pattern: str, parts: Sequence[str]) -> torch.Tensor:
         return torch.cat([own(prefix + pattern.format(part)) for part in parts])
 
+    def norm(weight: torch.Tensor) -> RmsNorm:
+        return RmsNorm(weight, architecture.rms_norm_eps)
+
     qk_norm = None
     if architecture.qk_norm:
         counts = (("q", architecture.num_heads), ("k", architecture.num_kv_heads))
-        qk_norm = torch.cat(
-            [
-                own(f"{prefix}self_attn.{part}_norm.weight").expand(count, -1)
-                for part, count in counts
-            ]
-        )
+        parts = [
+            own(f"{prefix}self_attn.{part}_norm.weight").expand(count, -1) for part, count in counts
+        ]
+        qk_norm = norm(torch.cat(parts))
     return LayerWeights(
-        input_norm=own(prefix + "input_layernorm.weight"),
+        input_norm=norm(own(prefix + "input_layernorm.weight")),
         qkv=joined("self_attn.{}_proj.weight", "qkv"),
         qkv_bias=joined("self_attn.{}_proj.bias", "qkv") if architecture.qkv_bias else None,
         qk_norm=qk_norm,
         out=own(prefix + "self_attn.o_proj.weight").t(),
         out_bias=own(prefix + "self_attn.o_proj.bias") if architecture.out_bias else None,
-        post_norm=own(prefix + "post_attention_layernorm.weight"),
+        post_norm=norm(own(prefix + "post_attention_layernorm.weight")),
         gate_up=joined("mlp.{}_proj.weight", ("gate", "up")),
         gate_up_bias=joined("mlp.{}_proj.bias", ("gate", "up")) if architecture.mlp_bias else None,
         down=own(prefix + "mlp.down_proj.weight").t(),

@@ -9,6 +9,7 @@ from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.nouns import RunSpec
 from meshrl.contract.ports import Queue
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
+from meshrl.services.process import set_aside_start
 from meshrl.services.runtime import Server
 from meshrl.transferqueue.sharding import membership
 from meshrl.transferqueue.sharding.router import ShardedQueue
@@ -72,6 +73,7 @@ async def work_until_stopped(
     Raises:
         Whatever `work` or `beside` raises.
     """
+    set_aside_start()
     working = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(server.until_stopped())
     watched: set[asyncio.Future[None]] = {working, stopped}

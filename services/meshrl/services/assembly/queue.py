@@ -39,6 +39,7 @@ async def run(recipe: Recipe, site: Site) -> None:
             server.registry.register(QueueCollector(queue, store))
             await server.ready()
             await server.until_stopped()
+            queue.end_no_lease()
     finally:
         await queue.close()
 

@@ -33,7 +33,9 @@ async def run(recipe: Recipe, site: Site) -> None:
             Server(site.settings, [ReferenceDoor(model)]) as server,
         ):
             await open_runs(queue, recipe)
-            stage = ReferenceStage(queue, [recipe.run.name], model, worker=site.name)
+            stage = ReferenceStage(
+                queue, [recipe.run.name], model, worker=site.name, together=not deterministic
+            )
             await server.ready()
             await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
     finally:

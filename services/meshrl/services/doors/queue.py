@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final, TypeVar
 
@@ -15,7 +16,7 @@ from meshrl.contract.codec.compression import TAKES_SQUEEZED
 from meshrl.contract.codec.lending import Borrower, Page
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import JournalGroup
-from meshrl.contract.ports import Queue
+from meshrl.contract.ports import AttendedQueue
 from meshrl.services.doors.base import bounded, collected, full_name
 from meshrl.services.interceptor import Context
 from meshrl.v1 import queue_pb2 as pb
@@ -29,10 +30,10 @@ class QueueDoor(rpc.QueueServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Queue")
-    waits: Final = frozenset({"Admit", "Lease", "Take"})
+    waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
     serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: AttendedQueue) -> None:
         self._queue = queue
         self._borrower = Borrower()
         parse = codec.parser(pb.WriteRequest, self._borrower.plain)
@@ -84,6 +85,11 @@ class QueueDoor(rpc.QueueServicer):
         uids = codec.decode_uids(request.uids)
         lost = await self._queue.renew(request.run, request.stage, request.worker, uids)
         return pb.RenewResponse(lost=codec.encode_uids(lost))
+
+    async def Attend(self, request: pb.AttendRequest, context: Context) -> AsyncIterator[Ack]:
+        with self._queue.attend(request.worker):
+            yield Ack()
+            await asyncio.get_running_loop().create_future()
 
     async def Write(  # type: ignore[override]  # payload beside the message
         self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context

@@ -24,13 +24,25 @@ class ShardDoor(rpc.ShardServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Shard")
-    waits: Final = frozenset({"Room", "Groups", "UntilRows", "Rows"})
+    waits: Final = frozenset({"Note", "Room", "Groups", "UntilRows", "Rows"})
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
     def attach(self, server: grpc.aio.Server) -> None:
         rpc.add_ShardServicer_to_server(self, server)
+
+    async def Note(self, request: pb.NoteRequest, context: Context) -> pb.NoteResponse:
+        note = await self._shard.note(
+            request.name,
+            other_than=request.other_than if request.HasField("other_than") else None,
+            wait_s=bounded(request.wait_s),
+        )
+        return pb.NoteResponse(text=note.text, runs=note.runs)
+
+    async def WriteNote(self, request: pb.WriteNoteRequest, context: Context) -> Ack:
+        await self._shard.write_note(request.name, request.text, instead_of=request.instead_of)
+        return Ack()
 
     async def Follow(self, request: pb.FollowRequest, context: Context) -> Ack:
         await self._shard.follow(codec.decode_run_state(request.state), request.owner)
@@ -50,6 +62,7 @@ class ShardDoor(rpc.ShardServicer):
             open_bytes=room.open_bytes,
             feed_closed=room.feed_closed,
             known=room.known,
+            members=room.members,
         )
 
     async def AdmitInTurn(
@@ -86,6 +99,7 @@ class ShardDoor(rpc.ShardServicer):
             unfinished=groups.unfinished,
             feed_closed=groups.feed_closed,
             next_round=groups.next_round,
+            members=groups.members,
         )
 
     async def PlanOf(self, request: pb.PlanOfRequest, context: Context) -> pb.PlanOfResponse:

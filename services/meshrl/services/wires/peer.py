@@ -91,7 +91,7 @@ class Peer:
     ) -> None:
         self.name = f"{service} at {address}"
         self.channel = tls.channel(address, CHANNEL_OPTIONS)
-        self._metadata = (*tls.call_metadata(), *metadata)
+        self.metadata = (*tls.call_metadata(), *metadata)
         self.patience_s = patience_s
 
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class Peer:
         self.check_size(question)
 
         async def attempt() -> Answer:
-            return await method(question, timeout=_deadline_s(wait_s), metadata=self._metadata)
+            return await method(question, timeout=_deadline_s(wait_s), metadata=self.metadata)
 
         answer = await self._patiently(attempt, wait_s, repeatable)
         return self.understand(answer, decode)
@@ -128,7 +128,7 @@ class Peer:
         self.check_size(question)
 
         async def attempt() -> list[Answer]:
-            call = method(question, metadata=self._metadata)
+            call = method(question, metadata=self.metadata)
             try:
                 return await _collected(call, _deadline_s(wait_s))
             finally:
@@ -151,7 +151,7 @@ class Peer:
 
         async def attempt() -> Answer:
             deadline_s = _deadline_s(wait_s) + sending_s
-            return await method(iter(questions), timeout=deadline_s, metadata=self._metadata)
+            return await method(iter(questions), timeout=deadline_s, metadata=self.metadata)
 
         return self.understand(await self._patiently(attempt, wait_s), decode)
 

@@ -7,6 +7,7 @@ from typing import TypedDict, Unpack
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode, wanted
+from meshrl.contract.keeping import Holding
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -25,6 +26,7 @@ from meshrl.contract.nouns import (
     Waiting,
 )
 from meshrl.contract.rowwise import RowVerbs
+from meshrl.services.wires.keeper import Keeper
 from meshrl.services.wires.lending import BulkCalls
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
@@ -56,6 +58,7 @@ class QueueWire(Wire, RowVerbs):
         squeezes = wanted(compression, address)
         super().__init__("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ())
         self._stub = rpc.QueueStub(self._peer.channel)
+        self._keeper = Keeper(self._peer.name, address, self._peer.metadata)
         self._bulk = BulkCalls(
             self._peer, squeezes=squeezes, lends_bytes=options.get("shared_memory_bytes", 0)
         )
@@ -79,6 +82,7 @@ class QueueWire(Wire, RowVerbs):
 
     async def close(self) -> None:
         """See Wire."""
+        await self._keeper.close()
         await super().close()
         self._bulk.close()
 
@@ -148,6 +152,10 @@ class QueueWire(Wire, RowVerbs):
         return await self._peer.ask(
             self._stub.Renew, request, lambda answer: codec.decode_uids(answer.lost)
         )
+
+    async def keep(self, holding: Holding) -> None:
+        """See Queue, and keeper.py."""
+        await self._keeper.keep(holding)
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""

@@ -9,7 +9,7 @@ from meshrl.contract import codec
 from meshrl.contract.nouns import RunState, Task, Version
 from meshrl.services.wires.peer import nothing
 from meshrl.services.wires.queue import QueueWire, WireOptions
-from meshrl.transferqueue.sharding.port import Groups, Room, Rows
+from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
 
@@ -20,6 +20,20 @@ class ShardWire(QueueWire):
     def __init__(self, address: str, **options: Unpack[WireOptions]) -> None:
         super().__init__(address, **options)
         self._shard = rpc.ShardStub(self._peer.channel)
+
+    async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Note:
+            request = pb.NoteRequest(name=name, other_than=other_than, wait_s=seconds)
+            return await self._peer.ask(self._shard.Note, request, _note, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
+        """See Shard."""
+        request = pb.WriteNoteRequest(name=name, text=text, instead_of=instead_of)
+        await self._peer.ask(self._shard.WriteNote, request, nothing)
 
     async def follow(self, state: RunState, owner: str) -> None:
         """See Shard."""
@@ -144,12 +158,17 @@ class ShardWire(QueueWire):
         return await self._peer.poll(wait_s, ask)
 
 
+def _note(answer: pb.NoteResponse) -> Note:
+    return Note(text=answer.text, runs=tuple(answer.runs))
+
+
 def _room(answer: pb.RoomResponse) -> Room:
     return Room(
         open_groups=answer.open_groups,
         open_bytes=answer.open_bytes,
         feed_closed=answer.feed_closed,
         known=frozenset(answer.known),
+        members=answer.members,
     )
 
 
@@ -161,6 +180,7 @@ def _groups(answer: pb.GroupsResponse) -> Groups:
         unfinished=answer.unfinished,
         feed_closed=answer.feed_closed,
         next_round=answer.next_round,
+        members=answer.members,
     )
 
 

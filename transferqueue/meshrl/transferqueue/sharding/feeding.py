@@ -15,6 +15,10 @@ longer being counted: credits are nowhere stored, so no restart can leak one.
 **Turns stand in line** at shard 0, so that feeders do not fence each other for ever. A turn is over with its
 admission on shard 0, which is its last; that of a feeder that died is over after TURN_S.
 
+**A shard that is added** is noted on shard 0. A turn that begins there with fewer shards is refused, so whoever
+admits has asked, and counts, every shard that anybody admitted to before; a turn that began earlier is fenced by the
+first one over more shards as by any other.
+
 **Staleness** does not rest on it: each shard lets a group that is too old for a step leave in `take`, and gives
 rollout rows only to engines fresh enough, as a single queue does.
 
@@ -28,6 +32,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -35,7 +40,7 @@ from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
 from meshrl.contract.nouns import RunSpec, Task
 from meshrl.transferqueue import admission
 from meshrl.transferqueue.sharding.asking import all_of, any_of, by_key
-from meshrl.transferqueue.sharding.placing import Members
+from meshrl.transferqueue.sharding.placing import Grown, Members
 from meshrl.transferqueue.sharding.port import Room, Rows, Shard
 
 if TYPE_CHECKING:
@@ -64,7 +69,7 @@ class Feeding:
     spec: RunSpec
 
     async def admit(self, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
-        """See Queue."""
+        """See Queue. Raises Grown."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + max(0.0, wait_s)
         asked = self._asked(tasks)
@@ -82,11 +87,18 @@ class Feeding:
                 await self._until_room(rooms, deadline - clock())
 
     async def _begin(self, turn: str, asked: Mapping[int, Sequence[str]]) -> list[Room]:
-        """What every shard tells as the turn begins there."""
+        """What every shard tells as the turn begins there. Raises Grown."""
         first, *others = self.shards
-        room = await first.room(self.spec.run, turn=turn, tasks=asked.get(0, ()), wait_s=TURN_S)
+        run = self.spec.run
+        room = await first.room(run, turn=turn, tasks=asked.get(0, ()), wait_s=TURN_S)
+        try:
+            self.members.check(room.members)
+        except Grown:
+            with suppress(FencedError):
+                await first.admit_in_turn(run, [], cursor=None, turn=turn)
+            raise
         rooms = await all_of(
-            shard.room(self.spec.run, turn=turn, tasks=asked.get(number, ()))
+            shard.room(run, turn=turn, tasks=asked.get(number, ()))
             for number, shard in enumerate(others, start=1)
         )
         return [room, *rooms]
@@ -167,7 +179,7 @@ class Feeding:
 
 @dataclass(frozen=True, slots=True)
 class _AsRun:
-    """What `admission.frames` reads of a run."""
+    """What `admission.packed` reads of a run."""
 
     name: str
     spec: RunSpec

@@ -5,13 +5,13 @@
 
 A lease is granted only by a call that nobody cancels for another's answer: one whose answer is lost holds its rows
 until its time to live is over, and costs them an attempt. A shard that does not answer a sweep soon (it restarts) is
-passed over until it does; what it grants then is given back untouched.
+passed over until it does; what it grants then is given back untouched. Whoever waits hears of shards that are added.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -21,6 +21,7 @@ from meshrl.contract.nouns import Lease, RunSpec, Version
 from meshrl.transferqueue.sharding.asking import any_of
 from meshrl.transferqueue.sharding.feeding import free
 from meshrl.transferqueue.sharding.port import Rows, Shard
+from meshrl.transferqueue.sharding.watch import Watch
 
 LAG_S = 0.5
 """A shard that takes longer for a question without a wait is passed over until it answers."""
@@ -56,12 +57,35 @@ class Ask:
         at = f" at version {self.version}" if self.version else ""
         return f"{self.at_least} rows of stage {self.stage}{at}"
 
+    def fresh(self, spec: RunSpec, epoch: int, published: Version) -> bool:
+        """May rows of the run go to this engine? Raises UserError when it did not say what its version is."""
+        if not spec.gated or any(stage.reads for stage in spec.stages if stage.name == self.stage):
+            return True
+        if self.version is None:
+            raise UserError(
+                f"run {spec.run} is gated: a lease of stage {self.stage} must name its engine's version"
+            )
+        behind = published.step - self.version.step
+        return self.version.epoch == epoch and behind <= spec.max_staleness
+
+    def too_old(self, run: str, published: Version) -> WaitTimeoutError:
+        """What ends the wait of an engine whose version a publish has made too old."""
+        return WaitTimeoutError(
+            f"version {self.version} is too old for run {run} at {published}:"
+            " ask again with the engine's version"
+        )
+
 
 class Leasing:
-    """The leases of one router."""
+    """The leases of one router, whose list of shards may grow."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], watch: Watch, granted: Callable[[int, Lease], None]
+    ) -> None:
+        """`granted` hears which shard granted what."""
         self._shards = shards
+        self._watch = watch
+        self._granted = granted
         self._next = 0
         self._lagging: dict[int, asyncio.Task[Lease]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -73,15 +97,20 @@ class Leasing:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def lease(self, ask: Ask, specs: Mapping[str, RunSpec], wait_s: float) -> Lease:
-        """See Queue. `specs` are those of the runs that are open."""
+    async def lease(
+        self, ask: Ask, specs: Mapping[str, RunSpec], wait_s: float, since: str
+    ) -> Lease:
+        """See Queue. `specs` are those of the runs that are open; `since` is the roll that was learned.
+
+        Raises Grown where it would have waited.
+        """
         deadline = asyncio.get_running_loop().time() + max(0.0, wait_s)
         if ask.at_least > 1:
-            return await self._fixed(ask, specs, deadline)
+            return await self._fixed(ask, specs, deadline, since)
         first, self._next = self._next, self._next + 1
         turns = [(first + turn) % len(self._shards) for turn in range(len(self._shards))]
         lease = await self._sweep(ask, specs, turns)
-        return lease if lease is not None else await self._park(ask, specs, deadline)
+        return lease if lease is not None else await self._park(ask, specs, deadline, since)
 
     # --- any rows
 
@@ -113,6 +142,7 @@ class Leasing:
                     continue  # what is wrong with the whole question is told to who parks
                 if lease is not None:
                     parts.append((number, lease))
+                    self._granted(number, lease)
                     left -= lease.num_rows
                     runs = (lease.run,)
         except BaseException:
@@ -139,7 +169,9 @@ class Leasing:
         if not late.cancelled() and late.exception() is None:
             self._give_back(number, late.result())
 
-    async def _park(self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float) -> Lease:
+    async def _park(
+        self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float, since: str
+    ) -> Lease:
         """Wait until some shard has rows, and sweep again: only questions that grant nothing are ever cancelled."""
         clock = asyncio.get_running_loop().time
         ended: dict[int, EndOfDataError] = {}
@@ -150,8 +182,11 @@ class Leasing:
                 for number in range(len(self._shards))
                 if number not in ended
             }
+            news = asyncio.ensure_future(self._watch.news(since))
             try:
-                done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*asked, news}, return_when=asyncio.FIRST_COMPLETED)
+                if news in done:
+                    news.result()
                 for task in done:
                     if isinstance(error := task.exception(), EndOfDataError):
                         ended[asked[task]] = error
@@ -160,9 +195,9 @@ class Leasing:
                     elif error is not None:
                         raise error
             finally:
-                for task in asked:
+                for task in (*asked, news):
                     task.cancel()
-                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.gather(*asked, news, return_exceptions=True)
             lease = await self._sweep(ask, specs, [asked[task] for task in done])
             if lease is not None:
                 return lease
@@ -207,15 +242,18 @@ class Leasing:
 
     # --- a fixed number of rows
 
-    async def _fixed(self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float) -> Lease:
+    async def _fixed(
+        self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float, since: str
+    ) -> Lease:
         """`at_least` rows of one run together, whichever shards they are on; from shard 0 up."""
         clock = asyncio.get_running_loop().time
         seen: dict[str, Version] = {}
         while True:
-            told = [await self._rows(shard, ask) for shard in self._shards]
+            shards = tuple(self._shards)
+            told = [await self._rows(shard, ask) for shard in shards]
             for run in ask.runs:
                 parts = [row for rows in told for row in rows or () if row.run == run]
-                if len(parts) < len(self._shards):
+                if len(parts) < len(shards):
                     continue
                 spec = specs.get(run)
                 if (
@@ -234,13 +272,14 @@ class Leasing:
             left = deadline - clock()
             if left <= 0:
                 raise WaitTimeoutError(f"timed out waiting for {ask.why}")
-            await any_of(
+            questions = (
                 shard.rows(
                     ask.runs, ask.stage, worker=ask.worker, unlike=rows, why=ask.why, wait_s=left
                 )
-                for shard, rows in zip(self._shards, told, strict=True)
+                for shard, rows in zip(shards, told, strict=True)
                 if rows is not None
             )
+            await any_of([*questions, self._watch.news(since)])
 
     async def _rows(self, shard: Shard, ask: Ask) -> Sequence[Rows] | None:
         """None where nothing is left and nothing will come."""
@@ -268,21 +307,11 @@ def _priority(specs: Mapping[str, RunSpec], run: str) -> int:
 
 def _open(ask: Ask, spec: RunSpec, parts: Sequence[Rows], seen: dict[str, Version]) -> bool:
     """`leases.open_to`, on every shard; a publish that makes the version too old ends the wait."""
-    if not spec.gated or any(stage.reads for stage in spec.stages if stage.name == ask.stage):
-        return True
-    if ask.version is None:
-        raise UserError(
-            f"run {spec.run} is gated: a lease of stage {ask.stage} must name its engine's version"
-        )
     published = max(part.published for part in parts)
-    behind = published.step - ask.version.step
-    if ask.version.epoch == max(p.epoch for p in parts) and behind <= spec.max_staleness:
+    if ask.fresh(spec, max(part.epoch for part in parts), published):
         return True
     if published != seen.setdefault(spec.run, published):
-        raise WaitTimeoutError(
-            f"version {ask.version} is too old for run {spec.run} at {published}:"
-            " ask again with the engine's version"
-        )
+        raise ask.too_old(spec.run, published)
     return False
 
 

@@ -14,6 +14,10 @@ from hashlib import blake2b
 from meshrl.contract.errors import CorruptError
 
 
+class Grown(Exception):
+    """There are more shards than the router knew of: it learns of them and asks again."""
+
+
 @lru_cache(maxsize=1 << 16)
 def owner(task: str, shards: int) -> int:
     """The number of the shard, of `shards`, that a task is admitted to. Stable across processes and releases."""
@@ -48,6 +52,11 @@ class Members:
     def grown(self) -> bool:
         """True when shards were added since the run began."""
         return self.began != self.count
+
+    def check(self, recorded: str) -> None:
+        """Raises Grown when the run is on other shards by now; `recorded` is empty where it never was on several."""
+        if recorded and recorded != str(self):
+            raise Grown
 
     def __str__(self) -> str:
         return f"{self.began} {self.count}"

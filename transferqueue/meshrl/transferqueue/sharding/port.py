@@ -25,6 +25,18 @@ class Room:
     feed_closed: bool
     known: frozenset[str]
     """Those of the tasks asked about that were ever admitted here."""
+    members: str = ""
+    """The note on which shards the run is (membership.py); on shard 0 only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something written on a shard that is no row: which shards there are (roll.py, membership.py)."""
+
+    text: str
+    """Empty when nothing is written."""
+    runs: tuple[str, ...]
+    """The runs that are open here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +54,8 @@ class Groups:
     feed_closed: bool
     next_round: int
     """Later than any round of the run here."""
+    members: str = ""
+    """As in Room."""
 
     @property
     def complete(self) -> int:
@@ -72,6 +86,20 @@ class Rows:
 
 class Shard(Queue, Protocol):
     """One of several queues that a router speaks for."""
+
+    async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
+        """What is written under `name`. With `other_than` the answer waits until it is another text.
+
+        Raises WaitTimeoutError.
+        """
+        ...
+
+    async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
+        """Write `text`; writing it twice is writing it once.
+
+        Raises ConflictError when something else than `instead_of` is written by then.
+        """
+        ...
 
     async def follow(self, state: RunState, owner: str) -> None:
         """Bring the run's epoch, published version, committed step and closed feed up to `state`; idempotent.

@@ -8,17 +8,18 @@
 **Half-done calls are repaired by repeating them.** What goes to every shard is idempotent there, and shard 0, which
 answers `run_state`, hears of it last: what it tells, every shard knows. An epoch is made by shard 0 and followed by
 the others; whoever opens the run brings a shard that is behind up to shard 0.
+
+**Shards are added while runs go on**: roll.py has how, roster.py how a router learns of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TypeVar
 
-from meshrl.contract.errors import FencedError, NotFoundError, UserError
+from meshrl.contract.errors import EndOfDataError, UserError
+from meshrl.contract.keeping import Holding
 from meshrl.contract.nouns import (
     Batch,
     DeadLetter,
@@ -37,127 +38,100 @@ from meshrl.contract.nouns import (
     Waiting,
 )
 from meshrl.contract.rowwise import RowVerbs
-from meshrl.transferqueue.sharding import books, membership
-from meshrl.transferqueue.sharding.asking import all_of, by_key
+from meshrl.transferqueue.sharding import books
+from meshrl.transferqueue.sharding.asking import all_of, any_of
 from meshrl.transferqueue.sharding.feeding import Feeding
+from meshrl.transferqueue.sharding.keeping import Agreement
 from meshrl.transferqueue.sharding.leasing import Ask, Leasing
-from meshrl.transferqueue.sharding.placing import Members
+from meshrl.transferqueue.sharding.placing import Grown
 from meshrl.transferqueue.sharding.port import Shard
-from meshrl.transferqueue.sharding.taking import Taking
+from meshrl.transferqueue.sharding.roster import Dial, Known, Roster
 
-Answer = TypeVar("Answer")
-
-PLACES = 1 << 18
-"""Tasks of a run with added shards whose place is kept in mind."""
 RENEW_S = 5.0
 """A renewal waits no longer for a shard that restarts: the leases of the others must not end meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What the router knows of a run."""
-
-    spec: RunSpec
-    members: Members
-    taking: Taking
 
 
 class ShardedQueue(RowVerbs):
     """A Queue over shards. The order of `shards` must be the same for everybody, and new ones come last."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], addresses: Sequence[str] = (), dial: Dial | None = None
+    ) -> None:
+        """`addresses` are those of `shards`; `dial` reaches those that were added. Without them none can be."""
         if not shards:
             raise UserError("a queue needs at least one shard")
-        self._shards = tuple(shards)
-        self._runs: dict[str, _Known] = {}
-        self._leasing = Leasing(self._shards)
-        self._places: dict[tuple[str, str], int] = {}
+        self._roster = Roster(shards, addresses, dial)
+        self._shards = self._roster.shards
+        self._leasing = Leasing(self._shards, self._roster.watch, self._granted)
 
     @property
     def num_shards(self) -> int:
-        """How many there are."""
+        """How many there are, as far as is known."""
         return len(self._shards)
 
     async def close(self) -> None:
         """End what is under way; the shards are the caller's."""
+        await self._roster.watch.close()
         await self._leasing.close()
+
+    async def add_shard(self, address: str) -> int:
+        """Make the empty queue at `address` one more shard, of all runs; its number. Everybody hears of it.
+
+        Raises:
+            UserError: it is a shard already, holds runs, or not all shards were named. ConflictError: another shard
+            was added at the same time. UnavailableError: nobody answers there.
+        """
+        return await self._roster.add_shard(address)
+
+    async def has_shard(self, address: str) -> bool:
+        """True when the queue at `address` is one of the shards."""
+        return await self._roster.has_shard(address)
+
+    async def enrolled(self) -> int:
+        """How many shards there are by what shard 0 has noted; 0 where none was ever added to a run that went on."""
+        return await self._roster.enrolled()
 
     # --- runs
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """See Queue. A run that is on fewer shards than there are goes on with all of them: new tasks only."""
-        first, *others = self._shards
-        members = await membership.join(first, spec.run, len(self._shards))
-        state = await first.open_run(spec)
-        await all_of(shard.open_run(spec) for shard in others)
-        # Shard 0 hears of everything last, but for epochs: whoever is behind it missed something. An epoch that began
-        # since then has its own trainer to bring the shards along.
-        with suppress(FencedError):
-            await all_of(shard.follow(state, "") for shard in others)
-        self._know(spec, members)
-        return state
-
-    def _know(self, spec: RunSpec, members: Members) -> _Known:
-        known = self._runs.get(spec.run)
-        if known is None or known.members != members:
-            taking = Taking(spec.run, self._shards[: members.count])
-            known = self._runs[spec.run] = _Known(spec, members, taking)
-        return known
-
-    async def _known(self, run: str) -> _Known:
-        """Of an open run. Raises NotFoundError."""
-        known = self._runs.get(run)
-        if known is None:
-            state = await self._shards[0].run_state(run)
-            members = await membership.read(self._shards[0], run)
-            assert members is not None, "the run is open"
-            if members.count > len(self._shards):
-                raise UserError(
-                    f"run {run} is on {members.count} queue shards, and {len(self._shards)} are given"
-                )
-            known = self._know(state.spec, members)
-        return known
-
-    async def _on(self, run: str) -> Sequence[Shard]:
-        """The shards of a run."""
-        return (await self._known(run)).taking.shards
-
-    async def _others_first(
-        self, run: str, call: Callable[[Shard], Awaitable[Answer]]
-    ) -> list[Answer]:
-        """Call every shard, shard 0 when all others have answered; the answers, its own first."""
-        first, *others = await self._on(run)
-        answers = await all_of(call(shard) for shard in others)
-        return [await call(first), *answers]
+        return await self._roster.open(spec)
 
     async def run_state(self, run: str) -> RunState:
         """See Queue."""
         return await self._shards[0].run_state(run)
 
     async def acquire(self, run: str, owner: str) -> RunState:
-        """See Queue. Shard 0 makes the epoch; the others follow."""
-        known = await self._known(run)
-        first, *others = known.taking.shards
+        """See Queue. Shard 0 makes the epoch; the others follow, also those that were added meanwhile."""
+        known = await self._roster.known(run)
+        first, *others = known.shards
         known.taking.plans.clear()
         state = await first.acquire(run, owner)
         await all_of(shard.follow(state, owner) for shard in others)
+        if await self._roster.has_grown(known):
+            await self._roster.catch_up(run)
         return state
 
     async def publish(self, run: str, version: Version) -> None:
         """See Queue."""
-        await self._others_first(run, lambda shard: shard.publish(run, version))
+        await self._roster.everywhere(run, lambda shard: shard.publish(run, version))
 
     # --- the feeder
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See Queue, and feeding.py."""
-        known = await self._known(run)
-        feeding = Feeding(shards=known.taking.shards, members=known.members, spec=known.spec)
-        return await feeding.admit(tasks, cursor=cursor, wait_s=wait_s)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + wait_s
+
+        async def admit(known: Known) -> int:
+            feeding = Feeding(shards=known.shards, members=known.members, spec=known.spec)
+            return await feeding.admit(tasks, cursor=cursor, wait_s=deadline - clock())
+
+        return await self._roster.while_it_grows(run, admit)
 
     async def close_feed(self, run: str) -> None:
         """See Queue."""
-        await self._others_first(run, lambda shard: shard.close_feed(run))
+        await self._roster.everywhere(run, lambda shard: shard.close_feed(run))
 
     # --- stages
 
@@ -183,21 +157,32 @@ class ShardedQueue(RowVerbs):
             at_least=min(limit, at_least),
             version=version,
         )
-        return await self._leasing.lease(ask, await self._specs(runs), wait_s)
-
-    async def _specs(self, runs: Sequence[str]) -> Mapping[str, RunSpec]:
-        """Of those that are open."""
-        found = {}
-        for run in runs:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + wait_s
+        while True:
+            since = await self._roster.learned()
+            known = await self._roster.open_ones(runs)
+            specs = {run: one.spec for run, one in known.items()}
             try:
-                found[run] = (await self._known(run)).spec
-            except NotFoundError:
-                continue
-        return found
+                return await self._leasing.lease(ask, specs, deadline - clock(), since)
+            except EndOfDataError:
+                # Of the shards that were asked: rows may have come to others.
+                grown = [run for run, one in known.items() if await self._roster.has_grown(one)]
+                if not grown:
+                    raise
+                await self._roster.catch_up(grown[0])
+            except Grown:
+                for run, one in known.items():
+                    state = await self._shards[0].run_state(run)
+                    if not ask.fresh(one.spec, state.epoch, state.published):
+                        raise ask.too_old(run, state.published) from None
+
+    def _granted(self, number: int, lease: Lease) -> None:
+        self._roster.handed_out(lease.run, (group.task for group in lease.groups), number)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See Queue. Of a shard that is away nothing is said to be lost: it will say so when it is back."""
-        parts = await self._by_shard(run, uids, _task_of_uid)
+        parts = await self._roster.by_shard(run, uids, _task_of_uid)
         asked = [
             asyncio.ensure_future(self._shards[number].renew(run, stage, worker, part))
             for number, part in parts.items()
@@ -209,9 +194,21 @@ class ShardedQueue(RowVerbs):
             task.cancel()
         return [uid for task in asked if task in done for uid in task.result()]
 
+    async def keep(self, holding: Holding) -> None:
+        """See Queue, and keeping.py. A shard that is added is asked from then on."""
+        while True:
+            since = await self._roster.learned()
+            agreement = Agreement(holding)
+            keeping = [
+                shard.keep(agreement.part(self._roster.has(number)))
+                for number, shard in enumerate(self._shards)
+            ]
+            with suppress(Grown):
+                return await any_of([*keeping, self._roster.watch.news(since)])
+
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue. All or none of the groups of each shard."""
-        parts = await self._by_shard(run, groups, lambda group: group.task)
+        parts = await self._roster.by_shard(run, groups, lambda group: group.task)
         await all_of(
             self._shards[number].write_packed(run, stage, part)
             for number, part in (parts or {0: ()}).items()
@@ -219,7 +216,7 @@ class ShardedQueue(RowVerbs):
 
     async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
         """See Queue. All or none of the groups of each shard."""
-        parts = await self._by_shard(run, groups, lambda group: group.task)
+        parts = await self._roster.by_shard(run, groups, lambda group: group.task)
         await all_of(
             self._shards[number].append(run, stage, part)
             for number, part in (parts or {0: ()}).items()
@@ -229,7 +226,7 @@ class ShardedQueue(RowVerbs):
         """See Queue."""
         if not uids:
             return sum(await all_of(shard.redo(run, stage, ()) for shard in self._shards))
-        parts = await self._by_shard(run, uids, _task_of_uid)
+        parts = await self._roster.by_shard(run, uids, _task_of_uid)
         return sum(
             await all_of(self._shards[n].redo(run, stage, part) for n, part in parts.items())
         )
@@ -238,12 +235,12 @@ class ShardedQueue(RowVerbs):
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
     ) -> None:
         """See Queue."""
-        [number] = await self._by_shard(run, [uid], _task_of_uid)
+        [number] = await self._roster.by_shard(run, [uid], _task_of_uid)
         await self._shards[number].fail(run, stage, uid, token, outcome, reason)
 
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
         """See Queue."""
-        parts = await self._by_shard(run, list(token_of), _task_of_uid)
+        parts = await self._roster.by_shard(run, list(token_of), _task_of_uid)
         await all_of(
             self._shards[number].release(run, stage, {uid: token_of[uid] for uid in part})
             for number, part in parts.items()
@@ -255,31 +252,42 @@ class ShardedQueue(RowVerbs):
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
         """See Queue, and taking.py. Groups of one shard stand together, in order."""
-        taking = (await self._known(run)).taking
-        return await taking.take(
-            epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
-        )
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + wait_s
+
+        async def take(known: Known) -> Batch:
+            batch, parts = await known.taking.take(
+                epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=deadline - clock()
+            )
+            for number, part in parts.items():
+                self._roster.handed_out(run, (group.task for group in part), number)
+            return batch
+
+        return await self._roster.while_it_grows(run, take)
 
     async def fetch_packed(
         self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See Queue. All shards send at the same time."""
         places = range(len(groups))
-        parts = await self._by_shard(run, places, lambda place: groups[place].task)
-        fetched = await all_of(
-            self._shards[number].fetch_packed(run, [groups[place] for place in part], columns)
-            for number, part in (parts or {0: ()}).items()
-        )
-        found = {
-            place: group
-            for part, payload in zip(parts.values(), fetched, strict=bool(parts))
-            for place, group in zip(part, payload, strict=True)
-        }
-        return [found[place] for place in places]
+
+        async def fetch(parts: Mapping[int, Sequence[int]]) -> Sequence[PayloadGroup]:
+            fetched = await all_of(
+                self._shards[number].fetch_packed(run, [groups[place] for place in part], columns)
+                for number, part in (parts or {0: ()}).items()
+            )
+            found = {
+                place: group
+                for part, payload in zip(parts.values(), fetched, strict=bool(parts))
+                for place, group in zip(part, payload, strict=True)
+            }
+            return [found[place] for place in places]
+
+        return await self._roster.routed(run, places, lambda place: groups[place].task, fetch)
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See Queue."""
-        parts = await self._by_shard(run, uids, _task_of_uid)
+        parts = await self._roster.by_shard(run, uids, _task_of_uid)
         await all_of(
             self._shards[number].filter(run, epoch=epoch, uids=part, reason=reason)
             for number, part in (parts or {0: ()}).items()
@@ -287,71 +295,48 @@ class ShardedQueue(RowVerbs):
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
-        await (await self._known(run)).taking.settle(epoch=epoch, step=step, batch_id=batch_id)
+        await self._roster.while_it_grows(
+            run, lambda known: known.taking.settle(epoch=epoch, step=step, batch_id=batch_id)
+        )
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See Queue."""
-        await self._others_first(run, lambda shard: shard.commit(run, epoch=epoch, step=step))
+        await self._roster.everywhere(run, lambda shard: shard.commit(run, epoch=epoch, step=step))
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
         """See Queue."""
-        (await self._known(run)).taking.plans.clear()
-        rows = await self._others_first(
-            run, lambda shard: shard.rewind(run, epoch=epoch, step=step)
-        )
-        return sum(rows)
+        (await self._roster.known(run)).taking.plans.clear()
+        rows = 0
+
+        async def rewind(shard: Shard) -> None:
+            nonlocal rows
+            count = await shard.rewind(run, epoch=epoch, step=step)
+            rows += count
+
+        await self._roster.everywhere(run, rewind)
+        return rows
 
     # --- the books
 
     async def ledger(self, run: str) -> Ledger:
         """See Queue: the sum of the shards' books."""
-        return books.add(await all_of(shard.ledger(run) for shard in await self._on(run)))
+        return books.add(await self._roster.everywhere(run, lambda shard: shard.ledger(run)))
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See Queue: shard after shard, each in the order in which they died."""
-        told = await all_of(shard.dead_letters(run) for shard in await self._on(run))
+        told = await self._roster.everywhere(run, lambda shard: shard.dead_letters(run))
         return [letter for letters in told for letter in letters]
 
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
         """See Queue."""
-        parts = await self._by_shard(run, uids, _task_of_uid)
+        parts = await self._roster.by_shard(run, uids, _task_of_uid)
         return sum(
             await all_of(self._shards[number].replay(run, part) for number, part in parts.items())
         )
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         """See Queue; names the shard of what is not a call."""
-        return books.merge(await all_of(shard.why_waiting(run) for shard in await self._on(run)))
-
-    # --- where tasks are
-
-    async def _by_shard(
-        self, run: str, items: Sequence[Answer], task_of: Callable[[Answer], str]
-    ) -> Mapping[int, Sequence[Answer]]:
-        """`items` by the shard that has their task."""
-        members = (await self._known(run)).members
-        if not members.grown:
-            return by_key((members.home(task_of(item)), item) for item in items)
-        await self._locate(run, members, {task_of(item) for item in items})
-        return by_key((self._places[run, task_of(item)], item) for item in items)
-
-    async def _locate(self, run: str, members: Members, tasks: Iterable[str]) -> None:
-        """Find tasks of a run with added shards: each is where it was admitted, which one shard knows."""
-        unknown = [task for task in tasks if (run, task) not in self._places]
-        if not unknown:
-            return
-        if len(self._places) > PLACES:
-            self._places.clear()
-            unknown = list(tasks)
-        asked = by_key((number, task) for task in unknown for number in members.homes(task))
-        rooms = await all_of(
-            self._shards[number].room(run, tasks=part) for number, part in asked.items()
-        )
-        knows = {
-            task: number for number, room in zip(asked, rooms, strict=True) for task in room.known
-        }
-        for task in unknown:
-            self._places[run, task] = knows.get(task, members.home(task))
+        return books.merge(await self._roster.everywhere(run, lambda shard: shard.why_waiting(run)))
 
 
 def _task_of_uid(uid: Uid) -> str:

@@ -8,12 +8,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from meshrl.contract.errors import FencedError, WaitTimeoutError
-from meshrl.contract.nouns import Batch, RunState, Task, Version
+from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
+from meshrl.contract.nouns import Batch, RunSpec, RunState, Task, Version
 from meshrl.transferqueue import admission, batches, leases
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.membership import SUFFIX
 from meshrl.transferqueue.sharding.plan import ROUND_BITS, planned
-from meshrl.transferqueue.sharding.port import Groups, Room, Rows
+from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
 from meshrl.transferqueue.store import Store
 from meshrl.transferqueue.waiting import Bell, any_bell
 
@@ -30,6 +31,41 @@ class ShardQueue(TransferQueue):
         self._turns: dict[str, str] = {}
         """Whose turn it is to admit, by run. In RAM: after a restart nobody has the turn, and feeders begin anew."""
         self._turn_over = Bell()
+        self._written = Bell()
+
+    async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
+        """See the port. A note is the cursor of a run that never has a task."""
+        deadline = self._deadline(wait_s)
+        while True:
+            self._check_open()
+            text = self._text(name)
+            if text != other_than:
+                break
+            await any_bell(
+                [self._written, self._opened], deadline, lambda: f"another text of {name}"
+            )
+        await self._journal.flush()
+        return Note(text=text, runs=tuple(run for run in self._runs if not run.endswith(SUFFIX)))
+
+    async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
+        """See the port."""
+        if not name.endswith(SUFFIX):
+            raise UserError(f"a note's name ends with {SUFFIX}: {name!r}")
+        if name not in self._runs:
+            await self.open_run(RunSpec(run=name, group_size=1, batch_groups=1, max_staleness=0))
+        # Nothing is awaited between this look and the transition.
+        if (written := self._text(name)) not in (text, instead_of):
+            raise ConflictError(f"{name} has become {written!r}, it is no longer {instead_of!r}")
+        run = self._run(name)
+        if written != text:
+            run.cursor = text
+            run.save()
+            self._written.ring()
+        await self._journal.flush()
+
+    def _text(self, name: str) -> str:
+        run = self._runs.get(name)
+        return run.cursor if run else ""
 
     async def follow(self, state: RunState, owner: str) -> None:
         """See the port."""
@@ -77,6 +113,7 @@ class ShardQueue(TransferQueue):
             open_bytes=state.open_bytes,
             feed_closed=state.feed_closed,
             known=frozenset(task for task in tasks if task in state.seen),
+            members=self._text(run + SUFFIX),
         )
         # A task that is told to be known must stay known.
         await self._journal.flush()
@@ -133,7 +170,7 @@ class ShardQueue(TransferQueue):
         def look() -> bool:
             state = self._run(run)
             state.check_epoch(epoch)
-            now = _groups(state, step, groups, _plan(state, batch_id))
+            now = _groups(state, step, groups, _plan(state, batch_id), self._text(run + SUFFIX))
             found[:] = [now]
             return now.complete > more_than or now.done is not done
 
@@ -242,7 +279,7 @@ def _plan(run: Run, batch_id: str) -> str:
     return str(next(found, ""))
 
 
-def _groups(run: Run, step: int, count: int, plan: str) -> Groups:
+def _groups(run: Run, step: int, count: int, plan: str, members: str) -> Groups:
     """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
     found = [] if plan else batches.fresh_enough(run, step, count)
     replays = Counter(group.position >> ROUND_BITS for group in found if group.position >= 0)
@@ -253,6 +290,7 @@ def _groups(run: Run, step: int, count: int, plan: str) -> Groups:
         unfinished=len(run.groups) - run.in_batches - run.complete,
         feed_closed=run.feed_closed,
         next_round=(run.next_position >> ROUND_BITS) + 1,
+        members=members,
     )
 
 

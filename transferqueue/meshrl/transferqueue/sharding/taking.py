@@ -5,7 +5,8 @@
 **Exactly once, whatever dies.** A group that is complete and fresh enough for a step stays so until it is taken, so
 the shares of a plan can always be taken. The first share that a shard records carries the plan: whoever asks for the
 batch again, before or after a kill, follows it, and a shard that has given its share gives the same one again. Shares
-of an older epoch that were not settled come back at `acquire`, as from a single queue.
+of an older epoch that were not settled come back at `acquire`, as from a single queue. Shard 0 says with its figures
+which shards the run is on, so nobody plans, or comes to the end of the data, without those that were added.
 
 **Order.** What was taken before is taken first: by the round that first took it, then by shard, then in its old
 order there. That is the order in which it stood, so a rewound trainer gets the same batches. What is new is taken in
@@ -17,14 +18,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshrl.contract.errors import EndOfDataError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import Batch
+from meshrl.contract.nouns import Batch, BatchGroup
 from meshrl.transferqueue.sharding.asking import all_of, any_of
+from meshrl.transferqueue.sharding.placing import Grown, Members
 from meshrl.transferqueue.sharding.plan import Plan
 from meshrl.transferqueue.sharding.port import Groups, Shard
+from meshrl.transferqueue.sharding.watch import Watch
 
 PLANS = 64
 """Plans that a router keeps in mind; older ones are asked for again."""
@@ -55,19 +58,23 @@ class Taking:
 
     run: str
     shards: Sequence[Shard]
+    members: Members
+    watch: Watch
+    since: str
+    """The roll that was learned when this was made."""
     plans: OrderedDict[str, Plan] = field(default_factory=OrderedDict)
     """Of batches whose shares are all taken."""
 
     async def take(
         self, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
-    ) -> Batch:
-        """See Queue."""
+    ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
+        """See Queue; also which shard gave which groups. Raises Grown."""
         if groups < 1 or not batch_id:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
         plan = self.plans.get(batch_id)
         if plan is None:
             plan = await self._agree(epoch, step, groups, batch_id, wait_s)
-        shares = plan.shares
+        shares = self._shares(plan)
         parts = await all_of(
             self.shards[shard].take(
                 self.run,
@@ -81,7 +88,8 @@ class Taking:
         )
         self._keep(batch_id, plan)
         taken = {shard: part.groups for shard, part in zip(shares, parts, strict=True)}
-        return Batch(batch_id=batch_id, run=self.run, step=step, groups=plan.in_order(taken))
+        in_order = plan.in_order(taken)
+        return Batch(batch_id=batch_id, run=self.run, step=step, groups=in_order), taken
 
     async def settle(self, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
@@ -94,8 +102,14 @@ class Taking:
             self.shards[shard].settle(
                 self.run, epoch=epoch, step=step, batch_id=plan.name(batch_id)
             )
-            for shard in plan.shares
+            for shard in self._shares(plan)
         )
+
+    def _shares(self, plan: Plan) -> Mapping[int, int]:
+        """Raises Grown when the plan was made by somebody who knew of more shards."""
+        if any(shard >= len(self.shards) for shard, _ in plan.runs):
+            raise Grown
+        return plan.shares
 
     async def _recorded(self, batch_id: str) -> Plan | None:
         plans = await all_of(shard.plan_of(self.run, batch_id) for shard in self.shards)
@@ -114,13 +128,14 @@ class Taking:
         A shard is heard of again when it has its share of what is missing: when enough have come in, some shard has.
 
         Raises:
-            WaitTimeoutError, EndOfDataError, FencedError.
+            WaitTimeoutError, EndOfDataError, FencedError. Grown: the run is on more shards, or the queue has more.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + max(0.0, wait_s)
         asked = {"epoch": epoch, "step": step, "batch_id": batch_id, "groups": groups}
         while True:
             told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)  # type: ignore[arg-type]
+            self.members.check(told[0].members)
             plan = next((one.plan for one in told if one.plan), "")
             if plan:
                 return Plan.parse(plan)
@@ -137,7 +152,7 @@ class Taking:
             if left <= 0:
                 raise WaitTimeoutError(f"timed out waiting for {why}")
             share = -(-(groups - complete) // len(told))
-            await any_of(
+            questions = (
                 shard.groups(
                     self.run,
                     **asked,  # type: ignore[arg-type]
@@ -148,6 +163,7 @@ class Taking:
                 )
                 for shard, one in zip(self.shards, told, strict=True)
             )
+            await any_of([*questions, self.watch.news(self.since)])
 
     @staticmethod
     def _why(told: Sequence[Groups], groups: int, step: int) -> str:

@@ -1,0 +1,43 @@
+"""The one tool: what a key leads to, after 50 to 500 ms.
+
+A key of three letters leads to another key, or with it the chain ends: to a number. Both, and how long a call takes,
+are drawn from names: any process finds the same, and a row waits as long whatever the mode that it is sampled in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import string
+
+from meshrl.rollout.tools.ports import Caller
+
+GOES_ON = 0.6
+"""Chains are geometric."""
+TOOL_S = (0.05, 0.5)
+"""A call takes so many seconds, uniform in their logarithm: 0.16 in the middle, 0.2 on average."""
+
+
+def find(key: str) -> str:
+    """The next key, or the number at the end of the chain."""
+    draw = random.Random(f"hop/{key}")
+    if draw.random() < GOES_ON:
+        return "".join(draw.choices(string.ascii_lowercase, k=3))
+    return f"{draw.randrange(1000):03}"
+
+
+def seconds(row: str, key: str) -> float:
+    """How long the call takes."""
+    least, most = map(math.log, TOOL_S)
+    return math.exp(random.Random(f"{row}/{key}").uniform(least, most))
+
+
+async def look_up(key: str, caller: Caller) -> str:
+    """Find what a key leads to.
+
+    Args:
+        key: Three letters.
+    """
+    await asyncio.sleep(seconds(f"{caller.uid.task}/{caller.uid.index}", key))
+    return find(key)

@@ -1,0 +1,95 @@
+"""What a worker holds, where whoever renews its leases can read it: in the same event loop, or in a thread beside it.
+
+StageLoop ──add, drop──▶ Holding ◀──by_run── renewing (the same loop), a wire's keeper (a thread)
+    ▲                                                  │
+    └────────────────── lost ◀─────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NoReturn, Protocol, TypeAlias
+
+from meshrl.contract.nouns import LeasedRow, Uid
+
+FIRST_TTL_S: Final = 5.0
+"""Until the first lease says how long its time to live is."""
+RENEWALS: Final = 3
+"""In one time to live: two may go astray."""
+
+Held: TypeAlias = Mapping[Uid, int]
+"""Rows with the tokens that they are held under."""
+
+
+class Holding:
+    """The rows that one worker holds of one stage. Its owner changes it, anybody may read it."""
+
+    def __init__(self, stage: str, worker: str, lost: Callable[[Held], None]) -> None:
+        """`lost` is called, in the owner's event loop, with rows that are held no longer."""
+        self.stage = stage
+        self.worker = worker
+        self.lost = lost
+        self.began: Callable[[], None] = lambda: None
+        """Called when there is something to renew again; whoever renews sets it."""
+        self._ttl_s = FIRST_TTL_S
+        self._rows: dict[Uid, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def period_s(self) -> float:
+        """Between two renewals."""
+        return self._ttl_s / RENEWALS
+
+    def add(self, rows: Iterable[LeasedRow], ttl_s: float) -> None:
+        """These were leased."""
+        with self._lock:
+            began = not self._rows
+            self._ttl_s = ttl_s
+            self._rows.update((row.uid, row.token) for row in rows)
+        if began:
+            self.began()
+
+    def drop(self, rows: Iterable[LeasedRow]) -> None:
+        """These are held no longer, or need no renewal; one that was leased again since then is left alone."""
+        with self._lock:
+            for row in rows:
+                if self._rows.get(row.uid) == row.token:
+                    del self._rows[row.uid]
+
+    def by_run(self) -> Mapping[str, Held]:
+        """What there is to renew now."""
+        found: dict[str, dict[Uid, int]] = {}
+        with self._lock:
+            for uid, token in self._rows.items():
+                found.setdefault(uid.run, {})[uid] = token
+        return found
+
+    def still(self, rows: Held) -> list[Uid]:
+        """Those of `rows` that are held under the same token: an answer may come after the next lease of a row."""
+        with self._lock:
+            return [uid for uid, token in rows.items() if self._rows.get(uid) == token]
+
+
+class Renews(Protocol):
+    """The verb of the Queue port that `renewing` needs."""
+
+    async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
+        """See Queue."""
+        ...
+
+
+async def renewing(queue: Renews, holding: Holding) -> NoReturn:
+    """Renew what is held until cancelled, in the event loop of whoever holds it."""
+    began = asyncio.Event()
+    holding.began = began.set
+    while True:
+        began.clear()
+        if not holding.by_run():
+            await began.wait()
+        await asyncio.sleep(holding.period_s)
+        for run, rows in holding.by_run().items():
+            lost = await queue.renew(run, holding.stage, holding.worker, list(rows))
+            if lost:
+                holding.lost({uid: rows[uid] for uid in lost})

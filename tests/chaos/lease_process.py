@@ -1,0 +1,63 @@
+"""A worker as a process of its own: it leases rows and does with them what lines on stdin say.
+
+`busy S` keeps its event loop from running for S seconds, `write` answers all rows. It says `holds N` when it has
+leased, `written N lost M` after a write. With --hung, its loop is thought dead after so many seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+
+from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Version
+from meshrl.contract.stage import StageLoop, StageResult
+from meshrl.services.wires import QueueWire, keeper
+
+from ..contract.queue_actors import rollout_of
+
+RUN = "run"
+VERSION = Version(1, 0)
+
+
+async def work(options: argparse.Namespace) -> None:
+    answered = asyncio.Event()
+
+    async def handle(rows: Sequence[LeasedRow]) -> list[StageResult]:
+        print(f"holds {len(rows)}", flush=True)
+        await answered.wait()
+        return [rollout_of(row, VERSION) for row in rows]
+
+    async with QueueWire(options.queue, patience_s=60) as queue:
+        loop = StageLoop(
+            *(queue, [RUN], ROLLOUT_STAGE, handle),
+            worker="w",
+            limit=options.rows,
+            rows_per_call=options.rows,
+            version=lambda: VERSION,
+        )
+        running = asyncio.create_task(loop.run())
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            word, *rest = line.split()
+            if word == "busy":
+                until = time.monotonic() + float(rest[0])
+                while time.monotonic() < until:
+                    pass
+                print("idle", flush=True)
+            else:
+                answered.set()
+                loop.drain()
+                await running
+                print(f"written {loop.stats.written} lost {loop.stats.lost}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--queue", required=True)
+    parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--hung", type=float, default=keeper.HUNG_S)
+    given = parser.parse_args()
+    keeper.HUNG_S = given.hung  # type: ignore[misc]
+    asyncio.run(work(given))

@@ -1,0 +1,168 @@
+"""Leases of a few seconds: a dead worker's rows move at once, a stopped one's soon, and a busy machine costs none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import WaitTimeoutError
+from meshrl.services.doors import QueueDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.services.wires import QueueWire
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ..contract.queue_actors import WAIT_S, Actors, spec, tasks
+
+GROUPS = 2
+ROWS = 4
+TTL_S = 1.0
+HOST = Path(__file__).parents[1] / "integration" / "client" / "queue_host.py"
+
+
+class Process:
+    """A child that answers a line with a line."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+
+    async def said(self) -> str:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(60):
+            return (await self._process.stdout.readline()).decode().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self._process.pid, number)
+
+
+@asynccontextmanager
+async def child(*command: object) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *map(str, command)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def held_by_a_process(
+    actors: Actors, address: str, *options: object, **changes: Any
+) -> AsyncIterator[Process]:
+    """Rows of two groups, all of them held by a worker elsewhere. A second attempt of any would be its last."""
+    await actors.start(spec(**{"lease_ttl_s": TTL_S, "max_attempts": 2, **changes}))
+    await actors.feed(tasks(GROUPS))
+    module = ("-m", "tests.chaos.lease_process")
+    async with child(*module, "--queue", address, "--rows", ROWS, *options) as process:
+        assert await process.said() == f"holds {ROWS}"
+        yield process
+
+
+@pytest.fixture
+async def actors() -> AsyncIterator[Actors]:
+    queue = await TransferQueue.open(MemoryStore())
+    yield Actors(queue)
+    await queue.close()
+
+
+@pytest.fixture
+async def address(actors: Actors) -> AsyncIterator[str]:
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+    async with Server(settings, [QueueDoor(actors.queue)]) as server:
+        yield server.address
+
+
+async def test_rows_of_a_killed_worker_move_long_before_their_time_to_live(
+    actors: Actors, address: str
+) -> None:
+    async with held_by_a_process(actors, address, lease_ttl_s=3600) as worker:
+        worker.signal(signal.SIGKILL)
+        moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
+    assert [row.delivery for row in moved.rows] == [2] * ROWS
+    await actors.write(moved)
+    assert await actors.resident() == {"pending": ROWS}
+
+
+async def test_rows_of_a_stopped_worker_move_and_what_it_writes_late_is_refused(
+    actors: Actors, address: str
+) -> None:
+    async with held_by_a_process(actors, address) as worker:
+        worker.signal(signal.SIGSTOP)
+        moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
+        worker.tell("write")
+        worker.signal(signal.SIGCONT)
+        assert await worker.said() == f"written 0 lost {ROWS}"
+        assert await actors.resident() == {"leased": ROWS}
+        await actors.write(moved)
+    ledger = await actors.ledger()
+    assert ledger.balanced and ledger.resident["pending"] == ROWS and not ledger.dead_lettered
+
+
+async def test_a_busy_worker_keeps_its_rows(actors: Actors, address: str) -> None:
+    async with held_by_a_process(actors, address, max_attempts=1) as worker:
+        worker.tell(f"busy {4 * TTL_S}")
+        with pytest.raises(WaitTimeoutError):
+            await actors.lease(worker="other", wait_s=3 * TTL_S)
+        assert await worker.said() == "idle"
+        worker.tell("write")
+        assert await worker.said() == f"written {ROWS} lost 0"
+    ledger = await actors.ledger()
+    assert ledger.balanced and not ledger.dead_lettered
+
+
+async def test_a_worker_that_hangs_loses_its_rows(actors: Actors, address: str) -> None:
+    async with held_by_a_process(actors, address, "--hung", TTL_S) as worker:
+        worker.tell("busy 600")
+        moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
+    assert [row.delivery for row in moved.rows] == [2] * ROWS
+
+
+async def test_a_queue_that_was_stopped_ends_no_lease(tmp_path: Path) -> None:
+    async with child(HOST, tmp_path) as host:
+        address = await host.said()
+        async with QueueWire(address) as queue:
+            actors = Actors(queue)
+            async with held_by_a_process(actors, address, max_attempts=1) as worker:
+                host.signal(signal.SIGSTOP)
+                await asyncio.sleep(4 * TTL_S)  # what is tested: time that passes
+                host.signal(signal.SIGCONT)
+                with pytest.raises(WaitTimeoutError):
+                    await actors.lease(worker="other", wait_s=2 * TTL_S)
+                worker.tell("write")
+                assert await worker.said() == f"written {ROWS} lost 0"
+            ledger = await actors.ledger()
+    assert ledger.balanced and not ledger.dead_lettered
+
+
+async def test_a_queue_that_was_killed_ends_no_lease_of_who_is_still_there(tmp_path: Path) -> None:
+    async with child(HOST, tmp_path) as host:
+        address = await host.said()
+        async with QueueWire(address) as queue:
+            actors = Actors(queue)
+            async with held_by_a_process(
+                actors, address, lease_ttl_s=2 * TTL_S, max_attempts=1
+            ) as worker:
+                host.signal(signal.SIGKILL)
+                async with child(HOST, tmp_path, address.rpartition(":")[2]) as again:
+                    assert await again.said() == address
+                    with pytest.raises(WaitTimeoutError):
+                        await actors.lease(worker="other", wait_s=3 * TTL_S)
+                    worker.tell("write")
+                    assert await worker.said() == f"written {ROWS} lost 0"

@@ -1,0 +1,29 @@
+"""What all tests share: how hypothesis draws, and a world of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from meshrl.trainer.distributed import World
+
+# No example has a deadline: a busy machine may pause for a second anywhere.
+settings.register_profile("meshrl", max_examples=30, deadline=None)
+settings.load_profile("meshrl")
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """One rank on the CPU; torch is imported only where a test asks for it."""
+    import torch
+
+    from meshrl.trainer.distributed import World
+
+    torch.set_num_threads(1)
+    world = World.start("cpu")
+    yield world
+    world.close()

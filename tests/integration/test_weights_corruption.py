@@ -1,0 +1,117 @@
+"""Spoiled weights over a real gRPC server: what flips on the way or at rest is found, mended or withdrawn."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.nouns import Uint8, Version
+from meshrl.services.weights.fleet import ReplicaState
+from meshrl.services.weights.stub import MadeSource
+
+from ..waiting import until
+from .weights_fleet import RUN, opened
+
+
+class OnceRotten(MadeSource):
+    """Hands one bucket out flipped the first time that it is asked for."""
+
+    spoiled = False
+
+    def bucket(self, index: int) -> Uint8:
+        bucket = super().bucket(index)
+        if index == 2 and not self.spoiled:
+            self.spoiled = True
+            bucket = bucket.copy()
+            bucket[17] ^= 1
+        return bucket
+
+
+async def test_a_byte_that_flips_on_the_way_is_sent_again(tmp_path: Path) -> None:
+    async with opened("gloo", tmp_path) as fleet:
+        engine = fleet.join("one")
+        source = OnceRotten(RUN, Version(1, 0))
+        await fleet.carry(source)
+        await until(lambda: fleet.published == [Version(1, 0)])
+        assert source.spoiled
+        assert engine.hashes == source.manifest.bucket_hashes
+
+
+async def test_a_byte_that_flips_on_disk_is_found_and_written_again(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        fleet.join("one")
+        await until(lambda: fleet.state_of("one") is not None)
+        source = fleet.source(0)
+        await fleet.carry(source)
+        path = tmp_path / "weights" / "1.0" / "model-00003-of-00004.safetensors"
+        content = bytearray(path.read_bytes())
+        healthy = bytes(content)
+        content[-5] ^= 1
+        path.write_bytes(content)
+        late = fleet.join("late")
+        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        assert late.hashes == source.manifest.bucket_hashes
+        assert path.read_bytes() == healthy
+
+
+async def test_a_file_cut_short_is_found_and_written_again(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        fleet.join("one")
+        await until(lambda: fleet.state_of("one") is not None)
+        source = fleet.source(0)
+        await fleet.carry(source)
+        path = tmp_path / "weights" / "1.0" / "model-00001-of-00004.safetensors"
+        path.write_bytes(path.read_bytes()[:1000])
+        late = fleet.join("late")
+        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        assert late.hashes == source.manifest.bucket_hashes
+
+
+async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared, stale = tmp_path / "shared", tmp_path / "stale"
+    async with opened("disk", shared) as fleet:
+        good = fleet.join("good")
+        await until(lambda: fleet.state_of("good") is not None)
+        await fleet.carry(fleet.source(0))
+        # A mount of its own, with a flipped byte in it, that no repair of the trainer's reaches.
+        shutil.copytree(shared, stale)
+        path = stale / "weights" / "1.0" / "model-00002-of-00004.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        ill = fleet.join("ill", directory=stale)
+        await until(lambda: fleet.state_of("ill") is ReplicaState.OUT)
+        assert "buckets [1] of weights 1.0 arrived corrupted 3 times" in fleet.reason_of("ill")
+        assert "weights 1.0 arrived wrong: bucket 1: layers.1.down.weight" in caplog.messages
+        await fleet.carry(fleet.source(1))
+        assert good.version == Version(1, 1)
+        assert ill.commits == []
+
+
+class Rotten(MadeSource):
+    """Its memory changed after the manifest was made."""
+
+    def bucket(self, index: int) -> Uint8:
+        bucket = super().bucket(index).copy()
+        bucket[17] ^= 1
+        return bucket
+
+
+async def test_a_version_whose_source_changed_is_withdrawn_and_the_trainer_is_told(
+    carrier: str, tmp_path: Path
+) -> None:
+    async with opened(carrier, tmp_path) as fleet:
+        engines = [fleet.join("one"), fleet.join("two")]
+        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        await fleet.carry(fleet.source(0))
+        with pytest.raises(CorruptError, match=r"trainer's memory changed.*layers\.\d\.up\.weight"):
+            await fleet.carry(Rotten(RUN, Version(1, 1)))
+        assert [engine.commits for engine in engines] == [[Version(1, 0)]] * 2
+        await fleet.carry(fleet.source(2))
+        assert [engine.version for engine in engines] == [Version(1, 2)] * 2
+        assert fleet.published == [Version(1, 0), Version(1, 2)]

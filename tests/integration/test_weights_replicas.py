@@ -1,0 +1,137 @@
+"""Replicas that break, do not fit, hang or are late cost the weight plane themselves alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.nouns import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.services.weights.agent import PoisonedError
+from meshrl.services.weights.fleet import ReplicaState
+from meshrl.services.weights.stub import HashSink
+
+from ..waiting import until
+from .weights_fleet import opened
+
+
+class Poisonable(HashSink):
+    """Breaks in the middle of a commit."""
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        if version.step == 1:
+            raise RuntimeError("half a model")
+        await super().commit_weights(version, on_update)
+
+
+async def test_an_engine_that_breaks_in_a_commit_is_out_and_its_process_is_told_to_end(
+    carrier: str, tmp_path: Path
+) -> None:
+    async with opened(carrier, tmp_path) as fleet:
+        healthy, ill = fleet.join("healthy"), fleet.join("ill", Poisonable())
+        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        await fleet.carry(fleet.source(0))
+        await fleet.carry(fleet.source(1))
+        assert fleet.published == [Version(1, 0), Version(1, 1)]
+        assert (healthy.version, ill.version) == (Version(1, 1), Version(1, 0))
+        assert fleet.state_of("ill") is ReplicaState.OUT
+        assert "half a model" in fleet.reason_of("ill")
+        with pytest.raises(PoisonedError, match="half a model"):
+            await fleet.agents.pop("ill")
+
+
+class Misfit(HashSink):
+    """Another model."""
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        raise UserError("layers.0.up.weight: this model has no such tensor")
+
+
+async def test_weights_that_do_not_fit_the_model_end_that_replica_alone(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        good = fleet.join("good")
+        fleet.join("misfit", Misfit())
+        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        await fleet.carry(fleet.source(0))
+        assert good.version == Version(1, 0)
+        assert "no such tensor" in fleet.reason_of("misfit")
+        with pytest.raises(UserError, match="no such tensor"):
+            await fleet.agents.pop("misfit")
+
+
+class Stuck(HashSink):
+    """Never finishes staging."""
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_replica_without_progress_becomes_suspect_and_then_out_while_the_other_commits(
+    carrier: str, tmp_path: Path
+) -> None:
+    async with opened(carrier, tmp_path, base_s=1.0) as fleet:
+        good = fleet.join("good")
+        fleet.join("stuck", Stuck())
+        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        await fleet.plane.publish(fleet.source(0))
+        await until(lambda: fleet.state_of("stuck") is ReplicaState.SUSPECT)
+        assert fleet.published == []
+        assert good.version is None
+        await fleet.plane.drained()
+        assert fleet.published == [Version(1, 0)]
+        assert good.version == Version(1, 0)
+        assert "PREPARED" in fleet.reason_of("stuck")
+
+
+async def test_a_quorum_commits_and_the_straggler_follows(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    class Slow(HashSink):
+        async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+            await gate.wait()
+            await super().stage_weights(manifest, buckets)
+
+    async with opened("disk", tmp_path, quorum=0.5) as fleet:
+        fast = fleet.join("fast")
+        slow = fleet.join("slow", Slow())
+        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        await fleet.carry(fleet.source(0))
+        assert fleet.published == [Version(1, 0)]
+        assert (fast.version, slow.version) == (Version(1, 0), None)
+        gate.set()
+        await until(lambda: fleet.state_of("slow") is ReplicaState.SERVING)
+        assert slow.version == Version(1, 0)
+
+
+async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quorum_is_lower(
+    tmp_path: Path,
+) -> None:
+    gate = asyncio.Event()
+
+    class Slow(HashSink):
+        async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+            await gate.wait()
+            await super().stage_weights(manifest, buckets)
+
+    async with opened("disk", tmp_path, late_quorum=0.5, late_s=0.0) as fleet:
+        engines = [fleet.join("one"), fleet.join("two")]
+        slow = fleet.join("slow", Slow())
+        await until(lambda: len(fleet.plane.fleet().replicas) == 3)
+        await fleet.carry(fleet.source(0))
+        assert [engine.version for engine in engines] == [Version(1, 0)] * 2
+        assert slow.version is None
+        assert fleet.state_of("slow") is not ReplicaState.OUT
+        await fleet.carry(fleet.source(1))
+        gate.set()
+        await until(lambda: slow.version == Version(1, 1))
+        assert fleet.published == [Version(1, 0), Version(1, 1)]
+
+
+async def test_a_replica_of_another_run_is_told_so(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        fleet.join("stranger", run="elsewhere")
+        with pytest.raises(UserError, match="carries run 'weights-test', not 'elsewhere'"):
+            await fleet.agents.pop("stranger")

@@ -1,0 +1,98 @@
+"""The loop of a stage: whose results are on their way back takes no place, and the queue's silence is a bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+import pytest
+
+from meshrl.contract.nouns import (
+    ROLLOUT_STAGE,
+    LeasedRow,
+    Outcome,
+    PackedGroup,
+    RowWrite,
+    RunSpec,
+    Task,
+    Trajectory,
+    Version,
+    VersionSpan,
+)
+from meshrl.contract.rows import rollout_write
+from meshrl.contract.stage import StageLoop
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+ROWS, LIMIT = 12, 2
+VERSION = Version(1, 0)
+
+
+class Shut(TransferQueue):
+    """Takes no result until its door is opened."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.door = asyncio.Event()
+
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        await self.door.wait()
+        await super().write_packed(run, stage, groups)
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[Shut]:
+    made = await Shut.open(MemoryStore())
+    await made.open_run(RunSpec(run="run", group_size=1, batch_groups=ROWS, max_staleness=0.0))
+    prompt = np.arange(3, dtype=np.int32)
+    tasks = [Task(run="run", task_id=f"t{n}", prompt_ids=prompt) for n in range(ROWS)]
+    await made.admit("run", tasks, cursor="", wait_s=5)
+    await made.publish("run", Version((await made.acquire("run", "trainer")).epoch, 0))
+    yield made
+    await made.close()
+
+
+def sampled(row: LeasedRow) -> RowWrite:
+    trajectory = Trajectory(
+        uid=row.uid,
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=(np.arange(5) > 2).astype(np.uint8),
+        rollout_logprobs=np.zeros(5, dtype=np.float32),
+        spans=(VersionSpan(version=VERSION, start=3, end=5),),
+        response_text="text",
+    )
+    return rollout_write(trajectory, Outcome.OK, "stop", VERSION)
+
+
+async def test_a_result_on_its_way_back_takes_no_place(queue: Shut) -> None:
+    begun = 0
+    changed = asyncio.Event()
+
+    async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
+        nonlocal begun
+        begun += len(rows)
+        changed.set()
+        return [sampled(row) for row in rows]
+
+    loop = StageLoop(
+        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=LIMIT, version=lambda: VERSION
+    )
+    running = asyncio.create_task(loop.run())
+
+    async def until(rows: int) -> None:
+        async with asyncio.timeout(60):
+            while begun < rows:
+                changed.clear()
+                await changed.wait()
+
+    await until(2 * LIMIT)  # none of them is in the queue
+    for _ in range(100):
+        loop.wake()
+        await asyncio.sleep(0)
+    assert begun == 2 * LIMIT  # a queue that takes none back is given no more to wait for
+    queue.door.set()
+    await until(ROWS)
+    loop.drain()
+    await running
+    assert loop.stats.written == ROWS

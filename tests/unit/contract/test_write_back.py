@@ -1,0 +1,176 @@
+"""Results of several calls go to the queue together, and each caller hears of its own rows alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+import pytest
+
+from meshrl.contract import write_back
+from meshrl.contract.errors import FencedError, UnavailableError, UserError
+from meshrl.contract.nouns import (
+    LeasedRow,
+    Outcome,
+    PackedGroup,
+    RowWrite,
+    RunSpec,
+    Task,
+    Trajectory,
+    Uid,
+    Version,
+    VersionSpan,
+)
+from meshrl.contract.rows import rollout_write
+from meshrl.contract.write_back import Refusal, WriteBack
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+ROWS = 6
+VERSION = Version(1, 0)
+
+
+class Watched(TransferQueue):
+    """Remembers how many rows came in each write, and lets none through while its gate is shut."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.begun = asyncio.Event()
+        self.sizes: list[int] = []
+
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        self.sizes.append(sum(len(group.indices) for group in groups))
+        self.begun.set()
+        await self.gate.wait()
+        await super().write_packed(run, stage, groups)
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[Watched]:
+    made = await Watched.open(MemoryStore())
+    yield made
+    await made.close()
+
+
+async def leased(queue: TransferQueue) -> list[LeasedRow]:
+    """Rows of a run that is opened for them, to be sampled."""
+    await queue.open_run(RunSpec(run="run", group_size=1, batch_groups=ROWS, max_staleness=0.0))
+    prompt = np.arange(3, dtype=np.int32)
+    tasks = [Task(run="run", task_id=f"t{n}", prompt_ids=prompt) for n in range(ROWS)]
+    await queue.admit("run", tasks, cursor="", wait_s=5)
+    await queue.publish("run", Version((await queue.acquire("run", "trainer")).epoch, 0))
+    lease = await queue.lease(
+        ["run"], "rollout", worker="w", limit=ROWS, at_least=ROWS, version=VERSION, wait_s=5
+    )
+    return list(lease.rows)
+
+
+def sampled(uid: Uid, tokens: int = 5) -> RowWrite:
+    trajectory = Trajectory(
+        uid=uid,
+        tokens=np.arange(tokens, dtype=np.int32),
+        loss_mask=(np.arange(tokens) > 2).astype(np.uint8),
+        rollout_logprobs=np.zeros(tokens, dtype=np.float32),
+        spans=(VersionSpan(version=VERSION, start=3, end=tokens),),
+        response_text="text",
+    )
+    return rollout_write(trajectory, Outcome.OK, "stop", VERSION)
+
+
+class Back:
+    """A WriteBack of the sampling stage, and calls that bring it a row each."""
+
+    def __init__(self, queue: TransferQueue, *, alone: bool = False) -> None:
+        self.alone = alone
+        self._write_back = WriteBack(queue, "run", "rollout", alone=lambda: self.alone)
+
+    def bring(
+        self, row: LeasedRow, *, token: int | None = None, written: RowWrite | None = None
+    ) -> asyncio.Task[dict[Uid, Refusal]]:
+        tokens = {row.uid: row.token if token is None else token}
+        write = self._write_back.write(tokens, [written or sampled(row.uid)])
+        return asyncio.create_task(write)
+
+
+async def test_results_that_come_while_a_write_is_on_its_way_share_the_next(queue: Watched) -> None:
+    rows = await leased(queue)
+    back = Back(queue)
+    queue.gate.clear()
+    first = back.bring(rows[0])
+    await queue.begun.wait()
+    others = [back.bring(row) for row in rows[1:]]
+    queue.gate.set()
+    assert await asyncio.gather(first, *others) == [{}] * ROWS
+    assert queue.sizes == [1, ROWS - 1]
+    reward = await queue.lease(["run"], "reward", worker="j", limit=ROWS, wait_s=5)
+    assert {row.uid for row in reward.rows} == {row.uid for row in rows}
+
+
+async def test_a_result_waits_for_company_until_nobody_is_at_work(
+    queue: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_back, "GATHER_S", 3600.0)
+    rows = await leased(queue)
+    back = Back(queue)
+    assert await back.bring(rows[0]) == {}
+    waiting = [back.bring(row) for row in rows[1:-1]]
+    await asyncio.sleep(0)
+    assert queue.sizes == [1]
+    back.alone = True
+    await asyncio.gather(back.bring(rows[-1]), *waiting)
+    assert queue.sizes == [1, ROWS - 1]
+
+
+async def test_a_full_write_waits_for_nobody(
+    queue: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_back, "GATHER_S", 3600.0)
+    monkeypatch.setattr(write_back, "MOST_ROWS", 2)
+    rows = await leased(queue)
+    back = Back(queue)
+    await back.bring(rows[0])
+    await asyncio.gather(*(back.bring(row) for row in rows[1:5]))
+    assert queue.sizes == [1, 2, 2]
+
+
+async def test_a_row_that_the_queue_refuses_costs_its_company_nothing(queue: Watched) -> None:
+    rows = await leased(queue)
+    back = Back(queue)
+    fenced = back.bring(rows[0], token=rows[0].token + 1)
+    defect = back.bring(rows[1], written=RowWrite(uid=rows[1].uid, columns={}))
+    others = [back.bring(row) for row in rows[2:]]
+    assert isinstance((await fenced)[rows[0].uid], FencedError)
+    assert isinstance((await defect)[rows[1].uid], UserError)
+    assert await asyncio.gather(*others) == [{}] * (ROWS - 2)
+    reward = await queue.lease(["run"], "reward", worker="j", limit=ROWS, wait_s=5)
+    assert {row.uid for row in reward.rows} == {row.uid for row in rows[2:]}
+
+
+async def test_who_is_cancelled_while_it_writes_for_others_leaves_it_to_the_next(
+    queue: Watched,
+) -> None:
+    rows = await leased(queue)
+    back = Back(queue, alone=True)
+    queue.gate.clear()
+    first = back.bring(rows[0])
+    second = back.bring(rows[1])
+    await queue.begun.wait()
+    third = back.bring(rows[2])
+    await asyncio.sleep(0)
+    first.cancel()
+    queue.gate.set()
+    assert await asyncio.gather(second, third) == [{}, {}]
+    assert first.cancelled()
+    reward = await queue.lease(["run"], "reward", worker="j", limit=ROWS, wait_s=5)
+    assert {row.uid for row in reward.rows} == {rows[1].uid, rows[2].uid}
+
+
+async def test_a_queue_that_is_gone_is_told_to_everybody(queue: Watched) -> None:
+    rows = await leased(queue)
+    back = Back(queue)
+    await queue.close()
+    found = await asyncio.gather(*map(back.bring, rows), return_exceptions=True)
+    assert [type(error) for error in found] == [UnavailableError] * ROWS

@@ -1,0 +1,90 @@
+"""Programs of several ranks without the seconds of imports: one process has imported the trainer, and forks.
+
+stdin  ◀── {"program", "arguments", "ranks", "port", "output"}, a job a line
+stdout ──▶ the exit codes of its ranks, a line
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+class Ranks:
+    """The test's end."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, program: str, arguments: list[object], output: Path, *, ranks: int = 1) -> None:
+        """Run `program` as so many ranks to their end; all must exit with 0. They print into `output`."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        job = {
+            "program": program,
+            "arguments": [*map(str, arguments)],
+            "ranks": ranks,
+            "port": str(port),
+            "output": str(output),
+        }
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        codes = json.loads(self._process.stdout.readline() or "null")
+        assert codes == [0] * ranks, f"{program}: exit codes {codes}"
+
+    def close(self) -> None:
+        with self._process:  # closes its pipes
+            self._process.kill()
+
+
+def serve() -> None:
+    """The end that forks, in a process with nothing but imports behind it."""
+    import meshrl.trainer.loop  # noqa: F401
+
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        children = [start(job, rank) for rank in range(job["ranks"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), file=replies)
+
+
+def start(job: dict[str, Any], rank: int) -> int:
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        if job["ranks"] > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=job["port"],
+            )  # fmt: skip
+        program = str(Path(__file__).with_name(job["program"]))
+        sys.argv = [program, *job["arguments"]]
+        runpy.run_path(program, run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()

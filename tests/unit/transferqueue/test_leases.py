@@ -1,0 +1,125 @@
+"""What ends a lease, and what does not: silence, a broken connection, a queue that cannot hear."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import pytest
+
+from meshrl.contract.errors import WaitTimeoutError
+from meshrl.contract.keeping import Holding
+from meshrl.contract.nouns import LeasedRow, Uid
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.keeping import Agreement
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import WAIT_S, Actors, spec, tasks
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[TransferQueue]:
+    opened = await TransferQueue.open(MemoryStore())
+    yield opened
+    await opened.close()
+
+
+async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt(
+    queue: TransferQueue,
+) -> None:
+    actors = Actors(queue)
+    await actors.start(spec(lease_ttl_s=0.05, max_attempts=1))
+    await actors.feed(tasks(1))
+    with queue.attend("w"):
+        for _ in range(3):
+            lease = await actors.lease(worker="w", wait_s=WAIT_S)
+            assert [row.delivery for row in lease.rows] == [1, 1]
+    assert not await queue.dead_letters("run")
+
+
+async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> None:
+    actors = Actors(queue)
+    await actors.start(spec(lease_ttl_s=0.05, max_attempts=2))
+    await actors.feed(tasks(1))
+    with queue.attend("w"):
+        lease = await actors.lease(worker="w")
+        await queue.renew("run", "rollout", "w", [row.uid for row in lease.rows])
+        again = await actors.lease(worker="w", wait_s=WAIT_S)
+    assert [row.delivery for row in again.rows] == [2, 2]
+
+
+async def test_a_worker_that_comes_back_soon_keeps_its_rows(queue: TransferQueue) -> None:
+    actors = Actors(queue)
+    await actors.start(spec(lease_ttl_s=3600))
+    await actors.feed(tasks(1))
+    with queue.attend("w"):
+        back, gone = (await actors.lease(worker="w")).rows
+    with queue.attend("w"):
+        assert await queue.renew("run", "rollout", "w", [back.uid]) == []
+        again = await actors.lease(worker="other", wait_s=WAIT_S)
+        assert [row.uid for row in again.rows] == [gone.uid]
+        assert await queue.renew("run", "rollout", "w", [back.uid]) == []
+
+
+async def test_the_end_of_a_predecessor_costs_its_successor_nothing(queue: TransferQueue) -> None:
+    actors = Actors(queue)
+    await actors.start(spec(lease_ttl_s=3600))
+    await actors.feed(tasks(1))
+    old = queue.attend("w")
+    old.__enter__()
+    (before,) = (await actors.lease(worker="w", limit=1)).rows
+    await asyncio.sleep(0.01)  # two moments
+    with queue.attend("w"):
+        await asyncio.sleep(0.01)
+        (after,) = (await actors.lease(worker="w", limit=1)).rows
+        old.__exit__(None, None, None)
+        again = await actors.lease(worker="other", wait_s=WAIT_S)
+        assert [row.uid for row in again.rows] == [before.uid]
+        assert await queue.renew("run", "rollout", "w", [after.uid]) == []
+
+
+async def test_a_queue_that_ends_ends_no_lease(queue: TransferQueue) -> None:
+    actors = Actors(queue)
+    await actors.start(spec(lease_ttl_s=0.05))
+    await actors.feed(tasks(1))
+    lease = await actors.lease(worker="w")
+    queue.end_no_lease()
+    with pytest.raises(WaitTimeoutError):
+        await actors.lease(worker="other", wait_s=0.5)
+    await actors.write(lease)
+
+
+def row(name: str, token: int) -> LeasedRow:
+    task = tasks(1)[0]
+    return LeasedRow(uid=Uid("run", name, 0, 1), task=task, columns={}, token=token, delivery=1)
+
+
+def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
+    lost: list[Mapping[Uid, int]] = []
+    holding = Holding("rollout", "w", lost.append)
+    agreement = Agreement(holding)
+    here, there, elsewhere = (agreement.part(has) for has in (bool, bool, lambda run: run == "x"))
+    a, b = row("a", 1), row("b", 1)
+    holding.add([a, b], 5.0)
+    assert here.by_run() == there.by_run() == {"run": {a.uid: 1, b.uid: 1}}
+    assert not elsewhere.by_run()
+    here.lost({b.uid: 1})
+    there.lost({a.uid: 1})
+    assert not lost
+    there.lost({a.uid: 1, b.uid: 1})
+    assert lost == [{b.uid: 1}]
+
+
+def test_what_was_said_of_an_earlier_lease_does_not_count() -> None:
+    lost: list[Mapping[Uid, int]] = []
+    holding = Holding("rollout", "w", lost.append)
+    agreement = Agreement(holding)
+    here, there = agreement.part(bool), agreement.part(bool)
+    old, new = row("a", 1), row("a", 2)
+    holding.add([old], 5.0)
+    here.lost({old.uid: 1})
+    holding.drop([old])
+    holding.add([new], 5.0)
+    holding.drop([old])
+    there.lost({new.uid: 2})
+    assert not lost and holding.still({new.uid: 2}) == [new.uid]

@@ -1,0 +1,108 @@
+"""Rows of a group brought together before they are worked on: what they begin with alike is computed once.
+
+    some rows of a group ──▶ wait for the others, at most PATIENCE_S ──▶ one piece of work at a time, on all due
+
+consumes: rows as they were leased. waits for: their siblings, then the work before theirs. unblocked by: the last
+sibling, MOST_WAITING, PATIENCE_S; the end of the work. produces: results for each caller's own rows. A group is
+trained whole, so its rows lose nothing by waiting for each other, unless some never come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from meshrl.contract.nouns import LeasedRow, Uid
+from meshrl.contract.stage import StageResult
+
+PATIENCE_S = 1.0
+"""For siblings that another worker has, that failed and are sampled anew, or that the group does without."""
+MOST_WAITING = 512
+"""Rows; beyond them the oldest wait no longer."""
+MOST_AT_ONCE = 256
+"""Rows in one piece of work."""
+GROUPS_KNOWN = 4096
+"""Of how many groups it is remembered how many rows came; of older ones the last waits in vain."""
+
+Work: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """The rows of one caller, of one group."""
+
+    rows: Sequence[LeasedRow]
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+    results: list[StageResult] | None = None
+
+
+class Siblings:
+    """Brings rows together for `work`. Belongs to one event loop."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._parts: list[_Part] = []
+        """Not worked on yet, in the order in which they came."""
+        self._seen: dict[tuple[str, str], int] = {}
+        """Rows that came of groups that are not complete, by run and task."""
+        self._one_at_a_time = asyncio.Lock()
+
+    async def results(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
+        """What `work` makes of `rows`, all of one group.
+
+        Whoever is due first works on all that are due. It alone hears of an error; then, or when it is cancelled, the
+        next one works.
+        """
+        part = _Part(rows)
+        self._parts.append(part)
+        self._join(part)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE_S):
+                    await part.due.wait()
+            part.due.set()
+            async with self._one_at_a_time:
+                if part.results is None:
+                    await self._work_on(self._batch(part))
+        finally:
+            with suppress(ValueError):
+                self._parts.remove(part)
+        assert part.results is not None
+        return part.results
+
+    def _join(self, part: _Part) -> None:
+        """Whose wait ends now that `part` is here."""
+        first = part.rows[0]
+        group = first.uid.run, first.uid.task
+        seen = self._seen.pop(group, 0) + len(part.rows)
+        if seen >= first.task.group_size:
+            for other in self._parts:
+                if (other.rows[0].uid.run, other.rows[0].uid.task) == group:
+                    other.due.set()
+        else:
+            self._seen[group] = seen
+            if len(self._seen) > GROUPS_KNOWN:
+                del self._seen[next(iter(self._seen))]
+        waiting = [each for each in self._parts if not each.due.is_set()]
+        if sum(len(each.rows) for each in waiting) > MOST_WAITING:
+            waiting[0].due.set()
+
+    def _batch(self, own: _Part) -> list[_Part]:
+        """What is due, `own` first."""
+        batch, count = [own], len(own.rows)
+        for part in self._parts:
+            if part is not own and part.due.is_set() and count + len(part.rows) <= MOST_AT_ONCE:
+                batch.append(part)
+                count += len(part.rows)
+        return batch
+
+    async def _work_on(self, batch: Sequence[_Part]) -> None:
+        found = await self._work([row for part in batch for row in part.rows])
+        result_of: dict[Uid, StageResult] = {result.uid: result for result in found}
+        for part in batch:
+            part.results = [result_of[row.uid] for row in part.rows]
+            with suppress(ValueError):  # whose caller has been cancelled meanwhile
+                self._parts.remove(part)

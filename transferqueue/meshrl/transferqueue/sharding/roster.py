@@ -1,0 +1,282 @@
+"""What a router knows: the shards, which of them each run is on, where tasks are; and how it learns of more.
+
+    watch.py ── the roll is another one ──▶ learn: reach the shards that were added, bring every known run to them
+    a call that meets Grown ──────────────▶ catch_up ──▶ the call is made anew
+
+**A router uses a shard only after it has brought it up to what shard 0 said once the run was on it; whoever tells
+shard 0 something looks afterwards whether the run is on more shards.** So each shard of a run has heard of everything
+before anybody works there, whichever of the routers was killed in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from meshrl.contract.errors import FencedError, NotFoundError, UserError
+from meshrl.contract.nouns import RunSpec, RunState
+from meshrl.transferqueue.sharding import membership, roll
+from meshrl.transferqueue.sharding.asking import all_of
+from meshrl.transferqueue.sharding.places import Places
+from meshrl.transferqueue.sharding.placing import Grown, Members
+from meshrl.transferqueue.sharding.port import Shard
+from meshrl.transferqueue.sharding.roll import Roll
+from meshrl.transferqueue.sharding.taking import Taking
+from meshrl.transferqueue.sharding.watch import Watch
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+Dial: TypeAlias = Callable[[str], Awaitable[Shard]]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of an open run."""
+
+    spec: RunSpec
+    members: Members
+    taking: Taking
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Those of the run."""
+        return self.taking.shards
+
+
+class Roster:
+    """The shards and runs of one router."""
+
+    def __init__(self, shards: Sequence[Shard], addresses: Sequence[str], dial: Dial | None):
+        self.shards = list(shards)
+        """All that are known, by number; it only ever gets longer."""
+        self.watch = Watch(self.shards[0])
+        self.places = Places(self.shards)
+        self._addresses = list(addresses)
+        self._dial = dial
+        self._enrolled = 0
+        self._learning = asyncio.Lock()
+        self._runs: dict[str, Known] = {}
+
+    # --- shards
+
+    async def add_shard(self, address: str) -> int:
+        """See ShardedQueue."""
+        await self._learn()
+        if address in self._addresses:
+            number = self._addresses.index(address)
+            raise UserError(f"the queue at {address} is shard {number} of this one already")
+        added = await self._dialled(address)
+        first, number = self.shards[0], len(self.shards)
+        runs = (await first.note(roll.ROLL)).runs
+        for run in runs:
+            membership.check(run, await membership.recorded(first, run), number)
+        await roll.enrol(self.shards, self._addresses, added, address)
+        await self._learn()
+        for run in runs:
+            await self.known(run)
+        return number
+
+    async def has_shard(self, address: str) -> bool:
+        """See ShardedQueue."""
+        await self._learn()
+        return address in self._addresses
+
+    async def enrolled(self) -> int:
+        """See ShardedQueue."""
+        await self._learn()
+        return self._enrolled
+
+    async def learned(self) -> str:
+        """The roll that is known, after learning what there is to learn."""
+        while self.watch.due():
+            await self._learn()
+        assert self.watch.learned is not None
+        return self.watch.learned
+
+    async def _learn(self) -> None:
+        """Reach the shards that were added, and bring every run that is known to all of them."""
+        async with self._learning:
+            while (text := await self.watch.read()) != self.watch.learned:
+                try:
+                    if text:
+                        await self._reach(Roll.parse(text))
+                    for known in list(self._runs.values()):
+                        await self._bring(known.spec, text)
+                except UserError:
+                    if await self.watch.read() == text:
+                        raise
+                else:
+                    self.watch.learn(text)
+
+    async def _with_roll(self, call: Callable[[str], Awaitable[Answer]]) -> Answer:
+        """`call` with the roll that is known; anew when it failed, and the roll is another one by then."""
+        while True:
+            since = await self.learned()
+            try:
+                return await call(since)
+            except UserError:
+                if await self.watch.read() == since:
+                    raise
+                await self._learn()
+
+    async def _reach(self, written: Roll) -> None:
+        """Raises UserError when another queue has the address of a shard by now."""
+        for number in range(len(self.shards), len(written.addresses)):
+            address = written.addresses[number]
+            shard = await self._dialled(address)
+            await roll.check_known_as(shard, address, number, written)
+            self.shards.append(shard)
+            self._addresses.append(address)
+        self._enrolled = len(written.addresses)
+
+    async def _dialled(self, address: str) -> Shard:
+        if self._dial is None:
+            raise UserError(
+                f"the queue has more than the {len(self.shards)} shards named, one at {address}: name all"
+            )
+        return await self._dial(address)
+
+    # --- runs
+
+    def has(self, number: int) -> Callable[[str], bool]:
+        """Whether a run is on the shard of that number, as far as is known."""
+
+        def asked(run: str) -> bool:
+            known = self._runs.get(run)
+            return known is not None and number < known.members.count
+
+        return asked
+
+    async def known(self, run: str) -> Known:
+        """Of an open run. Raises NotFoundError."""
+        if self.watch.due():
+            await self._learn()
+        known = self._runs.get(run)
+        return known if known else await self._with_roll(partial(self._find, run))
+
+    async def _find(self, run: str, since: str) -> Known:
+        first = self.shards[0]
+        state = await first.run_state(run)
+        members = await membership.recorded(first, run)
+        membership.check(run, members, len(self.shards))
+        if members.grown or members.count < self._enrolled:
+            # Whoever made the run larger may have died before it was open everywhere.
+            await self._bring(state.spec, since)
+            return self._runs[run]
+        return self._know(state.spec, members, since)
+
+    async def open_ones(self, runs: Sequence[str]) -> Mapping[str, Known]:
+        """Those of `runs` that are open."""
+        found = {}
+        for run in runs:
+            with suppress(NotFoundError):
+                found[run] = await self.known(run)
+        return found
+
+    async def open(self, spec: RunSpec) -> RunState:
+        """Open a run on all shards that there are."""
+        return await self._with_roll(lambda since: self._open(spec, since, len(self.shards)))
+
+    async def _bring(self, spec: RunSpec, since: str) -> None:
+        """Open a run on all shards that are enrolled, and on those that others have opened it on."""
+        members = await membership.recorded(self.shards[0], spec.run)
+        membership.check(spec.run, members, len(self.shards))
+        await self._open(spec, since, max(members.count, self._enrolled))
+
+    async def _open(self, spec: RunSpec, since: str, available: int) -> RunState:
+        members = await membership.join(self.shards[0], spec.run, available)
+        first, *others = self.shards[:available]
+        state = await first.open_run(spec)
+        await all_of(shard.open_run(spec) for shard in others)
+        # Shard 0 hears of everything last, but for epochs: whoever is behind it missed something. An epoch that began
+        # since then has its own trainer to bring the shards along.
+        with suppress(FencedError):
+            await all_of(shard.follow(state, "") for shard in others)
+        self._know(spec, members, since)
+        return state
+
+    def _know(self, spec: RunSpec, members: Members, since: str) -> Known:
+        known = self._runs.get(spec.run)
+        if known is None or (known.members, known.taking.since) != (members, since):
+            taking = Taking(
+                run=spec.run,
+                shards=self.shards[: members.count],
+                members=members,
+                watch=self.watch,
+                since=since,
+                plans=known.taking.plans if known else OrderedDict(),
+            )
+            known = self._runs[spec.run] = Known(spec, members, taking)
+        return known
+
+    # --- calls that outlive a shard more
+
+    async def has_grown(self, known: Known) -> bool:
+        """True when the run is on more shards by now."""
+        return await membership.recorded(self.shards[0], known.spec.run) != known.members
+
+    async def catch_up(self, run: str) -> None:
+        """Learn what there is to learn of a run."""
+        await self._learn()
+        await self._with_roll(partial(self._bring, self._runs[run].spec))
+
+    async def while_it_grows(self, run: str, call: Callable[[Known], Awaitable[Answer]]) -> Answer:
+        """`call`, anew whenever it says that there are more shards."""
+        while True:
+            try:
+                return await call(await self.known(run))
+            except Grown:
+                await self.catch_up(run)
+
+    async def everywhere(
+        self, run: str, call: Callable[[Shard], Awaitable[Answer]]
+    ) -> list[Answer]:
+        """Call every shard of a run, shard 0 when all others have answered; the answers, its own first."""
+        while True:
+            known = await self.known(run)
+            first, *others = known.shards
+            answers = await all_of(call(shard) for shard in others)
+            told = [await call(first), *answers]
+            if not await self.has_grown(known):
+                return told
+            await self.catch_up(run)
+
+    # --- where tasks are
+
+    async def by_shard(
+        self, run: str, items: Sequence[Item], task_of: Callable[[Item], str]
+    ) -> Mapping[int, Sequence[Item]]:
+        """`items` by the shard that has their task."""
+        members = (await self.known(run)).members
+        return await self.places.by_shard(run, members, items, task_of)
+
+    async def routed(
+        self,
+        run: str,
+        items: Sequence[Item],
+        task_of: Callable[[Item], str],
+        call: Callable[[Mapping[int, Sequence[Item]]], Awaitable[Answer]],
+    ) -> Answer:
+        """`call` with `items` by shard; anew where they were not found and the run is on more shards by now.
+
+        For rows of which somebody else told, who may know of shards that are unknown here.
+        """
+        known = await self.known(run)
+        try:
+            return await call(await self.by_shard(run, items, task_of))
+        except NotFoundError:
+            if not await self.has_grown(known):
+                raise
+            await self.catch_up(run)
+            return await call(await self.by_shard(run, items, task_of))
+
+    def handed_out(self, run: str, tasks: Iterable[str], number: int) -> None:
+        """A shard has handed these tasks out: nobody need be asked where they are."""
+        known = self._runs.get(run)
+        if known is not None and known.members.grown:
+            self.places.note(run, tasks, number)

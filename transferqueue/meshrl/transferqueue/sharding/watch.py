@@ -1,0 +1,80 @@
+"""Hears of shards that are added, for one router: a question to shard 0 that waits until the roll is another one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Never
+
+from meshrl.transferqueue.sharding.placing import Grown
+from meshrl.transferqueue.sharding.port import Note, Shard
+from meshrl.transferqueue.sharding.roll import ROLL
+
+DAY_S: Final = 86_400.0
+
+
+class Watch:
+    """One question at a time, for everybody who works through the router.
+
+    waits for: a roll other than the one learned. unblocked by: a write of it on shard 0. A question that fails, since
+    shard 0 was away for longer than its wire's patience, is asked again by the next call. produces: Grown.
+    """
+
+    def __init__(self, first: Shard) -> None:
+        self._first = first
+        self._asking: asyncio.Task[Note] | None = None
+        self._changed = asyncio.Event()
+        self.learned: str | None = None
+        """The roll, as written, that the router has learned; None before the first one."""
+
+    async def close(self) -> None:
+        """Ask no more; idempotent."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def read(self) -> str:
+        """The roll as it is written now."""
+        return (await self._first.note(ROLL)).text
+
+    def learn(self, text: str) -> None:
+        """The router knows of everything in this roll: ask for the next one."""
+        if text != self.learned and self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+        self.learned = text
+        self._ask()
+        self._ring()
+
+    def due(self) -> bool:
+        """True when there is something to learn."""
+        if self.learned is None:
+            return True
+        self._ask()
+        return self._told() not in (None, self.learned)
+
+    async def news(self, since: str) -> Never:
+        """Wait until the roll is another one than `since`, and raise Grown."""
+        while self.learned == since and not self.due():
+            await self._changed.wait()
+        raise Grown
+
+    def _ask(self) -> None:
+        if self._asking is None or (self._asking.done() and self._told() is None):
+            question = self._first.note(ROLL, other_than=self.learned, wait_s=DAY_S)
+            self._asking = asyncio.ensure_future(question)
+            self._asking.add_done_callback(self._answered)
+
+    def _answered(self, asking: asyncio.Task[Note]) -> None:
+        if not asking.cancelled() and asking.exception() is None:
+            self._ring()
+
+    def _ring(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+    def _told(self) -> str | None:
+        """What was answered; a question that failed is no answer."""
+        asking = self._asking
+        if asking is None or not asking.done() or asking.cancelled() or asking.exception():
+            return None
+        return asking.result().text
