@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 EXPIRED = "lease expired"
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """Rows of one group as they were granted; their payload is read once the grant is durable."""
 
     extract: Extract
@@ -30,8 +28,7 @@ class Granted:
     deliveries: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedWrite:
+class CheckedWrite(NamedTuple):
     """Columns that may be added, for rows that are held under one token."""
 
     group: Group

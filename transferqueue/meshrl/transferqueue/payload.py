@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError
@@ -18,8 +18,7 @@ TASKS_CACHED = 4096
 """Packed tasks kept in RAM: siblings and later stages read the same one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """One stored frame, and which of its rows are wanted."""
 
     key: bytes
@@ -32,8 +31,7 @@ class Wanted:
     """The checksum that the frame must carry: a store that returns another row's frame is found out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extract:
+class Extract(NamedTuple):
     """What to read for some rows of one group; it stays right whatever becomes of the group meanwhile."""
 
     rows: Siblings
