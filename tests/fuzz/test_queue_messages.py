@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from meshrl.contract.errors import MeshError
+from meshrl.contract.keeping import Holding
 from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
@@ -26,6 +27,7 @@ from meshrl.v1 import queue_pb2
 
 from ..contract.queue_actors import Actors, spec, task, tasks
 from ..contract.queue_again_suite import more_of
+from ..waiting import until
 from .messages import Recorder, Request, ways_to_spoil
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
@@ -33,6 +35,8 @@ CALLS = int(os.environ.get("FUZZ_CALLS", "60"))
 """Spoiled calls of each method."""
 WAIT_S = 0.5
 """Of a spoiled call: some ask to wait for what never comes."""
+ATTENDED_S = 0.05
+"""Of one that lasts until its caller hangs up if it is understood."""
 METHODS: dict[str, MethodDescriptor] = dict(
     queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_name
 )
@@ -57,8 +61,9 @@ class Scene:
     requests: dict[str, list[Request]]
     channel: grpc.aio.Channel
 
-    async def send(self, method: str, request: Request, wait_s: float = WAIT_S) -> grpc.StatusCode:
+    async def send(self, method: str, request: Request, wait_s: float = 0.0) -> grpc.StatusCode:
         """The status of a call made of bytes."""
+        wait_s = wait_s or (ATTENDED_S if method == "Attend" else WAIT_S)
         call = self.channel.stream_stream(f"/meshrl.v1.Queue/{method}")(
             iter(request), timeout=wait_s
         )
@@ -95,6 +100,10 @@ async def recorded(address: str) -> dict[str, list[Request]]:
     try:
         async with QueueWire(f"127.0.0.1:{port}", patience_s=1) as wire:
             await every_verb(wire)
+            # A stream of its own, open as long as somebody keeps what a worker holds.
+            keeping = asyncio.create_task(wire.keep(Holding("rollout", "idle", lambda lost: None)))
+            await until(lambda: "/meshrl.v1.Queue/Attend" in recorder.requests)
+            keeping.cancel()
         async with QueueWire(f"127.0.0.1:{port}", shared_memory_bytes=1 << 16) as lending:
             await lending.fetch("run", [], ["tokens"])
     finally:

@@ -17,6 +17,7 @@ from meshrl.services.cli import mesh as cli_mesh
 from meshrl.services.config import load_recipe
 from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.doors.queue_admin import QueueAdminDoor
+from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.queue_metrics import QueueCollector
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.up.book import BOOK_NAME, AddressBook
@@ -25,6 +26,7 @@ from meshrl.services.wires.queue_admin import QueueAdminWire
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
 
 from ..contract.queue_actors import Actors, spec, tasks
 from ..unit.transferqueue.test_backup import change
@@ -70,8 +72,8 @@ async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncItera
         recipe.run.path / BOOK_NAME
     )
     store = stores.build(recipe.queue, recipe.queue_path)
-    queue = await TransferQueue.open(store)
-    doors = [QueueDoor(queue), QueueAdminDoor(QueueAdmin(queue, store))]
+    queue = await ShardQueue.open(store)
+    doors = [QueueDoor(queue), ShardDoor(queue), QueueAdminDoor(QueueAdmin(queue, store))]
     async with Server(ServerSettings(), doors) as server:
         server.registry.register(QueueCollector(queue, store))
         await server.ready()

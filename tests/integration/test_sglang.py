@@ -103,6 +103,23 @@ def lose_newest_file(staging: Path) -> None:
     max(files, key=lambda file: int(file.parent.name)).unlink()
 
 
+# Capacity
+
+
+async def test_rows_are_leased_by_the_tokens_that_the_servers_cache_holds(make: Maker) -> None:
+    engine = await make("--max-total-tokens", "8000", slots=64)
+    assert engine.stats().capacity == 8000 // (2 * LONG)  # nothing is known but what may be asked
+    await commit(engine, 1)
+    await sample(engine, ask("short", max_tokens=90))
+    asked = len(ask("short", max_tokens=90).prompt_ids) + 90
+    assert engine.stats().capacity == min(64, 8000 // asked)
+
+
+async def test_without_an_account_of_its_cache_slots_are_the_bound(make: Maker) -> None:
+    engine = await make("--max-total-tokens", "0", slots=5)
+    assert engine.stats().capacity == 5
+
+
 # Updates
 
 

@@ -245,6 +245,21 @@ async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_we
         np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
 
 
+async def test_rows_are_leased_by_the_tokens_that_the_servers_cache_holds(
+    owner: ServerEngine, checkpoint: Path
+) -> None:
+    config = tied().config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    held = (64 << 20) // token_bytes
+    options = {"url": owner.url, "eos_token_ids": [], "max_model_len": LONG}
+    wide = build(options, model=checkpoint, slots=10_000, tokenizer=Words())
+    await wide.start()
+    try:
+        assert held // LONG - 1 <= wide.stats().capacity <= held // LONG
+    finally:
+        await wide.close()
+
+
 async def test_weights_that_do_not_fit_are_refused_before_the_server_hears_of_them(
     engine: ServerEngine,
 ) -> None:

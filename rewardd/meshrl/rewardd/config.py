@@ -109,7 +109,7 @@ class RewardConfig(Config):
     slots: PositiveInt = 256
     """Rows that the service holds at once."""
     rows_per_call: PositiveInt = 16
-    """Rows whose scores are written back together."""
+    """Rows that one call of the judge scores."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> RewardConfig:

@@ -52,7 +52,7 @@ class RewardStage:
             judge: What scores.
             worker: This stage's name in leases.
             limit: Rows held at once.
-            rows_per_call: Rows whose scores are written back together.
+            rows_per_call: Rows that one call of the judge scores.
             keep_inputs: Runs whose rows also keep what was scored (`reward_inputs`), so that it can be scored again.
             token_rewards: Runs whose rows carry a reward for each token (`token_rewards`).
             token_ends: Tells judges of those runs which token ends where (`extra_info["token_ends"]`).

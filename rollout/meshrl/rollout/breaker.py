@@ -34,6 +34,8 @@ SPARED = 4
 From there on it counts again, so that a row that breaks every engine is given up in the end."""
 PROBES = 8
 """An engine that failed so many probes in a row is not coming back by itself: its process is to be replaced."""
+FIRST_PROBES = 3
+"""The same, of an engine that has answered nothing yet."""
 
 
 class BreakerState(StrEnum):
@@ -57,7 +59,7 @@ class Breaker:
         wake: Callable[[], None],
         give_up: Callable[[str], None],
     ) -> None:
-        """`wake` is called when more is let through; `give_up`, with the last fault, after PROBES probes in vain."""
+        """`wake` is called when more is let through; `give_up`, with the last fault, after so many probes in vain."""
         self.state = BreakerState.CLOSED
         self.last_fault = ""
         self.opened = 0
@@ -74,6 +76,7 @@ class Breaker:
         self._good = 0
         """Requests that succeeded since the last fault."""
         self._probes = 0
+        self._answered = False
         self._faults_of: dict[Uid, int] = {}
         """Of rows, since the last success."""
         self._timer: asyncio.TimerHandle | None = None
@@ -99,6 +102,7 @@ class Breaker:
         if self.state is BreakerState.OPEN:
             return  # it began before
         self._faults_of.clear()
+        self._answered = True
         self._probes = 0
         self._good += 1
         if self._good >= self._config.window:
@@ -148,7 +152,7 @@ class Breaker:
         )
         self._enter(BreakerState.OPEN)
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._half_open)
-        if self._probes >= PROBES:
+        if self._probes >= (PROBES if self._answered else FIRST_PROBES):
             self._give_up(self.last_fault)
 
     def _half_open(self) -> None:

@@ -195,13 +195,18 @@ class Conversation:
         """The row. The reason is the last turn's and the outcome the reason's (`OUTCOMES`), unless given."""
         reason = self.finish_reason if finish_reason is None else finish_reason
         tokens = self.tokens
+        turn = self.turns[0] if self.turns else None
+        if turn is not None and len(turn.tokens) == len(tokens) - self._prompt:
+            text = turn.text  # decoded before
+        else:
+            text = self._tokenizer.decode(tokens[self._prompt :].tolist())
         trajectory = Trajectory(
             uid=self.uid,
             tokens=tokens,
             loss_mask=np.concatenate(self._mask),
             rollout_logprobs=np.concatenate(self._logprobs),
             spans=tuple(self._spans),
-            response_text=self._tokenizer.decode(tokens[self._prompt :].tolist()),
+            response_text=text,
         )
         found = OUTCOMES.get(reason, Outcome.CANCELLED) if outcome is None else outcome
         return Rollout(trajectory=trajectory, outcome=found, finish_reason=reason)

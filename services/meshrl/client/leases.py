@@ -104,6 +104,7 @@ class HeldLease:
             self._writing -= mine.keys()
         for uid in mine:
             self._held.pop(uid, None)
+        self._holding.drop(row for row in self._granted.rows if row.uid in mine)
         return tuple(row.uid for row in rows if row.uid not in written)
 
     async def fail(self, uid: Uid, reason: str, *, outcome: Outcome = Outcome.INFRA_FAULT) -> None:

@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
 from meshrl.contract.config import Config
-from meshrl.contract.errors import MeshError, UnavailableError, UserError
+from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError
 from meshrl.services import tls
 from meshrl.services.config.tls import TlsConfig
 from meshrl.services.errors import as_status
@@ -40,12 +40,17 @@ from meshrl.services.interceptor import Around, AroundInterceptor, Context
 from meshrl.services.metrics import CallMetrics, MetricsEndpoint
 from meshrl.services.process import keep_memory
 from meshrl.services.transport import SERVER_OPTIONS
+from meshrl.services.up.exits import Exit
 
 log = logging.getLogger(__name__)
 
 HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
 EXIT_USER: Final = 2
 EXIT_INTERRUPTED: Final = 130
+
+
+class FruitlessError(InfraError):
+    """A service ends because what it works with failed all the time: another life may go the same way."""
 
 
 class ServerSettings(Config):
@@ -319,4 +324,6 @@ def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
 
 def _report(error: MeshError) -> int:
     print(f"error: {error}", file=sys.stderr)
+    if isinstance(error, FruitlessError):
+        return Exit.FRUITLESS
     return EXIT_USER if isinstance(error, UserError) else 1

@@ -130,7 +130,7 @@ async def add(plan: Plan, address: str) -> None:
     """Add a shard, unless somebody who was killed has done so; whoever adds one at the same time may be faster."""
     async with connect_queue(plan.addresses, patience_s=PATIENCE_S) as queue:
         assert isinstance(queue, ShardedQueue)
-        while not await queue.has_shard(address):
+        while address not in await queue.addresses():
             with suppress(ConflictError):
                 await queue.add_shard(address)
 

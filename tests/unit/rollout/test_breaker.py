@@ -10,7 +10,14 @@ import pytest
 
 from meshrl.contract.errors import InfraError, UnavailableError, UserError
 from meshrl.contract.nouns import GenerateDelta, GenerateRequest, SamplingParams, Uid, Version
-from meshrl.rollout.breaker import PROBES, SPARED, Breaker, BreakerState, WatchedGenerator
+from meshrl.rollout.breaker import (
+    FIRST_PROBES,
+    PROBES,
+    SPARED,
+    Breaker,
+    BreakerState,
+    WatchedGenerator,
+)
 from meshrl.rollout.config import BreakerConfig
 
 ROW = Uid("run", "task", 0, 0)
@@ -98,10 +105,13 @@ async def test_what_began_before_it_opened_changes_nothing(room: Room) -> None:
     assert room.breaker.opened == 1
 
 
-async def test_a_replica_that_fails_every_probe_is_given_up() -> None:
+@pytest.mark.parametrize(("answers", "probes"), [(1, PROBES), (0, FIRST_PROBES)])
+async def test_a_replica_that_fails_every_probe_is_given_up(answers: int, probes: int) -> None:
     room = Room(SHORT)
+    for _ in range(answers):
+        room.breaker.succeeded()
     room.fail(5)
-    for _ in range(PROBES):
+    for _ in range(probes):
         assert not room.gone
         await room.until(BreakerState.HALF_OPEN)
         room.fail(1)

@@ -48,6 +48,28 @@ def test_a_queue_of_several_shards_is_several_services_that_all_are_told_of(tmp_
     assert made.book.peers()["trainer"] == entries["trainer"].address
 
 
+def test_a_shard_that_is_added_is_told_to_nobody_until_it_is_enlisted(tmp_path: Path) -> None:
+    made, _ = plan(tmp_path, "queue.shards=2")
+    shard = made.new_shard(no_probe)
+    assert shard.name == "queue-2" and "queue-2" not in made.book.services
+    entry = made.of_shard("queue-2")
+    argv = shard.argv()
+    assert argv[-7:] == (
+        *("queue-2", "--host", entry.host, "--port", str(entry.port)),
+        *("--metrics-port", str(entry.metrics_port)),
+    )
+    made.enlist("queue-2")
+    assert AddressBook.load(tmp_path / "mesh.json").peers()["queue"].endswith(entry.address)
+    assert shard.argv() == argv
+    assert made.new_shard(no_probe).name == "queue-3"
+
+
+def test_a_queue_of_one_process_gets_no_shard_while_it_runs(tmp_path: Path) -> None:
+    made, _ = plan(tmp_path)
+    with pytest.raises(UserError, match=r"start it with queue\.shards=2"):
+        made.new_shard(no_probe)
+
+
 @pytest.mark.parametrize(
     ("shards", "name", "number"), [(1, "queue", 0), (1, "queue-0", 0), (3, "my-queue-2", 2)]
 )

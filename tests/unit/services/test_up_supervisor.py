@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.errors import ConflictError, UnavailableError, UserError
 from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
 from meshrl.services.up.supervisor import Supervisor, Verdict
@@ -33,6 +35,10 @@ class Log(list[tuple[str, str]]):
 
     def of(self, name: str) -> list[str]:
         return [line for who, line in self if who == name]
+
+
+async def never() -> bool:
+    return False
 
 
 @contextlib.asynccontextmanager
@@ -354,9 +360,70 @@ async def test_an_added_service_is_supervised_and_drained_like_the_others() -> N
 
 async def test_an_added_service_that_keeps_failing_does_not_end_the_run() -> None:
     log = Log()
-    supervisor = Supervisor([process("queue", WORKS)], log)
+    works = process("rollout-0", WORKS, fleet="rollout")
+    supervisor = Supervisor([process("queue", WORKS), works], log)
     async with running(supervisor) as run:
-        supervisor.add(process("rollout-1", "print('error: no model'); exit(2)", expendable=True))
+        added = process("rollout-1", "print('error: no model'); exit(2)", fleet="rollout")
+        supervisor.add(replace(added, expendable=True))
         await until(lambda: supervisor.states["rollout-1"].phase == "failed")
         assert not run.done()
     assert "the run goes on without it: rollout-1: no model" in log.of("up")
+
+
+async def test_a_service_that_is_taken_on_ends_the_run_only_once_it_was_ready() -> None:
+    log = Log()
+    supervisor = Supervisor([process("queue-0", WORKS)], log)
+    async with running(supervisor) as run:
+        await until(lambda: supervisor.states["queue-0"].phase == "ready")
+        with pytest.raises(UnavailableError, match="queue-1 cannot be started: no disk"):
+            await supervisor.take_on(
+                process("queue-1", "print('error: no disk'); exit(2)", probe=never)
+            )
+        assert "queue-1" not in supervisor.states
+        await supervisor.take_on(process("queue-1", WORKS))
+        pid = supervisor.states["queue-1"].pid
+        await supervisor.dismiss("queue-1")
+        assert not alive(pid) and not run.done()
+        await supervisor.take_on(process("queue-1", WORKS, cannot_restart="it is in memory"))
+        os.kill(supervisor.states["queue-1"].pid, signal.SIGKILL)
+        verdict = await run
+    assert "queue-1 was killed by SIGKILL and cannot be restarted" in verdict.line
+
+
+BURNS = "raise RuntimeError('the disk is on fire')"
+
+
+async def test_the_run_goes_on_without_one_of_a_fleet_that_keeps_failing() -> None:
+    log = Log()
+    services = [
+        process("rollout-0", WORKS, fleet="rollout"),
+        process("rollout-1", BURNS, fleet="rollout"),
+    ]
+    supervisor = Supervisor(services, log)
+    async with running(supervisor) as run:
+        await until(lambda: supervisor.states["rollout-1"].phase == "failed")
+        assert not run.done()
+    assert any("goes on without it: rollout-1 failed 3 times" in line for line in log.of("up"))
+
+
+async def test_a_fleet_that_fails_as_a_whole_ends_the_run_in_one_line() -> None:
+    services = [process(f"rollout-{n}", BURNS, fleet="rollout") for n in range(2)]
+    verdict = await Supervisor([process("queue", WORKS), *services], Log()).run()
+    assert verdict.code == Exit.FAILED
+    assert re.fullmatch(
+        r"no rollout worker is left of 2: rollout-[01] failed 3 times in a row; "
+        r"it last said: RuntimeError: the disk is on fire",
+        verdict.line,
+    )
+
+
+async def test_lives_in_which_nothing_got_done_are_failures_however_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshrl.services.up.supervisor.QUICK_S", 0.0)
+    fruitless = f"import sys; print('error: the engine fails'); sys.exit({Exit.FRUITLESS})"
+    verdict = await Supervisor([process("rollout-0", fruitless, fleet="rollout")], Log()).run()
+    assert (verdict.code, verdict.line) == (
+        Exit.FAILED,
+        "rollout-0 failed 3 times in a row; it last said: error: the engine fails",
+    )

@@ -214,3 +214,57 @@ def test_status_says_how_a_replica_gets_its_weights_or_why_it_does_not() -> None
     assert (
         _weights_line(replace(view, state=ReplicaState.JOINING, carrier="")) == "weights: joining"
     )
+
+
+class Drifting(MadeSource):
+    """Versions of which one word in fifty differs from the one before."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__("r", Version(1, step), dtype="bfloat16")
+        self._step = step
+
+    def bucket(self, index: int) -> np.ndarray:
+        words = (
+            MadeSource("r", Version(1, 0), dtype="bfloat16").bucket(index).copy().view(np.uint16)
+        )
+        for step in range(1, self._step + 1):
+            words[step % 50 :: 50] ^= step
+        return words.view(np.uint8)
+
+
+CODING = 1e9
+"""Bytes of a version that are scanned, coded and applied a second."""
+
+
+async def over(link: float, versions: int) -> tuple[list[str], float]:
+    """What `auto` chooses over a link of so many bytes a second, and its seconds beside those of `gloo` alone."""
+    ways = Ways(WeightsConfig(carrier="auto", among=("gloo", "delta")), Place(directory=Path()))
+    await ways.start()
+    peer = Peer(name="far", host="elsewhere", carriers=("gloo", "delta"))
+    used, spent, alone = [""], 0.0, 0.0
+    for step in range(versions):
+        source = Drifting(step)
+        way = await ways.choose(peer, source)
+        whole = source.manifest.total_bytes
+        sent = whole / 50 if way.carrier == used[-1] == "delta" else whole
+        seconds = sent / link + (whole / CODING if way.carrier == "delta" else 0.0)
+        ways.observe(way, source.manifest.version, seconds, 0.0)
+        ways.committed(source)
+        used.append(way.carrier)
+        spent += seconds
+        alone += whole / link
+    await ways.close()
+    return used[1:], spent / alone
+
+
+async def test_over_a_slow_link_only_what_changed_is_sent_once_that_was_tried() -> None:
+    used, share = await over(link=1e7, versions=4 * EXPLORE_EVERY)
+    assert set(used[: EXPLORE_EVERY - 1]) == {"gloo"}
+    assert used[-2 * EXPLORE_EVERY :].count("delta") >= 2 * EXPLORE_EVERY - 2
+    assert share < 0.5
+
+
+async def test_over_a_fast_link_coding_does_not_pay_and_trying_it_costs_little() -> None:
+    used, share = await over(link=2e10, versions=8 * EXPLORE_EVERY)
+    assert used[-EXPLORE_EVERY:].count("gloo") >= EXPLORE_EVERY - 2
+    assert share < 1.0 + 3 * EXPLORE_SHARE

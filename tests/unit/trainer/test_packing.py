@@ -6,7 +6,7 @@ import torch
 
 from meshrl.contract.nouns import Batch, BatchRow, Int32, Outcome, Uid, Version
 from meshrl.trainer.batch import schedule
-from meshrl.trainer.packing import layout_of, pack, plan
+from meshrl.trainer.packing import cut_alike, layout_of, pack, plan
 
 LENGTHS = np.random.default_rng(0).integers(2, 300, 101).tolist()
 
@@ -121,3 +121,12 @@ def test_siblings_stay_together_while_they_are_a_small_part_of_a_micro_batch() -
     assert sorted(map(sorted, micros(10, 1))) == [[0, 1, 2]]
     assert all(len(groups) <= 2 for groups in micros(20, 1))  # two rows stay together
     assert len(micros(100, 1)) == 12  # too large to share a pack at all
+
+
+def test_packs_cut_alike_keep_rows_that_begin_alike_together() -> None:
+    prompts = [np.full(6, token, dtype=np.int32) for token in (1, 2, 3)]
+    rows = [np.append(prompts[n % 3], np.int32(n)).astype(np.int32) for n in range(9)]
+    assert cut_alike(rows, 21) == [(0, 3, 6), (1, 4, 7), (2, 5, 8)]
+    assert sorted(cut_alike(rows, 0)) == [(n,) for n in range(9)]
+    assert cut_alike([np.zeros(40, np.int32), *rows], 21)[0] == (0,)
+    assert cut_alike([], 21) == []

@@ -37,6 +37,19 @@ async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt(
     assert not await queue.dead_letters("run")
 
 
+async def test_rows_of_a_life_that_ended_were_an_attempt_though_another_has_begun(
+    queue: TransferQueue,
+) -> None:
+    actors = Actors(queue)
+    await actors.start(spec(lease_ttl_s=0.5, max_attempts=2))
+    await actors.feed(tasks(1))
+    with queue.attend("w"):
+        await actors.lease(worker="w")
+    with queue.attend("w"):
+        again = await actors.lease(worker="w", wait_s=WAIT_S)
+    assert [row.delivery for row in again.rows] == [2, 2]
+
+
 async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> None:
     actors = Actors(queue)
     await actors.start(spec(lease_ttl_s=0.05, max_attempts=2))

@@ -59,6 +59,22 @@ def cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
     return _cut(lengths, range(len(lengths)), max_tokens)
 
 
+def cut_alike(rows: Sequence[Int32], max_tokens: int) -> list[tuple[int, ...]]:
+    """Packs of at most `max_tokens` tokens in which rows that begin alike stand together, as far as they fit.
+
+    A row that is longer has a pack of its own; with `max_tokens` 0 each has.
+    """
+    packs: list[list[int]] = []
+    tokens = max_tokens + 1
+    for row in sorted(range(len(rows)), key=lambda row: rows[row].tobytes()):
+        tokens += len(rows[row])
+        if tokens > max_tokens:
+            packs.append([])
+            tokens = len(rows[row])
+        packs[-1].append(row)
+    return [tuple(sorted(pack)) for pack in packs]
+
+
 def _deal(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
     """Rows to parts of near-equal token sums; inside a part, rows keep their order."""
     heap = [(0, part) for part in range(parts)]

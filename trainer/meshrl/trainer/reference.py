@@ -27,7 +27,7 @@ from meshrl.contract.nouns import (
 from meshrl.contract.ports import LogProbs, Queue
 from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
 from meshrl.trainer.model import Policy, load_hf
-from meshrl.trainer.packing import pack, plan
+from meshrl.trainer.packing import cut_alike, pack
 from meshrl.trainer.siblings import Siblings
 
 
@@ -82,9 +82,8 @@ class ReferenceModel:
     @torch.no_grad()
     def _forward(self, rows: Sequence[Int32], temperature: float) -> list[Float32]:
         budget = 0 if self._deterministic else self._max_tokens
-        made = plan([len(row) for row in rows], ranks=1, max_tokens=budget)
         results = [np.zeros(len(row), dtype=np.float32) for row in rows]
-        for micro in made.ranks[0]:
+        for micro in cut_alike(rows, budget):
             chosen = [rows[index] for index in micro]
             packed = pack(chosen, [1] * len(chosen)).to(self._device)
             logprobs, _ = self._policy(packed, temperature)

@@ -42,7 +42,8 @@ class QueueConfig(Config):
     path: Path | None = None
     """Folder of the disk store; none means `<run.dir>/queue`."""
     shards: PositiveInt = 1
-    """Queue processes, each with a store of its own (`queue`, `queue-1`, …). May grow from one start to the next."""
+    """Queue processes, each with a store of its own (`queue`, `queue-1`, …). May grow from one start to the next, and
+    from 2 on while the run goes on: `meshrl queue add-shard`."""
     durability: Durability = "always"
     """What a power cut may cost: `always` nothing that was acknowledged (fsync), `everysec` the last second or two,
     `none` everything. kill -9 of the queue costs nothing with any of them (but for the memory store)."""

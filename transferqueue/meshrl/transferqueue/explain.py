@@ -66,7 +66,7 @@ def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
             by_holder[held.stage, held.worker].append(held)
     for (stage, worker), leases in by_holder.items():
         oldest = min(held.since for held in leases)
-        ends = min(held.deadline for held in leases) - now
+        ends = min(held.deadline for held in leases) - run.expiry.now()
         yield Waiting(
             who=f"{sum(held.mask.bit_count() for held in leases)} rows",
             what=f"stage {names[stage]} by {worker}, the first lease ends in {ends:.1f} s",

@@ -495,7 +495,8 @@ class TransferQueue(RowVerbs):
         )
 
     def _expired(self, held: Grant) -> None:
-        attended = bool(self._attended.get(held.worker))
+        # One that came after the grant is another life of the worker: the one that was granted the rows died.
+        attended = any(began <= held.since for began in self._attended.get(held.worker, ()))
         leases.expired(self._runs[held.group.run], held, attended=attended)
 
     async def _recover(self) -> None:

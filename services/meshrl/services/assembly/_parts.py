@@ -37,7 +37,9 @@ async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
 async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
     """Declare one run. Raises UserError when a run of this name exists with other settings."""
     given = queue.num_shards if isinstance(queue, ShardedQueue) else 1
-    if given != recipe.queue.shards:
+    wanted = recipe.queue.shards
+    enrolled = await queue.enrolled() if isinstance(queue, ShardedQueue) else 0
+    if given != wanted and max(given, wanted) > enrolled:
         raise UserError(
             f"the recipe has queue.shards={recipe.queue.shards}, and --queue names {given}:"
             " give the addresses of all shards, in order, separated by commas"

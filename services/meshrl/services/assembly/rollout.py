@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
+from meshrl.contract.errors import InfraError
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.library import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
@@ -23,7 +24,7 @@ from meshrl.services.doors.rollout import RolloutDoor
 from meshrl.services.gateway.metrics import GatewayMetrics
 from meshrl.services.gateway.serving import gateway_of
 from meshrl.services.queues import queue_of
-from meshrl.services.runtime import Server
+from meshrl.services.runtime import FruitlessError, Server
 from meshrl.services.site import Site
 from meshrl.services.transport import CHANNEL_OPTIONS
 from meshrl.services.weights.agent import WeightAgent
@@ -94,5 +95,9 @@ async def run(recipe: Recipe, site: Site) -> None:
                 await work_until_stopped(
                     server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=agent.run()
                 )
+            except InfraError as error:
+                if worker.stats.written:
+                    raise
+                raise FruitlessError(error.message) from error
             finally:
                 await engine.close()

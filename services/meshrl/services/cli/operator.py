@@ -9,11 +9,12 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from meshrl.services.cli.mesh import PATIENCE_S, Mesh
-from meshrl.services.queues import build_store
+from meshrl.services.queues import build_store, connect_queue
 from meshrl.services.up.book import run_lock
 from meshrl.services.wires.queue_admin import QueueAdminWire
 from meshrl.transferqueue.audit import Audit, audit
 from meshrl.transferqueue.sharding.books import add
+from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.store import Operation, Store
 
 Answer = TypeVar("Answer")
@@ -69,8 +70,8 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
     async def ask() -> list[Answer]:
         answers: list[Answer] = []
         if mesh.stopped is None:
-            for number, address in enumerate(mesh.queue.split(",")):
-                async with QueueAdminWire(address.strip(), patience_s=PATIENCE_S) as wire:
+            for number, address in enumerate(await _all_shards(mesh.queue)):
+                async with QueueAdminWire(address, patience_s=PATIENCE_S) as wire:
                     answers.append(await question(wire, number))
             return answers
         recipe = mesh.stopped
@@ -85,7 +86,17 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
 
 def shards_of(mesh: Mesh) -> int:
     """How many processes the queue is, or was."""
-    return mesh.queue.count(",") + 1 if mesh.stopped is None else mesh.stopped.queue.shards
+    if mesh.stopped is not None:
+        return mesh.stopped.queue.shards
+    return len(asyncio.run(_all_shards(mesh.queue)))
+
+
+async def _all_shards(addresses: str) -> Sequence[str]:
+    """The addresses given, and those of shards that were added meanwhile."""
+    async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
+        if isinstance(queue, ShardedQueue):
+            return await queue.addresses()
+    return [addresses.strip()]
 
 
 def verify_all(mesh: Mesh) -> Audit:

@@ -47,7 +47,9 @@ KNOWN: Mapping[str, Lazy] = {
     "ledger": Lazy(f"{COMMANDS}.ledger:ledger", "Where every admitted row is."),
     "why-waiting": Lazy(f"{COMMANDS}.why_waiting:why_waiting", "What blocks, since when, and who."),
     "dead-letters": Lazy(f"{COMMANDS}.dead_letters:dead_letters", "Rows given up; `replay` them."),
-    "queue": Lazy(f"{COMMANDS}.queue:queue", "Back up, restore and verify what a queue stores."),
+    "queue": Lazy(
+        f"{COMMANDS}.queue:queue", "Back up, restore, verify what a queue stores; add a shard."
+    ),
     "reward": Lazy(f"{COMMANDS}.reward:reward", "Reward functions, submitted while training runs."),
     "health": Lazy(f"{COMMANDS}.health:health", "Is the service at HOST:PORT ready?"),
     "config": Lazy(

@@ -132,9 +132,11 @@ class Written:
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
-    """Write `recipe` with every default filled in: what a run really ran with."""
+    """Write `recipe` with every default filled in: what a run really ran with. A reader sees all of it or none."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    path.write_text(text)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.nouns import TrainerStatus
+from meshrl.services.fleet_waits import fleet_waits
 from meshrl.services.queues import connect_queue
 from meshrl.services.up.board import Board
 from meshrl.services.up.book import AddressBook
@@ -84,7 +85,12 @@ class Observer:
                 try:
                     self._board.ledger = await queue.ledger(self._board.run)
                     if self._board.stuck:
-                        self._board.waiting = await queue.why_waiting(self._board.run)
+                        fleet = self._book().of_kind("rollout")
+                        addresses = {name: entry.address for name, entry in fleet.items()}
+                        self._board.waiting = [
+                            *await fleet_waits(addresses),
+                            *await queue.why_waiting(self._board.run),
+                        ]
                 except MeshError as error:
                     log.debug("queue: %s", error)
                 await asyncio.sleep(EVERY_S)

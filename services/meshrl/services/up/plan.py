@@ -84,6 +84,8 @@ class Plan:
         self._fixed = fixed
         self._path = book_path
         self._taken: set[int] = set(fixed.values())
+        self._apart: dict[str, Entry] = {}
+        """Shards that nobody works with yet, by name."""
         self.book = AddressBook(run=recipe.run.name, recipe=recipe_path, services={})
         for name in self._kinds:
             self._choose(name)
@@ -101,6 +103,44 @@ class Plan:
         self._choose(name)
         self.book.save(self._path)
         return replace(self._service(name, "rollout", probe_of), expendable=True)
+
+    def new_shard(self, probe_of: ProbeOf) -> Service:
+        """One more queue process, in the book once `enlist` says so. Raises UserError on a single queue."""
+        shards = len(self._of_kind("queue"))
+        if shards == 1:
+            raise UserError(
+                "the queue of this run is one process, which nobody routes to: stop the run and start it with"
+                " queue.shards=2; it goes on, and its groups stay where they are"
+            )
+        name = f"queue-{shards}"
+        service = self._service(name, "queue", probe_of)
+
+        def choose() -> None:
+            if name not in self.book.services:
+                self._apart[name] = self._entry(name, "queue")
+
+        def argv() -> tuple[str, ...]:
+            entry = self.of_shard(name)
+            return (
+                *(sys.executable, "-m", "meshrl.services.cli", "serve", "queue"),
+                *(str(self.book.recipe), f"queue.shards={shards + 1}", "--name", name),
+                *("--host", entry.host, "--port", str(entry.port)),
+                *("--metrics-port", str(entry.metrics_port)),
+            )
+
+        choose()
+        probe = probe_of(lambda: self.of_shard(name))
+        return replace(service, argv=argv, probe=probe, on_port_taken=choose)
+
+    def of_shard(self, name: str) -> Entry:
+        """Where a queue process listens, whether it is in the book or not."""
+        return self._apart.get(name) or self.book.services[name]
+
+    def enlist(self, name: str) -> None:
+        """Everybody who starts from here on is told of the shard `name`."""
+        self._kinds[name] = "queue"
+        self.book = self.book.with_entry(name, self._apart.pop(name))
+        self.book.save(self._path)
 
     def remove(self, name: str) -> None:
         """Nobody listens there any more."""
@@ -126,15 +166,18 @@ class Plan:
             finite=rule.finite,
             leads=rule.leads,
             removable=rule.removable,
+            fleet=kind if rule.removable else "",
             cannot_restart=FORGETFUL if kind == "queue" and self._forgetful else "",
             on_port_taken=None if name in self._fixed else lambda: self._replace(name),
         )
 
     def _choose(self, name: str) -> None:
+        self.book = self.book.with_entry(name, self._entry(name, self._kinds[name]))
+
+    def _entry(self, name: str, kind: str) -> Entry:
         host = "127.0.0.1"
         port = self._fixed.get(name) or self._free(host)
-        entry = Entry(kind=self._kinds[name], host=host, port=port, metrics_port=self._free(host))
-        self.book = self.book.with_entry(name, entry)
+        return Entry(kind=kind, host=host, port=port, metrics_port=self._free(host))
 
     def _free(self, host: str) -> int:
         port = free_port(host, self._taken)

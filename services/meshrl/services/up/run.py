@@ -24,6 +24,7 @@ from meshrl.services.up.health import health_probe
 from meshrl.services.up.logs import MergedLog
 from meshrl.services.up.observe import Observer
 from meshrl.services.up.plan import Plan
+from meshrl.services.up.shards import Shards, grown
 from meshrl.services.up.supervisor import Supervisor, Verdict
 from meshrl.services.up.view import final_table, live_view, step_line, waiting_lines
 
@@ -42,6 +43,7 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
         UserError: the run's directory is in use, or `fixed_ports` names no service.
     """
     tls.use(recipe.tls)
+    recipe = grown(recipe)
     directory = recipe.run.path
     directory.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
@@ -87,7 +89,8 @@ async def _supervise(
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
         showing = _live(board, console) if live else _lines(board, log)
         fleet = Fleet(plan, supervisor, health_probe, partial(log, "up"))
-        door = control_door(recipe.run.path, fleet.verbs)
+        shards = Shards(recipe, plan, supervisor, health_probe, partial(log, "up"))
+        door = control_door(recipe.run.path, {**fleet.verbs, **shards.verbs})
         async with observer.observing(), showing, door:
             verdict = await supervisor.run()
     return verdict, board

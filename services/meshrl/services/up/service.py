@@ -39,8 +39,11 @@ class Service:
     """True: when it is done, the run is done."""
     removable: bool = False
     """True: it may be drained while the run goes on."""
+    fleet: str = ""
+    """Services of one fleet stand in for each other: the run goes on without those that keep failing, while one is
+    left. Empty: nobody does its work."""
     expendable: bool = False
-    """True: the run goes on without it where it cannot be started or keeps failing."""
+    """True: of a fleet, and the run goes on also where it finds something wrong with its recipe or options."""
     cannot_restart: str = ""
     """Why it must not be started again after a crash; empty where it may."""
     on_port_taken: Callable[[], None] | None = None

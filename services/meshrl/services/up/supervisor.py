@@ -2,6 +2,7 @@
 
     start:  wave 0 ──ready──▶ wave 1 ──ready──▶ ...        one `_keep` task per service owns its processes
     fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
+    parts:  `take_on` starts one more that the run needs once it is ready · `dismiss` ends and forgets it
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
     drain:  drain wave 0 ──ended──▶ drain wave 1 ──▶ ...   SIGTERM, then SIGKILL after each service's own deadline
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from meshrl.contract.errors import ConflictError, MeshError, UserError
+from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
 from meshrl.services.up.child import Child, LineSink
 from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 QUICK_S = 5.0
 """A service that ends before it was ready, or less than this after, failed quickly."""
 QUICK_FAILURES = 3
-"""That many in a row are a crash loop."""
+"""That many in a row are a crash loop; so are as many lives in which nothing got done."""
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 PROBE_EVERY_S = 0.1
@@ -49,6 +50,8 @@ Phase = Literal[
     "done",
     "stopped",
 ]
+GONE: frozenset[Phase] = frozenset({"failed", "drained"})
+"""Services that do no work any more."""
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Event] = {}
+        self._on_trial: set[str] = set()
         self._signalled: set[int] = set()
         """Processes that were asked to drain: a second signal would end them at once."""
         self._ready = {service.name: asyncio.Event() for service in services}
@@ -143,6 +147,36 @@ class Supervisor:
         self.states[service.name] = State()
         self._services.append(service)
         self._keep_alive(service)
+
+    async def take_on(self, service: Service) -> None:
+        """Start one more service, and return when it is ready: from then on the run needs it.
+
+        Raises:
+            UnavailableError: it cannot be started; the run goes on without it. ConflictError: as `add`.
+        """
+        self._on_trial.add(service.name)
+        self.add(service)
+        await first_of(
+            self._ready[service.name].wait(),
+            asyncio.shield(self._keepers[service.name]),
+            self._over.wait(),
+        )
+        if not self._ready[service.name].is_set():
+            child = self._children.get(service.name)
+            said = child.last_error.removeprefix("error: ") if child else "it has no process"
+            await self.dismiss(service.name)
+            self.check_running()
+            raise UnavailableError(f"{service.name} cannot be started: {said}")
+        self._on_trial.discard(service.name)
+
+    async def dismiss(self, name: str) -> None:
+        """End a service that was taken on, and forget it."""
+        self._leaving[name].set()
+        await asyncio.shield(self._keepers[name])
+        self._on_trial.discard(name)
+        self._services = [each for each in self._services if each.name != name]
+        for told in (self.states, self._ready, self._leaving, self._keepers, self._children):
+            told.pop(name, None)
 
     async def drain(self, name: str) -> bool:
         """End one service for good; the run goes on. True when it drained in time, False when it had to be killed.
@@ -232,14 +266,15 @@ class Supervisor:
                 ports_tried += 1
                 service.on_port_taken()
                 continue
-            if service.cannot_restart:
+            if service.cannot_restart and service.name not in self._on_trial:
                 line = (
                     f"{service.name} {_how(code)} and cannot be restarted: {service.cannot_restart}"
                 )
                 self._end(Verdict(code=Exit.FAILED, line=line))
                 return
             alive_s = asyncio.get_running_loop().time() - (child.ready_at or child.started)
-            quick = quick + 1 if not ready or alive_s < QUICK_S else 1
+            useless = not ready or alive_s < QUICK_S or code == Exit.FRUITLESS
+            quick = quick + 1 if useless else 1
             if quick >= QUICK_FAILURES:
                 line = f"{service.name} failed {quick} times in a row; it last said: {child.last_error}"
                 self._fail(service, Verdict(code=Exit.FAILED, line=line))
@@ -252,12 +287,22 @@ class Supervisor:
         state.phase = "drained" if leaving.is_set() else "stopped"
 
     def _fail(self, service: Service, verdict: Verdict) -> None:
-        """A service that is not coming back: the end of the run, unless that can go on without it."""
-        if not service.expendable:
-            self._end(verdict)
-            return
+        """A service that is not coming back: the end of the run, unless others of its fleet do its work."""
         self.states[service.name].phase = "failed"
-        self._sink("up", f"the run goes on without it: {verdict.line}")
+        without = f"the run goes on without it: {verdict.line}"
+        if service.name in self._on_trial:
+            self._sink("up", without)
+            return
+        self._ready[service.name].set()  # whoever waits for its wave must not wait for this one
+        fleet = [s.name for s in self._services if service.fleet and s.fleet == service.fleet]
+        left = [name for name in fleet if self.states[name].phase not in GONE]
+        if left and (service.expendable or verdict.code != Exit.USER_ERROR):
+            self._sink("up", without)
+            return
+        if len(fleet) > 1 and not left:
+            line = f"no {service.fleet} worker is left of {len(fleet)}: {verdict.line}"
+            verdict = Verdict(code=verdict.code, line=line)
+        self._end(verdict)
 
     async def _start(self, service: Service) -> Child:
         child = await Child.start(service, self._sink)

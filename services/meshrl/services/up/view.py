@@ -111,7 +111,8 @@ def waiting_lines(board: Board) -> list[str]:
     if not board.waiting:
         return [board.trainer.waiting_for] if board.trainer.waiting_for else []
     return [
-        f"{wait.who}: {wait.what}, for {wait.since_s:.0f} s"
+        f"{wait.who}: {wait.what}"
+        + (f", for {wait.since_s:.0f} s" if wait.since_s else "")
         + (f" ({', '.join(wait.owners[:4])})" if wait.owners else "")
         for wait in board.waiting[:3]
     ]

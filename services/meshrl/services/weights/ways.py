@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,8 @@ class Way:
     """How one version gets to one replica."""
 
     carrier: str
+    measured_as: str
+    """What the chooser calls it: a carrier that sends what changed is two, with a base and without."""
     endpoint: str
     receivers: str
     """The class that the replica belongs to."""
@@ -101,20 +103,31 @@ class Ways:
         chosen = self._chosen.get(receivers)
         if chosen is not None and chosen[0] == version:
             return chosen[1]
-        work = self._work(reaching, source)
-        rates = {name: each.rate for name, each in self._traits.items()}
+        last = chosen[1].carrier if chosen else ""
+        options = {
+            f"{name} from a base" if self._has_base(name, last) else name: name for name in reaching
+        }
+        work = self._work(options, source)
+        rates = {option: self._traits[name].rate for option, name in options.items()}
         while True:
-            name = self._chooser.choose(receivers, work, rates)
+            option = self._chooser.choose(receivers, work, rates)
+            name = options[option]
             try:
                 endpoint = await self._prepare(name, source)
             except MeshError as error:
-                self._chooser.failed(receivers, name)
+                self._chooser.failed(receivers, option)
                 if len(work) == 1:
                     raise
                 logger.warning("weights cannot go by %s: %s", name, error)
-                del work[name]
+                del work[option]
             else:
-                way = Way(carrier=name, endpoint=endpoint, receivers=receivers, work=work[name])
+                way = Way(
+                    carrier=name,
+                    measured_as=option,
+                    endpoint=endpoint,
+                    receivers=receivers,
+                    work=work[option],
+                )
                 self._chosen[receivers] = (version, way)
                 return way
 
@@ -125,11 +138,11 @@ class Ways:
     def observe(self, way: Way, version: Version, seconds: float, opening_s: float) -> None:
         """A version has arrived: `opening_s` until the replica was ready for it, `seconds` from then on."""
         seconds += self._staging_s.get((way.carrier, version), 0.0)
-        self._chooser.observe(way.receivers, way.carrier, way.work, seconds, opening_s)
+        self._chooser.observe(way.receivers, way.measured_as, way.work, seconds, opening_s)
 
     def failed(self, way: Way) -> None:
         """A version has not arrived, and the carrier may be why: the next attempt chooses anew."""
-        self._chooser.failed(way.receivers, way.carrier)
+        self._chooser.failed(way.receivers, way.measured_as)
         self._chosen.pop(way.receivers, None)
 
     def committed(self, source: WeightSource) -> None:
@@ -146,10 +159,14 @@ class Ways:
             if name in peer.carriers and (here or each.reach != "host")
         ]
 
-    def _work(self, names: Iterable[str], source: WeightSource) -> dict[str, float]:
+    def _has_base(self, name: str, last: str) -> bool:
+        """Whether what changed is enough: what a replica holds of a version that came otherwise is no base."""
+        return self._traits[name].sparse and name == last and self._committed is not None
+
+    def _work(self, options: Mapping[str, str], source: WeightSource) -> dict[str, float]:
         total = float(source.manifest.total_bytes)
-        work = dict.fromkeys(names, total)
-        sparse = [name for name in work if self._traits[name].sparse]
+        work = dict.fromkeys(options, total)
+        sparse = [option for option, name in options.items() if option != name]
         if len(work) > 1 and sparse and self._committed is not None:
             # Scanning and applying, and what is sent: about 1.5 bytes for each that changed.
             changed = density(self._committed, source)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from meshrl.contract.errors import FencedError, NotFoundError, UserError
+from meshrl.contract.errors import FencedError, InfraError, NotFoundError, UserError
 from meshrl.contract.nouns import RunSpec, RunState
 from meshrl.transferqueue.sharding import membership, roll
 from meshrl.transferqueue.sharding.asking import all_of
@@ -76,15 +76,20 @@ class Roster:
         for run in runs:
             membership.check(run, await membership.recorded(first, run), number)
         await roll.enrol(self.shards, self._addresses, added, address)
-        await self._learn()
-        for run in runs:
-            await self.known(run)
+        try:
+            await self._learn()
+            for run in runs:
+                await self.known(run)
+        except UserError as error:
+            raise InfraError(
+                f"shard {number} is added, and a run not yet on it: {error}"
+            ) from error
         return number
 
-    async def has_shard(self, address: str) -> bool:
+    async def addresses(self) -> Sequence[str]:
         """See ShardedQueue."""
         await self._learn()
-        return address in self._addresses
+        return tuple(self._addresses)
 
     async def enrolled(self) -> int:
         """See ShardedQueue."""

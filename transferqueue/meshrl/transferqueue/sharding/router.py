@@ -83,9 +83,9 @@ class ShardedQueue(RowVerbs):
         """
         return await self._roster.add_shard(address)
 
-    async def has_shard(self, address: str) -> bool:
-        """True when the queue at `address` is one of the shards."""
-        return await self._roster.has_shard(address)
+    async def addresses(self) -> Sequence[str]:
+        """Where all shards are, by number."""
+        return await self._roster.addresses()
 
     async def enrolled(self) -> int:
         """How many shards there are by what shard 0 has noted; 0 where none was ever added to a run that went on."""

@@ -38,6 +38,7 @@ from meshrl.contract.nouns import (
     Version,
     WeightManifest,
 )
+from meshrl.rollout.capacity import Room, Running
 from meshrl.rollout.decoder.stopping import StopStrings
 from meshrl.rollout.engines._server.answer import Answer, ended
 from meshrl.rollout.engines._server.checkpoint import (
@@ -100,6 +101,7 @@ class ServerEngine:
         self._borders = 0
         """Updates begun. A request that sees it change waits for the server's account of its tokens."""
         self._rate = Rate()
+        self._room = Room(slots=slots, longest=1)
         self._updates = 0
         self._update_pause_s = 0.0
 
@@ -139,6 +141,7 @@ class ServerEngine:
         except BaseException:
             self._staging.close()
             raise
+        self._room = Room(slots=self._gate.slots, longest=self.max_model_len)
         self._up = True
         self._keeper = asyncio.create_task(self._keep(), name=f"{self._host.name} keeper")
 
@@ -245,7 +248,7 @@ class ServerEngine:
         return EngineStats(
             version=self.version,
             running=self._gate.running,
-            capacity=self._gate.slots,
+            capacity=self._room.capacity(self._host.cache_tokens),
             tokens_generated=self._rate.total,
             tokens_per_s=self._rate.per_s if self._gate.running else 0.0,
             updates=self._updates,
@@ -256,15 +259,23 @@ class ServerEngine:
 
     async def _answer(self, request: GenerateRequest, ask: Ask, push: Push) -> None:
         """One request, from waiting for a slot to its last delta."""
+        prompt = len(ask.token_ids)
+        sequence = self._room.begin(prompt=prompt, longest=prompt + ask.max_tokens)
+        whole = False
         try:
             async with self._gate.slot(self._serving):
-                await self._relay(request, ask, push)
+                await self._relay(request, ask, push, sequence)
+                whole = True
         except MeshError as error:
             if not isinstance(error, UserError):
                 self._suspect.set()
             push(error)
+        finally:
+            self._room.end(sequence, whole=whole)
 
-    async def _relay(self, request: GenerateRequest, ask: Ask, push: Push) -> None:
+    async def _relay(
+        self, request: GenerateRequest, ask: Ask, push: Push, sequence: Running
+    ) -> None:
         client, borders = self._host.client, self._borders
         answer = Answer(
             self._version,
@@ -278,7 +289,9 @@ class ServerEngine:
         async with contextlib.aclosing(client.generate(request_id, ask, salt)) as chunks:
             async for chunk in chunks:
                 was_stopped = answer.stopped
-                self._rate.add(answer.add(chunk))
+                fresh = answer.add(chunk)
+                self._rate.add(fresh)
+                sequence.now += fresh
                 if chunk.finish_reason:
                     for delta in answer.rest(chunk):
                         push(delta)

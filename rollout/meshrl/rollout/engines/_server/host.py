@@ -51,6 +51,10 @@ class Client(Protocol):
         """The version's label that the server stamps on tokens now. Raises MeshError."""
         ...
 
+    async def cache_tokens(self) -> int:
+        """Tokens that the server's KV cache holds; 0 where it does not say."""
+        ...
+
     async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
         """Serve the weights in `directory` as `version`; what runs is treated as `on_update` says.
 
@@ -123,6 +127,8 @@ class Host:
         self._server: Server | None = None
         self._client: Client | None = None
         self._was_up = False
+        self.cache_tokens = 0
+        """What the server's KV cache holds; 0 where it does not say."""
 
     @property
     def name(self) -> str:
@@ -157,6 +163,8 @@ class Host:
             patience = START_S if self._command or self._was_up else URL_START_S
             await self._ready(self._config.start_s or patience)
             await self._kind.check(client, checkpoint, max_length)
+            self.cache_tokens = await client.cache_tokens()
+            log.info("%s at %s: %s", self.name, url, _room(self.cache_tokens))
             self._was_up = True
         except BaseException:
             await self.close()
@@ -261,6 +269,12 @@ def _command(kind: Kind[Any], config: ServerConfig) -> tuple[str, ...]:
             "that has it, or the `url` of a running server"
         )
     return (sys.executable, *kind.module)
+
+
+def _room(cache_tokens: int) -> str:
+    if not cache_tokens:
+        return "it does not say how many tokens its cache holds, rows are leased by slots"
+    return f"its cache holds {cache_tokens} tokens"
 
 
 def _free_port() -> int:

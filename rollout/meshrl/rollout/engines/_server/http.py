@@ -74,6 +74,14 @@ class Http:
             return {}
         return answer if isinstance(answer, dict) else {}
 
+    async def text(self, route: str, *, wait_s: float) -> str:
+        """What a GET of `route` answers; empty where the server does not offer it, or does not answer in time."""
+        try:
+            response = await self._http.get(route, timeout=wait_s)
+        except httpx.HTTPError:
+            return ""
+        return response.text if response.is_success else ""
+
     async def stream(
         self, route: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[Mapping[str, Any], None]:

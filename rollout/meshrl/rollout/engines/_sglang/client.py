@@ -86,6 +86,11 @@ class Client(Http):
         """The version's label that the server stamps on tokens now. Raises what `call` does."""
         return str((await self.call("GET", "/model_info"))["weight_version"])
 
+    async def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds; 0 where the server does not say."""
+        info = await self.call("GET", "/server_info")
+        return int(info.get("max_total_num_tokens") or 0)
+
     async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
         """Pause, replace the weights by those in `directory`, label them, go on.
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from meshrl.contract.errors import InfraError
 from meshrl.contract.nouns import OnUpdate, Version
 from meshrl.rollout.engines._server.answer import Chunk
@@ -19,6 +21,7 @@ GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of token-in/token-out requests."""
+METRICS_S = 10.0
 PAUSE = {
     OnUpdate.DRAIN: {"mode": "wait", "clear_cache": "true"},
     OnUpdate.INTERRUPT: {"mode": "keep", "clear_cache": "true"},
@@ -54,6 +57,10 @@ class Client(Http):
     async def label(self) -> str:
         """The version's label that the server stamps on tokens now. Raises what `call` does."""
         return str((await self.call("GET", "/weight_info"))["weight_version"])
+
+    async def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds, over all engine cores, by the labels of its metrics; 0 without metrics."""
+        return cache_tokens(await self.text("/metrics", wait_s=METRICS_S))
 
     async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
         """Pause, replace the weights by those in `directory`, label them, resume.
@@ -97,6 +104,28 @@ class Client(Http):
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last chunk."""
         await self.call("POST", ABORT, json={"request_ids": [ID_PREFIX + request_id]})
+
+
+def cache_tokens(metrics: str) -> int:
+    """What `vllm:cache_config_info` says, a sample for each engine core.
+
+    `kv_cache_size_tokens` counts groups of layers that share blocks; servers without it have one kind of layer.
+    """
+    total = 0
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == "vllm:cache_config_info":
+                told = sample.labels
+                tokens = _whole(told.get("kv_cache_size_tokens"))
+                total += tokens or _whole(told.get("num_gpu_blocks")) * _whole(
+                    told.get("block_size")
+                )
+    return total
+
+
+def _whole(text: str | None) -> int:
+    """0 for what is no number: vLLM writes None."""
+    return int(text) if text and text.isdigit() else 0
 
 
 def sampling_params(ask: Ask) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""`meshrl queue`: copies of what a queue stores, and whether it is what it should be."""
+"""`meshrl queue`: copies of what a queue stores, and whether it is what it should be; one more shard."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import click
 
+from meshrl.client.connection import check_address
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.services.cli.mesh import find_mesh
+from meshrl.services.cli.mesh import PATIENCE_S, find_mesh
 from meshrl.services.cli.operator import (
     Operator,
     ask_operator,
@@ -24,16 +25,21 @@ from meshrl.services.cli.operator import (
 )
 from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.services.config.load import load_recipe
-from meshrl.services.queues import build_store
-from meshrl.services.up.book import run_lock
+from meshrl.services.queues import build_store, connect_queue
+from meshrl.services.up.book import newest_run_dir, run_lock
+from meshrl.services.up.control import ask_up
 from meshrl.services.up.exits import Exit
 from meshrl.transferqueue.audit import Audit
 from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
+from meshrl.transferqueue.sharding.router import ShardedQueue
+
+ADD_SHARD_S = 120.0
+"""For a process to start, and for shards that restart meanwhile."""
 
 
 @click.group()
 def queue() -> None:
-    """Back up, restore and verify what a queue stores."""
+    """Back up, restore and verify what a queue stores; add a shard."""
 
 
 @queue.command()
@@ -110,6 +116,51 @@ def verify(
     else:
         tell_audit(found)
     sys.exit(Exit.FAILED if found.problems else Exit.DONE)
+
+
+@queue.command("add-shard")
+@click.argument("address", metavar="[HOST:PORT]", required=False)
+@click.option(
+    "--run-dir",
+    type=PATH,
+    envvar="MESHRL_RUN_DIR",
+    help="The directory of a running `meshrl up`; the newest runs/*/mesh.json if not given.",
+)
+@click.option(
+    "--queue",
+    "addresses",
+    metavar="HOST:PORT",
+    envvar="MESHRL_QUEUE",
+    help="With HOST:PORT: the shards that there are, separated by commas.",
+)
+def add_shard(address: str | None, run_dir: Path | None, addresses: str | None) -> None:
+    """Add a process to a queue of several while its runs go on: a running `meshrl up` starts and adds it.
+
+    For a mesh without `up`, start one more first (meshrl serve queue RECIPE queue.shards=N+1 --name queue-N), then
+    give its HOST:PORT and with --queue the shards that there are. Groups stay where they are, new ones go to all.
+    """
+    if address is None:
+        directory = run_dir if run_dir is not None else newest_run_dir()
+        find_mesh(directory, None, None)  # says what is wrong where no mesh runs
+        told = asyncio.run(ask_up(directory, "add-shard", timeout_s=ADD_SHARD_S))
+        click.echo(f"{told['added']} is added: the queue has {told['shards']} shards")
+        return
+    check_address(address)
+    if addresses is None or "," not in addresses:
+        raise UserError(
+            "give the shards that there are with --queue, two at least: a queue of one process gets shards"
+            " only at a start, with queue.shards=2 and both addresses"
+        )
+    number = asyncio.run(_add_shard(addresses, address))
+    click.echo(
+        f"{address} is shard {number}: new groups go to it as well, others stay where they are"
+    )
+
+
+async def _add_shard(addresses: str, address: str) -> int:
+    async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
+        assert isinstance(queue, ShardedQueue)
+        return await queue.add_shard(address)
 
 
 def tell_audit(found: Audit) -> None:

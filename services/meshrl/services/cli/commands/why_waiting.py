@@ -1,4 +1,4 @@
-"""`meshrl why-waiting`: what blocks now, since when, and whom to ask."""
+"""`meshrl why-waiting`: what blocks now, since when, and whom to ask: the queue's answer and the rollout workers'."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from meshrl.contract.nouns import Waiting
 from meshrl.contract.ports import Queue
 from meshrl.services.cli.mesh import find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
+from meshrl.services.fleet_waits import fleet_waits
 
 SHOWN_UIDS = 4
 
@@ -23,11 +24,11 @@ SHOWN_UIDS = 4
 @mesh_options
 @json_option
 def why_waiting(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
-    """List everything that waits in the queue, the longest wait first."""
+    """List everything that waits in the queue, the longest wait first, and the workers that cannot sample."""
     mesh = find_mesh(run_dir, queue, run)
 
     async def ask(asked: Queue) -> list[Waiting]:
-        found = list(await asked.why_waiting(mesh.run))
+        found = list(await asked.why_waiting(mesh.run)) + await fleet_waits(mesh.fleet)
         try:
             found += await asked.why_waiting(mesh.runs[1])
         except NotFoundError:

@@ -3,7 +3,9 @@
 A class is all replicas that can be reached in the same ways: those on this host, those elsewhere. Seconds of a
 version are predicted as work x seconds per byte of work; work is the version's bytes, and for a carrier that sends
 only what changed a part of them that follows the density. Before it is measured a carrier counts with the rate that
-its module states, scaled by how the measured ones do against theirs.
+its module states, scaled by how the measured ones do against theirs. A carrier of changes that has no base sends
+everything: it is measured as another one then (ways.py), so that the first version by it costs what it costs, and the
+ones after it, which have that for a base, are judged by themselves.
 
     choose    the least predicted seconds; now and then another one, so that a network that changed is noticed.
               Exploring never costs more than 5 % of all seconds spent, by what is predicted for it.

@@ -36,6 +36,10 @@ def main() -> None:
         "model_path": str(known.model_path),
         "context_length": known.context_length or facts.max_length,
         "version": VERSION,
+        # What its scheduler says of itself when it is ready, and the same as an internal state.
+        "max_total_num_tokens": known.max_total_tokens,
+        "max_req_input_len": min(known.max_total_tokens, known.context_length or facts.max_length),
+        "internal_states": [{"memory_usage": {"token_capacity": known.max_total_tokens}}],
     }
     app = Routes(scheduler, updates, info=info, die=_die).app()
     uvicorn.run(app, host=known.host, port=known.port, log_level="warning", access_log=False)
@@ -48,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--context-length", type=int)
     parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--max-total-tokens", type=int, default=65536)
     parser.add_argument("--tp-size", "--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", type=int, default=1)
     parser.add_argument("--pp-size", "--pipeline-parallel-size", type=int, default=1)

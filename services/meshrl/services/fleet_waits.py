@@ -1,0 +1,45 @@
+"""What keeps rollout workers from sampling, as they say themselves; the queue knows only that nobody asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.nouns import Waiting
+from meshrl.rollout.breaker import BreakerState
+from meshrl.rollout.report import NO_BREAKER
+from meshrl.rollout.versions import UNSERVED
+from meshrl.services.wires.member import MemberReport, MemberWire
+
+PATIENCE_S = 1.0
+"""How long a worker that does not answer is tried."""
+WELL = (BreakerState.CLOSED, NO_BREAKER)
+
+
+async def fleet_waits(fleet: Mapping[str, str]) -> list[Waiting]:
+    """A line for each of `fleet` (addresses by name) that cannot sample now."""
+    told = await asyncio.gather(*(_hindrance(address) for address in fleet.values()))
+    return [
+        Waiting(who=name, what=what, since_s=0.0, owners=(name,))
+        for name, what in zip(fleet, told, strict=True)
+        if what
+    ]
+
+
+async def _hindrance(address: str) -> str:
+    async with MemberWire(address, patience_s=PATIENCE_S) as member:
+        try:
+            return _said(await member.report())
+        except MeshError as error:
+            return f"an answer: {error}"
+
+
+def _said(report: MemberReport) -> str:
+    worker = report.worker
+    if worker.breaker not in WELL:
+        times = f"breaker {worker.breaker}, opened {worker.opened} times"
+        return f"its engine, which fails: {worker.last_fault} ({times})"
+    if report.engine.version == UNSERVED:
+        return "its engine, which serves no version yet"
+    return ""

@@ -1,0 +1,114 @@
+"""Adds shards to the queue of a running `up`: what `meshrl queue add-shard` asks of it.
+
+    start queue-N ── ready ──▶ note how many there will be ──▶ enrol ──▶ recipe, address book
+                                     (the next `up`)          (all others)      (whoever starts from here on)
+
+What a kill of `up` leaves at any of these points, the next `up` goes on with: it starts as many queue processes as
+are noted, and whoever opens the run brings it to all of them. A shard that was noted and not enrolled holds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from meshrl.contract.errors import ConflictError, CorruptError, UserError
+from meshrl.services.config.load import save_recipe
+from meshrl.services.config.recipe import Recipe
+from meshrl.services.queues import connect_queue
+from meshrl.services.up.control import Answer, Verb
+from meshrl.services.up.plan import Plan, ProbeOf
+from meshrl.services.up.supervisor import Supervisor
+from meshrl.transferqueue.sharding.router import ShardedQueue
+
+NOTE_NAME: Final = "queue.shards"
+PATIENCE_S: Final = 30.0
+"""How long a shard that restarts is waited for; then the one to be added waits to be asked for again."""
+
+
+def grown(recipe: Recipe) -> Recipe:
+    """The recipe with as many shards as its run has. Raises CorruptError."""
+    note = recipe.run.path / NOTE_NAME
+    if not note.exists():
+        return recipe
+    try:
+        shards = int(note.read_text())
+    except ValueError:
+        raise CorruptError(
+            f"{note} does not say how many shards the queue has; write it there"
+        ) from None
+    return _with_shards(recipe, max(shards, recipe.queue.shards))
+
+
+def _with_shards(recipe: Recipe, shards: int) -> Recipe:
+    queue = recipe.queue.model_copy(update={"shards": shards})
+    return recipe.model_copy(update={"queue": queue})
+
+
+def _write_note(path: Path, shards: int) -> None:
+    """In one piece, whoever is killed."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(f"{shards}\n")
+    draft.replace(path)
+
+
+class Shards:
+    """The verb of the control door."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        supervisor: Supervisor,
+        probe_of: ProbeOf,
+        say: Callable[[str], None],
+    ) -> None:
+        self._recipe = recipe
+        self._plan = plan
+        self._supervisor = supervisor
+        self._probe_of = probe_of
+        self._say = say
+        self._adding = asyncio.Lock()
+        self._started = ""
+        """A shard that may be enrolled or not: shard 0 went away before it said so."""
+
+    @property
+    def verbs(self) -> Mapping[str, Verb]:
+        """By name."""
+        return {"add-shard": self.add}
+
+    async def add(self, request: Mapping[str, object]) -> Answer:
+        """Start one more queue process and enrol it; answers when new tasks go to it as well."""
+        async with self._adding:
+            self._supervisor.check_running()
+            name = self._started or await self._start()
+            shards = len(self._plan.book.of_kind("queue")) + 1
+            try:
+                _write_note(self._recipe.run.path / NOTE_NAME, shards)
+                await self._enrol(name)
+            except (ConflictError, UserError):
+                _write_note(self._recipe.run.path / NOTE_NAME, shards - 1)
+                self._started = ""
+                await self._supervisor.dismiss(name)
+                raise
+            self._started = ""
+            save_recipe(_with_shards(self._recipe, shards), self._plan.book.recipe)
+            self._plan.enlist(name)
+            self._say(f"queue: added {name}, {shards} shards")
+            return {"added": name, "shards": shards}
+
+    async def _start(self) -> str:
+        service = self._plan.new_shard(self._probe_of)
+        await self._supervisor.take_on(service)
+        self._started = service.name
+        return service.name
+
+    async def _enrol(self, name: str) -> None:
+        addresses = self._plan.book.peers()["queue"]
+        address = self._plan.of_shard(name).address
+        async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
+            assert isinstance(queue, ShardedQueue), "a single queue gets no shard"
+            if address not in await queue.addresses():
+                await queue.add_shard(address)
