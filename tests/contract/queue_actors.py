@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from meshrl.contract.nouns import (
     Uid,
     Version,
     VersionSpan,
+    Waiting,
 )
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import reward_write, rollout_write
@@ -88,6 +90,16 @@ def uids(lease: Lease) -> list[str]:
 
 def batch_uids(batch: Batch) -> list[str]:
     return [f"{row.uid.task}.{row.uid.index}.{row.uid.attempt}" for row in batch.rows]
+
+
+async def told_of(queue: Queue, wait: Callable[[Waiting], bool]) -> Sequence[Waiting]:
+    """What blocks, once such a wait is among it: until then the call that waits is still on its way."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            await asyncio.sleep(0)
+            reasons = await queue.why_waiting("run")
+            if any(map(wait, reasons)):
+                return reasons
 
 
 def facts(version: Version, tokens: int, outcome: Outcome = Outcome.OK) -> RowFacts:

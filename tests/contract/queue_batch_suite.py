@@ -15,7 +15,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.nouns import GroupPolicy, Outcome, StalePolicy, Uid, Version
 from meshrl.contract.ports import Queue
 
-from .queue_actors import WAIT_S, Actors, batch_uids, spec, task, tasks, uids
+from .queue_actors import WAIT_S, Actors, batch_uids, spec, task, tasks, told_of, uids
 
 
 class TakePromises:
@@ -368,8 +368,7 @@ class WhyPromises:
         await actors.work(limit=2)
         held = await actors.lease(worker="slow-worker")
         waiting = asyncio.ensure_future(actors.take(0, wait_s=WAIT_S))
-        await asyncio.sleep(0.01)
-        reasons = await queue.why_waiting("run")
+        reasons = await told_of(queue, lambda one: one.what.startswith("take") and one.uids != ())
         ages = [reason.since_s for reason in reasons]
         assert ages == sorted(ages, reverse=True)
         take = next(reason for reason in reasons if reason.what.startswith("take"))
@@ -384,8 +383,7 @@ class WhyPromises:
         await actors.start()
         await actors.feed(tasks(2))
         waiting = asyncio.ensure_future(actors.feed(tasks(1, start=2), wait_s=WAIT_S))
-        await asyncio.sleep(0.01)
-        reasons = await queue.why_waiting("run")
+        reasons = await told_of(queue, lambda one: one.what.startswith("admit waits for room"))
         assert any("2 of 2 groups" in reason.what for reason in reasons if reason.who == "feeder")
         waiting.cancel()
 

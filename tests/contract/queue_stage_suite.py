@@ -26,7 +26,18 @@ from meshrl.contract.nouns import (
 )
 from meshrl.contract.ports import Queue
 
-from .queue_actors import WAIT_S, Actors, facts, rollout_of, spec, task, tasks, tokens_of, uids
+from .queue_actors import (
+    WAIT_S,
+    Actors,
+    facts,
+    rollout_of,
+    spec,
+    task,
+    tasks,
+    tokens_of,
+    told_of,
+    uids,
+)
 
 
 class LeasePromises:
@@ -159,7 +170,7 @@ class LeasePromises:
         actors = Actors(queue)
         await actors.start()
         waiting = asyncio.ensure_future(actors.lease(wait_s=10 * WAIT_S))
-        await asyncio.sleep(0.01)
+        await told_of(queue, lambda one: one.what.startswith("lease waits"))
         await actors.publish(1)
         with pytest.raises(WaitTimeoutError, match="ask again"):
             await asyncio.wait_for(waiting, WAIT_S)

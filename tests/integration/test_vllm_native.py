@@ -112,7 +112,7 @@ async def test_every_byte_arrives_in_every_worker_also_after_the_root_was_killed
         assert engine.version == version
         found = await told(engine)
         assert found["hashes"] == hashes(model_of(version.step), dtype)
-    start = ["weight_info", "get_world_size", "init_weight_transfer_engine", "models"]
+    start = ["weight_info", "get_world_size", "init_weight_transfer_engine", "models", "metrics"]
     update = ["pause", "start_weight_update", "update_weights", "finish_weight_update"]
     update += ["weight_info", "resume"]
     assert found["calls"] == start + 2 * update

@@ -7,7 +7,6 @@ are drawn from names: any process finds the same, and a row waits as long whatev
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import string
 
@@ -16,7 +15,7 @@ from meshrl.rollout.tools.ports import Caller
 GOES_ON = 0.6
 """Chains are geometric."""
 TOOL_S = (0.05, 0.5)
-"""A call takes so many seconds, uniform in their logarithm: 0.16 in the middle, 0.2 on average."""
+"""A call takes so many seconds, least and most."""
 
 
 def find(key: str) -> str:
@@ -29,8 +28,7 @@ def find(key: str) -> str:
 
 def seconds(row: str, key: str) -> float:
     """How long the call takes."""
-    least, most = map(math.log, TOOL_S)
-    return math.exp(random.Random(f"{row}/{key}").uniform(least, most))
+    return random.Random(f"{row}/{key}").uniform(*TOOL_S)
 
 
 async def look_up(key: str, caller: Caller) -> str:

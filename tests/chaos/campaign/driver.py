@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import os
 import random
 import time
@@ -176,10 +177,12 @@ class Campaign:
                 raise CampaignError(f"{actor.name} ended with code {actor.code}: {said}")
 
     def _go_on(self) -> None:
-        """Nobody strikes any more: the run makes progress by itself."""
-        wanted = self._steps() + MORE_STEPS
+        """Nobody strikes any more: every shard is added, and the run makes progress by itself."""
         deadline = time.monotonic() + END_S
+        wanted = math.inf
         while self._steps() < wanted:
+            if wanted == math.inf and not set(self._adders) & set(self._actors):
+                wanted = self._steps() + MORE_STEPS
             if time.monotonic() > deadline:
                 raise CampaignError(f"no progress within {END_S:.0f} s after the last strike")
             self._live_until(time.monotonic() + 0.1)

@@ -320,6 +320,18 @@ async def test_whoever_starts_after_all_were_killed_finds_every_shard_and_every_
     assert (await named.ledger("run")).admitted == 72
 
 
+async def test_shards_that_are_named_in_another_order_are_not_worked_with(
+    shards: list[ShardQueue], connect: Connect
+) -> None:
+    await begun(connect())
+    await connect().add_shard("2")
+    for order, said in (((0, 2), "shard 2 of a queue is named as shard 1"), ((1, 0), "shard 1")):
+        mixed = ShardedQueue([shards[n] for n in order], [str(n) for n in order])
+        with pytest.raises(UserError, match=said):
+            await mixed.ledger("run")
+        await mixed.close()
+
+
 async def test_shards_that_have_other_addresses_by_now_are_those_that_are_named(
     shards: list[ShardQueue], connect: Connect
 ) -> None:

@@ -90,7 +90,7 @@ class KvCache:
         Returns:
             int64[n * 2 * K]: per row its key heads, then its value heads, as indices into a layer seen as [*, D].
         """
-        return (self._starts[: len(positions)] + positions[:, None]).view(-1)
+        return (self._starts[: len(positions)] + positions[:, None]).reshape(-1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of row `source` over row `target`."""

@@ -110,5 +110,12 @@ class Shards:
         address = self._plan.of_shard(name).address
         async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
             assert isinstance(queue, ShardedQueue), "a single queue gets no shard"
-            if address not in await queue.addresses():
-                await queue.add_shard(address)
+            known = await queue.addresses()
+            if address in known:
+                return
+            if elsewhere := known[len(addresses.split(",")) :]:
+                raise UserError(
+                    f"this `up` does not run the shard at {elsewhere[0]}: add others as that one was added,"
+                    " with their HOST:PORT and --queue"
+                )
+            await queue.add_shard(address)

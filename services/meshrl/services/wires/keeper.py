@@ -73,7 +73,7 @@ class _Seat:
 
     def alive(self) -> bool:
         """False when the loop hangs; asks it for its next sign of life."""
-        self._tell(self._beat)
+        self._tell(self.beat)
         return time.monotonic() - self._beat_at < HUNG_S
 
     def lose(self, rows: Held) -> None:
@@ -88,7 +88,8 @@ class _Seat:
         if not self.refused.done():
             self.refused.set_exception(error)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """The loop runs."""
         self._beat_at = time.monotonic()
 
     def _tell(self, call: Callable[[], object]) -> None:
@@ -152,7 +153,8 @@ class Keeper:
         self._thread.start()
 
     def _began(self, seat: _Seat) -> None:
-        """It holds rows, and held none before."""
+        """It holds rows, and held none before; called by its event loop, which therefore runs."""
+        seat.beat()
         with self._changed:
             seat.due = seat.next_due()
             self._changed.notify()

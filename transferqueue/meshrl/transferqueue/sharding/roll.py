@@ -70,6 +70,16 @@ async def check_known_as(shard: Shard, address: str, number: int, roll: Roll) ->
         )
 
 
+async def check_named_as(shard: Shard, number: int, roll: Roll) -> None:
+    """Raises UserError when somebody named a shard in another place than its own."""
+    found = await read(shard)
+    if found is not None and (found.queue, found.number) != (roll.queue, number):
+        raise UserError(
+            f"shard {found.number} of a queue is named as shard {number}:"
+            " give the addresses of the shards in their order"
+        )
+
+
 async def enrol(
     shards: Sequence[Shard], addresses: Sequence[str], added: Shard, address: str
 ) -> None:
@@ -89,8 +99,9 @@ async def enrol(
         roll = replace(roll, addresses=tuple(addresses))
         await _write(first, roll, None)
     for number, shard in enumerate(others, start=1):
-        await _claim(shard, addresses[number], roll.queue, number)
-    await _claim(added, address, roll.queue, len(shards), again=True)
+        await check_named_as(shard, number, roll)
+    for number, shard in enumerate((*others, added), start=1):
+        await _claim(shard, roll.queue, number)
     await _write(first, replace(roll, addresses=(*addresses, address)), roll)
 
 
@@ -112,19 +123,11 @@ async def _check_empty(shards: Sequence[Shard], added: Shard, address: str, queu
         )
 
 
-async def _claim(
-    shard: Shard, address: str, queue: str, number: int, *, again: bool = False
-) -> None:
-    """Write on a shard which one it is; `again` where it may have been meant to be another."""
+async def _claim(shard: Shard, queue: str, number: int) -> None:
+    """Write on a shard which one it is."""
     line = await read(shard)
-    if line is not None and (line.queue, line.number) == (queue, number):
-        return
-    if line is not None and not again:
-        raise UserError(
-            f"the queue at {address} is shard {line.number} of its queue and named as shard {number}:"
-            " name the shards in their order"
-        )
-    await _write(shard, Roll.begin(queue, number), line)
+    if line is None or (line.queue, line.number) != (queue, number):
+        await _write(shard, Roll.begin(queue, number), line)
 
 
 async def _write(shard: Shard, roll: Roll, instead_of: Roll | None) -> None:

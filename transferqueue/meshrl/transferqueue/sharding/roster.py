@@ -130,7 +130,10 @@ class Roster:
                 await self._learn()
 
     async def _reach(self, written: Roll) -> None:
-        """Raises UserError when another queue has the address of a shard by now."""
+        """Raises UserError when a queue is not the shard that it was named as, or another has its address by now."""
+        if not self._enrolled:
+            for number, shard in enumerate(self.shards):
+                await roll.check_named_as(shard, number, written)
         for number in range(len(self.shards), len(written.addresses)):
             address = written.addresses[number]
             shard = await self._dialled(address)
