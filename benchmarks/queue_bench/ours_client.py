@@ -20,6 +20,7 @@ from child import Timer, serve
 from work import BATCH, GROUP, digest, digests, group
 
 from meshrl.contract.nouns import Version
+from meshrl.services.process import keep_memory
 
 WAIT_S = 300.0
 
@@ -179,4 +180,5 @@ async def main(role: str, number: str, address: str, seed: str, tuning: str) -> 
 
 
 if __name__ == "__main__":
+    keep_memory()  # as every service does
     uvloop.run(main(*sys.argv[1:]))

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from meshrl.services.doors import QueueDoor
 from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.runtime import Server, ServerSettings, collect_rarely, run_service
+from meshrl.services.process import collect_rarely
+from meshrl.services.runtime import Server, ServerSettings, run_service
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding.shard import ShardQueue

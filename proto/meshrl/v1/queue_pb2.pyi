@@ -505,13 +505,11 @@ class LeaseResponse(_message.Message):
     @_builtins.property
     def header(self) -> Global___LeaseHeader: ...
     @_builtins.property
-    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Task]:
-        """What is asked, per group; groups of one message together have about 1 MiB."""
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """What is asked, per group: a Task, serialised. Groups of one message together have about 1 MiB."""
 
     @_builtins.property
-    def rows(self) -> Global___GroupRows:
-        """`tasks` is empty: the prompts name them."""
-
+    def rows(self) -> Global___GroupRows: ...
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Fencing token, per group: grows with every grant."""
@@ -536,7 +534,7 @@ class LeaseResponse(_message.Message):
         self,
         *,
         header: Global___LeaseHeader | None = ...,
-        prompts: _abc.Iterable[_trajectory_pb2.Task] | None = ...,
+        prompts: _abc.Iterable[_builtins.bytes] | None = ...,
         rows: Global___GroupRows | None = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         deliveries: _abc.Iterable[_builtins.int] | None = ...,

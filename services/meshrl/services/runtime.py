@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import ipaddress
 import logging
 import os
@@ -39,6 +38,7 @@ from meshrl.services.config.tls import TlsConfig
 from meshrl.services.errors import as_status
 from meshrl.services.interceptor import Around, AroundInterceptor, Context
 from meshrl.services.metrics import CallMetrics, MetricsEndpoint
+from meshrl.services.process import keep_memory
 from meshrl.services.transport import SERVER_OPTIONS
 from meshrl.services.up.exits import Exit
 
@@ -302,6 +302,7 @@ def _bind_error(settings: ServerSettings, address: str) -> UserError:
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run `main` on uvloop to its end; the exit code. A failure on purpose is one line, not a traceback."""
+    keep_memory()
     try:
         uvloop.run(main())
     except KeyboardInterrupt:
@@ -326,22 +327,3 @@ def _report(error: MeshError) -> int:
     if isinstance(error, FruitlessError):
         return Exit.FRUITLESS
     return EXIT_USER if isinstance(error, UserError) else 1
-
-
-def set_aside_start() -> None:
-    """What a start leaves behind stays: Python's collector need not walk it again and again.
-
-    With torch and transformers imported that is a million objects; a busy event loop spent a third of its time on
-    them.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-def collect_rarely() -> None:
-    """For a process that holds many objects and makes few cycles, such as the queue's.
-
-    Python's collector walks all of them again and again, to find nothing: a tenth of the time under load, and pauses
-    that grow with what is resident.
-    """
-    gc.set_threshold(200_000, 50, 1_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -43,7 +42,7 @@ def long_row(row: LeasedRow) -> RowWrite:
             "tokens": np.arange(5000, dtype=np.int32),
             "loss_mask": np.ones(5000, dtype=np.uint8),
         },
-        facts=replace(short.facts, num_tokens=5000),
+        facts=short.facts._replace(num_tokens=5000),
     )
 
 

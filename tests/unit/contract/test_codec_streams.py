@@ -78,7 +78,7 @@ def test_leases_come_back(several: list[Any]) -> None:
                 **{**fields, "task": task.task_id},
                 token=number,
                 deliveries=tuple(range(len(fields["indices"]))),
-                prompt=task,
+                packed=codec.pack_task(task),
             )
             for number, (fields, task) in enumerate(several)
         ),

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshrl.contract import codec
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.nouns import Task
+from meshrl.contract.frames import seal
+from meshrl.contract.nouns import PackedTask, Task
 from meshrl.transferqueue.group import Group, Traits
-from meshrl.transferqueue.sealed import pack_task, seal_json
+from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
@@ -64,9 +66,9 @@ def can_grow(run: Run) -> bool:
     return not run.feed_closed and room(run) > 0
 
 
-def frames(run: Run, tasks: Sequence[Task]) -> dict[str, bytes]:
+def packed(run: Run, tasks: Sequence[Task]) -> dict[str, PackedTask]:
     """The tasks that are not known yet, checked and packed, by id. Raises UserError, with `task`."""
-    packed: dict[str, bytes] = {}
+    found: dict[str, PackedTask] = {}
     for task in tasks:
         problem = ""
         if task.run != run.name:
@@ -81,12 +83,17 @@ def frames(run: Run, tasks: Sequence[Task]) -> dict[str, bytes]:
             problem = f"has {task.group_size} rows, and the run wants {run.spec.group_k} finished"
         if problem:
             raise UserError(f"task {task.task_id!r} {problem}", task=task.task_id)
-        if task.task_id not in run.seen and task.task_id not in packed:
-            packed[task.task_id] = pack_task(task)
-    return packed
+        if task.task_id not in run.seen and task.task_id not in found:
+            try:
+                found[task.task_id] = codec.pack_task(task)
+            except UserError as error:
+                raise UserError(
+                    f"task {task.task_id!r}: {error.message}", task=task.task_id
+                ) from error
+    return found
 
 
-def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, bytes], cursor: str) -> int:
+def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, PackedTask], cursor: str) -> int:
     """Add the longest prefix that fits, maybe none; `cursor` moves when all of it did.
 
     Raises:
@@ -102,7 +109,7 @@ def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, bytes], cursor: 
                 )
             if room(run) == 0:
                 break
-            added.append(_add(run, task, packed.get(task.task_id) or pack_task(task)))
+            added.append(_add(run, task, packed.get(task.task_id) or codec.pack_task(task)))
         count += 1
     if count == len(tasks) and cursor != run.cursor:
         run.cursor = cursor
@@ -114,17 +121,17 @@ def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, bytes], cursor: 
     return count
 
 
-def _add(run: Run, task: Task, frame: bytes) -> Group:
+def _add(run: Run, task: Task, packed: PackedTask) -> Group:
     number = run.next_group
     run.next_group += 1
     group = run.new_group(
         number,
         task.task_id,
         traits=Traits(task.priority, task.data_source, _difficulty(task)),
-        task_bytes=len(frame),
+        task_bytes=len(packed.data),
         attempts=[0] * task.group_size,
     )
-    run.journal.put(Table.PAYLOAD, group.task_key, frame)
+    run.journal.put(Table.PAYLOAD, group.task_key, seal(packed.data))
     run.seen[task.task_id] = number
     run.journal.put(Table.META, seen_key(run.number, task.task_id), seal_json(number))
     run.add_group(group)

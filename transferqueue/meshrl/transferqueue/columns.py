@@ -66,6 +66,8 @@ def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group
 
 
 def _check_names(frame: Frame, stage: Stage) -> None:
+    if tuple(frame.columns) == stage.writes:
+        return
     unknown = [name for name in frame.columns if name not in stage.writes]
     missing = [name for name in stage.writes if name not in frame.columns]
     if unknown or missing:
@@ -79,7 +81,9 @@ def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
     for position, facts in enumerate(write.facts):
         if not facts.outcome.trainable:
             raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
-        if facts.newest < facts.oldest or facts.num_tokens < 0:
+        if (
+            facts.newest is not facts.oldest and facts.newest < facts.oldest
+        ) or facts.num_tokens < 0:
             raise _Refused(f"facts make no sense: {facts}", position)
     return tuple([facts.num_tokens for facts in write.facts])
 

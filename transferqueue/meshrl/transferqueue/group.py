@@ -203,6 +203,15 @@ class Group:
 
     # --- sets of rows
 
+    def mask_of(self, rows: Siblings) -> int:
+        """The set of `rows`; 0 unless exactly these attempts of them are all here."""
+        mask = 0
+        for index, attempt in zip(rows.indices, rows.attempts, strict=True):
+            if not 0 <= index < self.size or self.attempts[index] != attempt:
+                return 0
+            mask |= 1 << index
+        return mask if mask & self.present == mask else 0
+
     def has(self, index: int, attempt: int) -> bool:
         """True when exactly this attempt is here."""
         return (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 EXPIRED = "lease expired"
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(NamedTuple):
     """Rows of one group as they were granted; their payload is read once the grant is durable."""
 
     extract: Extract
@@ -30,8 +28,7 @@ class Granted:
     deliveries: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedWrite:
+class CheckedWrite(NamedTuple):
     """Columns that may be added, for rows that are held under one token."""
 
     group: Group
@@ -184,24 +181,31 @@ def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[Check
             uid = group.uid(next(bits(named[group.number] & mask)))
             raise UserError(f"row {uid} is written twice in one call", uid=uid)
         named[group.number] = named.get(group.number, 0) | mask
-        kept = [at for at, index in enumerate(write.indices) if mask >> index & 1]
-        found.append(
-            CheckedWrite(
-                group,
-                write.token,
-                tuple([write.indices[at] for at in kept]),
-                mask,
-                tuple([write.facts[at] for at in kept]) if write.facts else (),
-                frame.select(frame.columns, kept),
-            )
-        )
+        found.append(_what_is_new(group, write, mask, frame))
     return found
+
+
+def _what_is_new(group: Group, write: PackedGroup, mask: int, frame: Frame) -> CheckedWrite:
+    """Of a write, the rows in `mask`."""
+    if mask.bit_count() == len(write.indices):
+        return CheckedWrite(group, write.token, write.indices, mask, write.facts, write.frame)
+    kept = [at for at, index in enumerate(write.indices) if mask >> index & 1]
+    return CheckedWrite(
+        group,
+        write.token,
+        tuple([write.indices[at] for at in kept]),
+        mask,
+        tuple([write.facts[at] for at in kept]) if write.facts else (),
+        frame.select(frame.columns, kept),
+    )
 
 
 def _rows_to_write(run: Run, stage: Stage, write: PackedGroup) -> tuple[Group | None, int]:
     """The group, and the mask of the rows that are held under the write's token and not written yet."""
     group = run.by_task.get(write.task)
     held = group.held_under(stage.number, write.token) if group else 0
+    if group is not None and (all_of := group.mask_of(write)) and all_of & held == all_of:
+        return group, all_of
     mask = 0
     for index, attempt in zip(write.indices, write.attempts, strict=True):
         if group is not None and group.has(index, attempt):
@@ -221,9 +225,9 @@ def read_frame(run: Run, write: PackedGroup) -> Frame:
         raise UserError(f"a write to task {write.task!r} names no row", task=write.task)
     uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
     try:
-        frame = Frame(write.frame, f"row {uid}")
+        frame = Frame(write.frame)
     except CorruptError as error:
-        raise UserError(error.message, uid=uid) from error
+        raise UserError(f"row {uid}: {error.message}", uid=uid) from error
     if frame.rows != len(write.indices) or len(set(write.indices)) != frame.rows:
         raise UserError(
             f"row {uid}: {len(write.indices)} rows are named, the frame has {frame.rows}", uid=uid

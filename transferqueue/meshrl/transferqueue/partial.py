@@ -8,8 +8,7 @@ A frame per append; the stage's write, or the end of the row's attempt, drops th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import Frame
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from meshrl.transferqueue.run import Run
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedAppend:
+class CheckedAppend(NamedTuple):
     """Entries that are new."""
 
     group: Group

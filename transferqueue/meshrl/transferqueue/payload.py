@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError
-from meshrl.contract.frames import Frame, seal_of
-from meshrl.contract.nouns import LeasedGroup, Part, PayloadGroup, Siblings, Task
-from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.sealed import unpack_task
+from meshrl.contract.frames import Frame, seal_of, unseal
+from meshrl.contract.nouns import LeasedGroup, PackedTask, Part, PayloadGroup, Siblings
+from meshrl.transferqueue.group import Group, StoredFrame, bits
 from meshrl.transferqueue.stages import Stage
 from meshrl.transferqueue.store import Store
 
 TASKS_CACHED = 4096
-"""Decoded tasks kept in RAM: siblings and later stages read the same one."""
+"""Packed tasks kept in RAM: siblings and later stages read the same one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """One stored frame, and which of its rows are wanted."""
 
     key: bytes
@@ -32,8 +31,7 @@ class Wanted:
     """The checksum that the frame must carry: a store that returns another row's frame is found out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extract:
+class Extract(NamedTuple):
     """What to read for some rows of one group; it stays right whatever becomes of the group meanwhile."""
 
     rows: Siblings
@@ -58,13 +56,15 @@ def extract(
     Raises:
         NotFoundError: with `uid`; a stage has not written a row yet.
     """
+    mask = group.mask_of(rows)
     for stage in stages:
-        for index in rows.indices:
-            if not group.done[stage.number] >> index & 1:
-                uid, missing = group.uid(index), next(n for n in names if n in stage.writes)
-                raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
-    wanted = frozenset(stage.number for stage in stages)
-    place = {index: at for at, index in enumerate(rows.indices)}
+        if absent := mask & ~group.done[stage.number]:
+            uid, missing = (
+                group.uid(next(bits(absent))),
+                next(n for n in names if n in stage.writes),
+            )
+            raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
+    wanted = frozenset([stage.number for stage in stages])
     found: list[Wanted] = []
     journal: list[Wanted] = []
     for frame in group.frames:
@@ -73,23 +73,28 @@ def extract(
                 continue
         elif frame.stage not in wanted:
             continue
-        pairs = [
-            (place[index], position)
-            for position, index in enumerate(frame.rows)
-            if index in place and frame.live >> index & 1
-        ]
-        if pairs:
-            whole = len(pairs) == len(frame.rows)
+        if frame.live & mask:
+            rows_, positions = _overlap(rows.indices, frame, mask)
             (journal if frame.partial else found).append(
-                Wanted(
-                    group.frame_key(frame.number),
-                    frame.stage,
-                    tuple([at for at, _ in pairs]),
-                    None if whole else tuple([position for _, position in pairs]),
-                    frame.seal,
-                )
+                Wanted(group.frame_key(frame.number), frame.stage, rows_, positions, frame.seal)
             )
     return Extract(rows, group.task_key, tuple(found), tuple(journal))
+
+
+def _overlap(
+    indices: tuple[int, ...], frame: StoredFrame, mask: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """What of a frame belongs to `indices` (whose set is `mask`), as Wanted has it."""
+    if frame.rows == indices and frame.live & mask == mask:
+        return tuple(range(len(indices))), None
+    place = {index: at for at, index in enumerate(indices)}
+    pairs = [
+        (place[index], position)
+        for position, index in enumerate(frame.rows)
+        if index in place and frame.live >> index & 1
+    ]
+    whole = len(pairs) == len(frame.rows)
+    return tuple([at for at, _ in pairs]), None if whole else tuple([at for _, at in pairs])
 
 
 class PayloadReader:
@@ -97,13 +102,13 @@ class PayloadReader:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._tasks: OrderedDict[bytes, Task] = OrderedDict()
+        self._tasks: OrderedDict[bytes, PackedTask] = OrderedDict()
 
     def forget(self) -> None:
         """The store was read back: what is cached may never have been."""
         self._tasks.clear()
 
-    def remember(self, task_key: bytes, task: Task) -> None:
+    def remember(self, task_key: bytes, task: PackedTask) -> None:
         """A task that is being stored: it need not be read back to be leased."""
         self._tasks[task_key] = task
         if len(self._tasks) > TASKS_CACHED:
@@ -162,7 +167,7 @@ class PayloadReader:
                     parts=parts,
                     token=token,
                     deliveries=deliveries,
-                    prompt=task,
+                    packed=task,
                     journal=journal,
                 )
             )
@@ -171,12 +176,13 @@ class PayloadReader:
     async def _stored(self, keys: Sequence[bytes]) -> dict[bytes, bytes | None]:
         return dict(zip(keys, await self._store.read(keys), strict=True)) if keys else {}
 
-    def _task(self, each: Extract, value: bytes | None) -> Task | None:
+    def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
         if task is None and value is not None:
-            task = unpack_task(value, f"task {each.rows.task}")
-            if task.task_id != each.rows.task:
-                raise CorruptError(f"task {each.rows.task}: the store returns {task.task_id}")
+            what = f"task {each.rows.task}"
+            task = codec.packed_task(bytes(unseal(value, what)))
+            if task.task.task_id != each.rows.task:
+                raise CorruptError(f"{what}: the store returns {task.task.task_id}")
             self.remember(each.task_key, task)
         return task
 

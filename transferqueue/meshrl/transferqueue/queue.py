@@ -177,9 +177,9 @@ class TransferQueue(RowVerbs):
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be answered, CapacityError for a full disk."""
-        packed = admission.frames(self._run(run), tasks)
+        packed = admission.packed(self._run(run), tasks)
         if packed:
-            self._store.check_room(sum(map(len, packed.values())))
+            self._store.check_room(sum(len(task.data) for task in packed.values()))
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
@@ -191,8 +191,9 @@ class TransferQueue(RowVerbs):
                 count = admission.admit(state, tasks, packed, cursor)
                 if count or not tasks:
                     for task in tasks[:count]:
-                        if task.task_id in packed and (group := state.by_task.get(task.task_id)):
-                            self._payload.remember(group.task_key, task)
+                        new = packed.get(task.task_id)
+                        if new and (group := state.by_task.get(task.task_id)):
+                            self._payload.remember(group.task_key, new)
                     await self._journal.flush()
                     return count
                 await any_bell([state.room_bell], deadline, reason)

@@ -34,6 +34,8 @@ class ReadyRows:
         """Exactly the rows of `mask` are here of this group; True when some came that were not. O(log groups)."""
         number = group.number
         _, old = self._rows.get(number, (group, 0))
+        if mask == old:
+            return False
         self._count += mask.bit_count() - old.bit_count()
         came = bool(mask & ~old)
         if came or not mask:

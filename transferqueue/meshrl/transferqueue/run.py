@@ -7,7 +7,7 @@ the bells of whoever may go on. The verbs (lease, write, take, settle …) are i
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from meshrl.contract.errors import FencedError, NotFoundError
 from meshrl.contract.frames import seal_of
@@ -192,13 +192,12 @@ class Run:
     def resident(self, rows: Siblings) -> Group:
         """The group of rows that are all here. Raises NotFoundError, with `uid`."""
         group = self.by_task.get(rows.task)
-        for index, attempt in zip(rows.indices, rows.attempts, strict=True):
-            if group is None or not group.has(index, attempt):
-                uid = Uid(self.name, rows.task, index, attempt)
+        if group is not None and (group.mask_of(rows) or not rows.indices):
+            return group
+        for uid in rows.uids(self.name):
+            if group is None or not group.has(uid.index, uid.attempt):
                 raise NotFoundError(f"no row {uid} in run {self.name}", uid=uid)
-        if group is None:
-            raise NotFoundError(f"no rows of task {rows.task} in run {self.name}", task=rows.task)
-        return group
+        raise NotFoundError(f"no rows of task {rows.task} in run {self.name}", task=rows.task)
 
     def open_load(self, groups: Iterable[Group], sign: int = 1) -> None:
         """Groups are not consumed (any more, or with -1: are): their bytes and tokens count for admission."""
@@ -219,21 +218,24 @@ class Run:
         )
 
     def add_group(self, group: Group) -> None:
-        """A group with a fresh row at every index comes in (or comes in again)."""
+        """A `new_group` comes in (or comes in again), with a fresh row at every index."""
         self.groups[group.number] = group
         self.by_task[group.task_id] = group
         self.open_bytes += group.task_bytes
-        self.add_rows(group, range(group.size))
+        group.present = (1 << group.size) - 1
+        group.since = self.clock()
+        self._came_in(group, group.size)
 
-    def add_rows(self, group: Group, indices: Iterable[int]) -> None:
-        """The attempts of `group.attempts` at `indices` come in."""
+    def add_rows(self, group: Group, indices: Sequence[int]) -> None:
+        """The attempts of `group.attempts` at `indices` come in, in the place of earlier ones."""
         now = self.clock()
-        count = 0
         for index in indices:
             group.add_row(index, now)
-            count += 1
-        self.books.admitted += count
-        self.trail.note(group.task_id, count, ADMITTED)
+        self._came_in(group, len(indices))
+
+    def _came_in(self, group: Group, rows: int) -> None:
+        self.books.admitted += rows
+        self.trail.note(group.task_id, rows, ADMITTED)
         self.refresh(group)
 
     def counts(self, group: Group) -> Counts:

@@ -12,6 +12,7 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
     pages      many small messages in a few larger ones
     nouns      versions, uids, tasks, and what else every service shares
     runs       what the queue's control methods say
+    tasks      a task in the bytes in which it is stored and sent
     siblings   rows of several groups side by side
     streams    what the queue streams: admitted tasks, leases, writes, fetched rows
     work       what the engine, the judges, the reference and the trainer say
@@ -64,6 +65,7 @@ from meshrl.contract.codec.streams import (
     encode_lease,
     encode_write,
 )
+from meshrl.contract.codec.tasks import pack_task, packed_task
 from meshrl.contract.codec.work import (
     decode_engine_stats,
     decode_generate_delta,
@@ -134,6 +136,8 @@ __all__ = [
     "encode_version",
     "encode_waiting",
     "encode_write",
+    "pack_task",
+    "packed_task",
     "pages",
     "parser",
     "printable",

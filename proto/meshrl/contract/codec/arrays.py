@@ -20,6 +20,9 @@ DTYPES: Final = {
     )
 }
 """What may travel, by numpy's names."""
+_NAMES: Final = {
+    given: name for name, dtype in DTYPES.items() for given in (dtype, dtype.newbyteorder(">"))
+}
 MAX_AXES: Final = 8
 
 
@@ -29,9 +32,10 @@ def little_endian(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     Raises:
         ValueError: the dtype may not travel.
     """
-    if array.dtype.name not in DTYPES:
+    name = _NAMES.get(array.dtype)
+    if name is None:
         raise ValueError(f"dtype {array.dtype.name} is none of {', '.join(DTYPES)}")
-    return np.asarray(array, DTYPES[array.dtype.name], order="C")
+    return np.asarray(array, DTYPES[name], order="C")
 
 
 def byte_view(array: npt.NDArray[Any]) -> memoryview:
@@ -67,7 +71,7 @@ def view(data: bytes | memoryview, dtype: np.dtype[Any], shape: Iterable[int]) -
 def encode_array(array: npt.NDArray[Any]) -> pb.Array:
     """Any array of a known dtype."""
     array = little_endian(array)
-    return pb.Array(dtype=array.dtype.name, shape=array.shape, data=array.tobytes())
+    return pb.Array(dtype=_NAMES[array.dtype], shape=array.shape, data=array.tobytes())
 
 
 @decoder

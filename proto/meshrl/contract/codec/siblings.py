@@ -24,10 +24,10 @@ def per_group(values: Sequence[T], groups: Sequence[Siblings], what: str) -> lis
 
 
 @encoder
-def encode_rows(groups: Sequence[Siblings], *, tasks: bool = True) -> pb.GroupRows:
-    """Any rows; without `tasks` something else in the message names them."""
+def encode_rows(groups: Sequence[Siblings]) -> pb.GroupRows:
+    """Any rows."""
     return pb.GroupRows(
-        tasks=[group.task for group in groups] if tasks else (),
+        tasks=[group.task for group in groups],
         counts=[len(group.indices) for group in groups],
         indices=chain.from_iterable([group.indices for group in groups]),
         attempts=chain.from_iterable([group.attempts for group in groups]),
@@ -35,10 +35,10 @@ def encode_rows(groups: Sequence[Siblings], *, tasks: bool = True) -> pb.GroupRo
 
 
 @decoder
-def decode_rows(message: pb.GroupRows, tasks: Sequence[str] | None = None) -> list[Siblings]:
+def decode_rows(message: pb.GroupRows) -> list[Siblings]:
     """Raises UserError for rows that no uid can name."""
-    tasks = message.tasks if tasks is None else tasks
-    indices, attempts, counts = message.indices, message.attempts, message.counts
+    tasks, counts = message.tasks, message.counts
+    indices, attempts = message.indices, message.attempts
     if len(tasks) != len(counts) or not all(tasks):
         malformed(f"{len(counts)} groups with {len(tasks)} task ids, or an empty one")
     if min(counts, default=0) < 0 or len(indices) != sum(counts) or len(attempts) != len(indices):
@@ -158,12 +158,7 @@ def decode_facts(message: pb.Facts, groups: Sequence[Siblings]) -> list[tuple[Ro
     )
     if any(len(column) != rows for column in columns):
         malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")
-    facts = (
-        RowFacts(
-            outcome=outcome, num_tokens=tokens, oldest=oldest, newest=newest, finish_reason=reason
-        )
-        for outcome, tokens, oldest, newest, reason in zip(*columns, strict=True)
-    )
+    facts = map(RowFacts, *columns)
     return [
         tuple(islice(facts, len(group))) if given else ()
         for group, given in zip(groups, message.given, strict=True)

@@ -25,6 +25,7 @@ from meshrl.contract.codec.siblings import (
     next_frame,
     per_group,
 )
+from meshrl.contract.codec.tasks import packed_task
 from meshrl.contract.nouns import (
     JournalGroup,
     Lease,
@@ -90,8 +91,8 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     messages = [
         Bulk(
             pb.LeaseResponse(
-                prompts=[encode_task(group.prompt) for group in groups],
-                rows=encode_rows(groups, tasks=False),
+                prompts=[group.packed.data for group in groups],
+                rows=encode_rows(groups),
                 tokens=[group.token for group in groups],
                 deliveries=chain.from_iterable([group.deliveries for group in groups]),
                 parts=encode_parts([group.parts for group in groups]),
@@ -113,7 +114,7 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
 
 def _leased_bytes(group: LeasedGroup) -> int:
     frames = sum([len(part.frame) for part in (*group.parts, *group.journal)])
-    return group.prompt.prompt_ids.nbytes + frames
+    return len(group.packed.data) + frames
 
 
 @decoder
@@ -127,13 +128,14 @@ def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
 
 def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
     message, frames = bulk.message, iter(bulk.frames)
-    prompts = [decode_task(prompt) for prompt in message.prompts]
-    groups = decode_rows(message.rows, [prompt.task_id for prompt in prompts])
-    if len(message.tokens) != len(groups):
-        malformed(f"{len(groups)} groups with {len(message.tokens)} tokens")
+    groups = decode_rows(message.rows)
+    if not len(message.tokens) == len(message.prompts) == len(groups):
+        malformed(
+            f"{len(groups)} groups with {len(message.tokens)} tokens, {len(message.prompts)} prompts"
+        )
     columns = (
         groups,
-        prompts,
+        map(packed_task, message.prompts),
         message.tokens,
         per_group(message.deliveries, groups, "deliveries"),
         decode_parts(message.parts, frames, groups),
@@ -148,7 +150,7 @@ def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
             parts=parts,
             token=token,
             deliveries=deliveries,
-            prompt=prompt,
+            packed=prompt,
             journal=journal,
         )
 

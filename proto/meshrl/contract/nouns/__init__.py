@@ -73,6 +73,7 @@ from meshrl.contract.nouns.runs import (
 )
 from meshrl.contract.nouns.tasks import (
     Message,
+    PackedTask,
     SamplingParams,
     Task,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "OnUpdate",
     "Outcome",
     "PackedGroup",
+    "PackedTask",
     "Part",
     "PayloadGroup",
     "PostedReward",

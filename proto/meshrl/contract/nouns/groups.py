@@ -21,7 +21,7 @@ from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.frames import FRAME_BYTES, Array, Flat, Frame, pack, signature
 from meshrl.contract.nouns.names import Outcome, Uid, Version
 from meshrl.contract.nouns.rows import LeasedRow, RowFacts, RowWrite
-from meshrl.contract.nouns.tasks import Task
+from meshrl.contract.nouns.tasks import PackedTask, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +191,14 @@ class LeasedGroup(PayloadGroup):
     """Fencing token: grows with every grant; a write under an older one is refused."""
     deliveries: tuple[int, ...]
     """Per row: 1 on the first delivery to this stage, one more on each redelivery."""
-    prompt: Task
+    packed: PackedTask
     journal: tuple[Part, ...] = ()
     """What earlier holders of this stage appended, in the order in which they did."""
+
+    @property
+    def prompt(self) -> Task:
+        """What is asked. Raises CorruptError."""
+        return self.packed.task
 
     def prefixes(self) -> list[dict[str, Array]]:
         """Of each row: what was appended, each column on end; empty where nothing was. Raises CorruptError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,7 @@ Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """Column name to array: the payload of one row, as the queue stores it."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
+class Version(NamedTuple):
     """The version of a policy: `epoch` rises when a trainer takes the run over, `step` with each update.
 
     Ordered; never goes back, because a trainer that resumes from an older step has a higher epoch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +21,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFacts:
+class RowFacts(NamedTuple):
     """What the queue must know of a finished rollout to order, count and refuse it."""
 
     outcome: Outcome

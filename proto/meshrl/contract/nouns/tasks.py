@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from meshrl.contract.nouns.names import Int32, Json
 
@@ -56,3 +57,16 @@ class Task:
     deadline_s: float = 600.0
     """Seconds one rollout of this task may take before it counts as `timeout`."""
     priority: int = 0
+
+
+@dataclass(frozen=True)
+class PackedTask:
+    """A task in the bytes in which it is stored and sent, taken apart when somebody first looks into it."""
+
+    data: bytes
+    unpack: Callable[[bytes], Task] = field(repr=False, compare=False)
+
+    @cached_property
+    def task(self) -> Task:
+        """Raises CorruptError."""
+        return self.unpack(self.data)

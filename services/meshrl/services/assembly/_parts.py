@@ -9,7 +9,8 @@ from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.nouns import RunSpec
 from meshrl.contract.ports import Queue
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
-from meshrl.services.runtime import Server, set_aside_start
+from meshrl.services.process import set_aside_start
+from meshrl.services.runtime import Server
 from meshrl.transferqueue.sharding import membership
 from meshrl.transferqueue.sharding.router import ShardedQueue
 

@@ -10,9 +10,10 @@ from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.doors.queue_admin import QueueAdminDoor
 from meshrl.services.doors.shard import ShardDoor
+from meshrl.services.process import collect_rarely
 from meshrl.services.queue_metrics import QueueCollector
 from meshrl.services.queues import build_store, shard_number
-from meshrl.services.runtime import Door, Server, collect_rarely
+from meshrl.services.runtime import Door, Server
 from meshrl.services.site import Site
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue

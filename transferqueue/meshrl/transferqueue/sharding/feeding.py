@@ -116,7 +116,7 @@ class Feeding:
             UserError: a task can never be answered. ConflictError: the feed is closed and a task is unknown.
         """
         known = set().union(*(room.known for room in rooms))
-        packed = admission.frames(cast("Run", _AsRun(self.spec.run, self.spec, known)), tasks)
+        packed = admission.packed(cast("Run", _AsRun(self.spec.run, self.spec, known)), tasks)
         new: dict[str, Task] = {}
         size = 0
         for count, task in enumerate(tasks):
@@ -129,7 +129,7 @@ class Feeding:
             if not free(self.spec, rooms, len(new), size):
                 return count, list(new.values())
             new[task.task_id] = task
-            size += len(packed[task.task_id])
+            size += len(packed[task.task_id].data)
         return len(tasks), list(new.values())
 
     async def _spend(
@@ -179,7 +179,7 @@ class Feeding:
 
 @dataclass(frozen=True, slots=True)
 class _AsRun:
-    """What `admission.frames` reads of a run."""
+    """What `admission.packed` reads of a run."""
 
     name: str
     spec: RunSpec
