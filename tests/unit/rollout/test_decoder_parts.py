@@ -13,10 +13,10 @@ HEADS, SIZE = 2, 4
 BYTES_PER_TOKEN = 2 * HEADS * SIZE * 4
 
 
-def cache_of(max_rows: int = 8, tokens: int = 8 * 256) -> KvCache:
+def cache_of(max_rows: int = 8, tokens: int = 8 * 256, heads: int = HEADS) -> KvCache:
     return KvCache(
         num_layers=1,
-        num_kv_heads=HEADS,
+        num_kv_heads=heads,
         head_dim=SIZE,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -85,13 +85,14 @@ def test_the_cache_takes_no_more_rows_than_its_bytes_allow() -> None:
     assert (cache.rows, cache.length) == (3, 64)
 
 
-def test_places_are_where_a_row_stores_its_next_keys_and_values() -> None:
-    cache = cache_of()
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_places_are_where_a_row_stores_its_next_keys_and_values(heads: int) -> None:
+    cache = cache_of(heads=heads)
     cache.reserve(4, 32, kept=0)
     positions = torch.tensor([5, 0, 31])
-    heads = torch.rand(3, 2 * HEADS, SIZE)
-    cache.layers[0].view(-1, SIZE)[cache.places(positions)] = heads.view(-1, SIZE)
+    stored = torch.rand(3, 2 * heads, SIZE)
+    cache.layers[0].view(-1, SIZE)[cache.places(positions)] = stored.view(-1, SIZE)
     for row, position in enumerate(positions.tolist()):
         keys, values = cache.layers[0][:, row, :, position]
-        assert keys.equal(heads[row, :HEADS])
-        assert values.equal(heads[row, HEADS:])
+        assert keys.equal(stored[row, :heads])
+        assert values.equal(stored[row, heads:])
