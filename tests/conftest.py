@@ -1,7 +1,8 @@
-"""What all tests share: how hypothesis draws, and a world of one rank."""
+"""What all tests share: how hypothesis draws, what Ctrl-C does, and a world of one rank."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 # No example has a deadline: a busy machine may pause for a second anywhere.
 settings.register_profile("meshrl", max_examples=30, deadline=None)
 settings.load_profile("meshrl")
+
+# A shell that starts the tests in the background has them ignore it, and their children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
