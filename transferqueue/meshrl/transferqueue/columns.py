@@ -81,9 +81,7 @@ def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
     for position, facts in enumerate(write.facts):
         if not facts.outcome.trainable:
             raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
-        if (
-            facts.newest is not facts.oldest and facts.newest < facts.oldest
-        ) or facts.num_tokens < 0:
+        if facts.newest < facts.oldest or facts.num_tokens < 0:
             raise _Refused(f"facts make no sense: {facts}", position)
     return tuple([facts.num_tokens for facts in write.facts])
 
