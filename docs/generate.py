@@ -17,7 +17,7 @@ from meshrl.services.cli.root import cli
 from meshrl.services.config.fields import Key, config_of, walk
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.errors import status_of
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 from meshrl.trainer.bundles import defaults
 from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig, SftConfig
 from meshrl.trainer.parity.cases import load

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 
 from ..mesh import Mesh, make_mesh
 from ..waiting import until

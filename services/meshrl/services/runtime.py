@@ -36,16 +36,15 @@ from meshrl.contract.errors import InfraError, MeshError, UnavailableError, User
 from meshrl.services import tls
 from meshrl.services.config.tls import TlsConfig
 from meshrl.services.errors import as_status
+from meshrl.services.exits import Exit
 from meshrl.services.interceptor import Around, AroundInterceptor, Context
 from meshrl.services.metrics import CallMetrics, MetricsEndpoint
 from meshrl.services.process import keep_memory
 from meshrl.services.transport import SERVER_OPTIONS
-from meshrl.services.up.exits import Exit
 
 log = logging.getLogger(__name__)
 
 HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
-EXIT_USER: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
@@ -326,4 +325,4 @@ def _report(error: MeshError) -> int:
     print(f"error: {error}", file=sys.stderr)
     if isinstance(error, FruitlessError):
         return Exit.FRUITLESS
-    return EXIT_USER if isinstance(error, UserError) else 1
+    return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED

@@ -14,8 +14,8 @@ import numpy as np
 
 from meshrl.contract.nouns import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
 from meshrl.services.config import load_recipe, train_spec
+from meshrl.services.exits import Exit
 from meshrl.services.up.book import Entry
-from meshrl.services.up.exits import Exit
 from meshrl.services.up.health import is_serving
 from meshrl.services.up.ports import free_port
 from meshrl.services.wires.queue import QueueWire

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConflictError, UnavailableError, UserError
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 from meshrl.services.up.service import Service
 from meshrl.services.up.supervisor import Supervisor, Verdict
 

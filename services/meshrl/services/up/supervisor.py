@@ -21,8 +21,8 @@ from itertools import groupby
 from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
+from meshrl.services.exits import Exit
 from meshrl.services.up.child import Child, LineSink
-from meshrl.services.up.exits import Exit
 from meshrl.services.up.service import Service
 from meshrl.services.up.sweeper import Sweeper
 from meshrl.services.up.waits import first_of

@@ -12,7 +12,7 @@ import click
 
 from meshrl.contract.ports import Queue
 from meshrl.services.cli.mesh import find_mesh
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 
 TELL_EVERY_S: Final = 1.0
 PATIENCE_S: Final = 30.0

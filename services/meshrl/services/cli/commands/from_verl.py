@@ -10,7 +10,7 @@ import click
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.services.cli.options import PATH, json_option
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 
 
 @click.command("from-verl", context_settings={"allow_interspersed_args": False})

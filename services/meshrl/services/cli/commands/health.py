@@ -8,7 +8,7 @@ import sys
 import click
 
 from meshrl.contract.errors import UserError
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 
 
 @click.command()

@@ -22,7 +22,7 @@ from meshrl.services.cli.commands.queue import tell_audit
 from meshrl.services.cli.mesh import Mesh, find_mesh
 from meshrl.services.cli.operator import verify_all
 from meshrl.services.cli.options import json_option, mesh_options
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 from meshrl.transferqueue.audit import Audit
 
 WATCH_EVERY_S: Final = 1.0

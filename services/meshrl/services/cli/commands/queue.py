@@ -25,10 +25,10 @@ from meshrl.services.cli.operator import (
 )
 from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.services.config.load import load_recipe
+from meshrl.services.exits import Exit
 from meshrl.services.queues import build_store, connect_queue
 from meshrl.services.up.book import newest_run_dir, run_lock
 from meshrl.services.up.control import ask_up
-from meshrl.services.up.exits import Exit
 from meshrl.transferqueue.audit import Audit
 from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
 from meshrl.transferqueue.sharding.router import ShardedQueue

@@ -20,7 +20,7 @@ from meshrl.rewardd.kinds import Kind
 from meshrl.rewardd.registry.nouns import Case, Submission
 from meshrl.services.cli.commands._reward_rescore import rescore_run
 from meshrl.services.cli.options import PATH, json_option
-from meshrl.services.up.exits import Exit
+from meshrl.services.exits import Exit
 
 Answer = TypeVar("Answer")
 RESCORE_ROWS = 2048

@@ -14,8 +14,8 @@ import click
 from meshrl.contract import extend
 from meshrl.services.cli.options import PATH, recipe_argument
 from meshrl.services.config import load_recipe
+from meshrl.services.exits import Exit
 from meshrl.services.up.book import AddressBook
-from meshrl.services.up.exits import Exit
 from meshrl.services.up.pdeath import die_with_parent
 
 ASSEMBLY = "meshrl.services.assembly"
