@@ -9,19 +9,13 @@ python recipes/tools/prepare.py runs/tools/assets
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shutil
-import string
 import zlib
 from pathlib import Path
-from typing import Any
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SPECIAL = ["<pad>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", "<|tool|>"]
+from meshrl.services.demo.tiny_model import chat_tokenizer
+from meshrl.services.demo.warm_start import Pair, Stage, warm_start, write_rows
+
 CALL = '<tool_call>{{"name":"calculator","arguments":{{"expression":"{}"}}}}</tool_call>'
 HELD_OUT, HELD_OUT_SHARE = 256, 8
 CALLING_SHARE = 0.25
@@ -35,52 +29,21 @@ def products(seed: int, *, held_out: bool) -> list[tuple[str, int]]:
     return found
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """One JSON object per line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def called(question: str, result: int) -> list[dict[str, Any]]:
+def called(question: str, result: int) -> list[Pair]:
     """Both turns of a row with a call, each as a pair for supervised fine-tuning."""
     asked = f"<|user|>{question}<|end|><|assistant|>"
     call = CALL.format(question)
     answered = f"{asked}{call}<|end|><|tool|>{result}<|end|><|assistant|>"
-    return [{"prompt": asked, "response": call}, {"prompt": answered, "response": f"#{result}"}]
+    return [(asked, call), (answered, f"#{result}")]
 
 
-def guessed(question: str, result: int) -> list[dict[str, Any]]:
+def guessed(question: str, result: int) -> list[Pair]:
     """An answer at once."""
-    return [{"prompt": f"<|user|>{question}<|end|><|assistant|>", "response": f"#{result}"}]
+    return [(f"<|user|>{question}<|end|><|assistant|>", f"#{result}")]
 
 
-def character_tokenizer() -> Any:
-    """Printable characters, the parts of a chat and the two ends of a call."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = [*SPECIAL, *(c for c in string.printable if c.isprintable())]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<tool_call>", "</tool_call>")])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|end|>",
-        unk_token="<unk>",
-        additional_special_tokens=SPECIAL[3:],
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def warm_start(directory: Path, seed: int) -> None:
-    """Random weights, then calls, then mostly guesses."""
-    from meshrl.services.demo.tiny_model import write_tiny_model
-    from meshrl.trainer import sft
-    from meshrl.trainer.config import ModelConfig, OptimConfig
-    from meshrl.trainer.offline_config import SftConfig
-
+def stages(seed: int) -> list[Stage]:
+    """Calls, then mostly guesses."""
     draw = random.Random(seed)
     problems = products(seed, held_out=False)
     calls = [pair for problem in problems for pair in called(*problem)]
@@ -89,34 +52,12 @@ def warm_start(directory: Path, seed: int) -> None:
         for problem in problems
         for pair in (called if draw.random() < CALLING_SHARE else guessed)(*problem)
     ]
-    held_out = products(seed, held_out=True)[:64]
     draw.shuffle(calls)
     draw.shuffle(mixed)
-    write_tiny_model(directory / "random", seed=seed, tokenizer=character_tokenizer())
-    optim = OptimConfig(name="muon", lr=3e-3, lr_warmup_steps=10, weight_decay=0.0)
-    measured = [pair for problem in held_out for pair in called(*problem)]
-    val_files = [write(directory / "sft_held_out.jsonl", measured)]
-    stages = (
-        ("random", "caller", calls, 600, 0.98, optim),
-        ("caller", "sft", mixed, 60, None, optim.model_copy(update={"lr": 1e-3})),
-    )
-    for start, end, rows, steps, target, chosen in stages:
-        config = SftConfig(
-            model=ModelConfig(path=directory / start),
-            train_files=[write(directory / f"{end}.jsonl", rows)],
-            val_files=val_files,
-            output_dir=directory / end,
-            steps=steps,
-            target_exact_match=target,
-            test_freq=25,
-            optim=chosen,
-            device="cpu",
-            seed=seed,
-        )
-        sft.run(config, lambda p, end=end: print(f"{end}: step {p.step}, loss {p.loss:.3f}"))
-    # Under its final name only when complete: what was interrupted begins anew.
-    shutil.rmtree(directory / "model", ignore_errors=True)
-    (directory / "sft").rename(directory / "model")
+    return [
+        Stage(name="calls", pairs=calls, steps=600, lr=3e-3, seed=seed, enough=0.98),
+        Stage(name="mostly guesses", pairs=mixed, steps=60, lr=1e-3, seed=seed),
+    ]
 
 
 def main() -> None:
@@ -133,9 +74,15 @@ def main() -> None:
             {"prompt": [{"role": "user", "content": question}], "answer": str(result)}
             for question, result in chosen
         ]
-        write(directory / f"{name}.jsonl", rows)
-    if not (directory / "model" / "config.json").exists():
-        warm_start(directory, options.seed)
+        write_rows(directory / f"{name}.jsonl", rows)
+    warm_start(
+        directory,
+        stages(options.seed),
+        [pair for found in products(options.seed, held_out=True)[:64] for pair in called(*found)],
+        seed=options.seed,
+        report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
+        tokenizer=chat_tokenizer(["<tool_call>", "</tool_call>"]),
+    )
 
 
 if __name__ == "__main__":

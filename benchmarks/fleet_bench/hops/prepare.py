@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
-import shutil
 import string
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+from meshrl.services.demo.tiny_model import chat_tokenizer
+from meshrl.services.demo.warm_start import Pair, Stage, warm_start, write_rows
 
 if __name__ == "__main__":
     # Without this folder's parents, one of which has a queue.py that is not the standard library's.
@@ -26,11 +26,6 @@ if __name__ == "__main__":
 else:
     from .tool import find
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SPECIAL = ["<pad>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", "<|tool|>"]
 BEFORE = '<tool_call>{"name":"look_up","arguments":{"key":"'
 AFTER = '"}}</tool_call>'
 """What stands around the key in a call; a token each, so that a turn is six tokens."""
@@ -56,86 +51,31 @@ def chains(seed: int) -> list[list[str]]:
     return [found for found in map(chain, keys) if found]
 
 
-def turns(found: list[str], goes_on: Callable[[], bool]) -> list[dict[str, str]]:
+def turns(found: list[str], goes_on: Callable[[], bool]) -> list[Pair]:
     """One walk along a chain, each turn a pair for supervised fine-tuning."""
     pairs = []
     prompt = f"<|user|>{found[0]}<|end|><|assistant|>"
     for here, there in itertools.pairwise(found):
         call = f"{BEFORE}{here}{AFTER}"
-        pairs.append({"prompt": prompt, "response": call})
+        pairs.append((prompt, call))
         prompt += f"{call}<|end|><|tool|>{there}<|end|><|assistant|>"
         if there.isdigit() or not goes_on():
-            pairs.append({"prompt": prompt, "response": f"#{there}"})
+            pairs.append((prompt, f"#{there}"))
             break
     return pairs
 
 
-def hops_tokenizer() -> Any:
-    """Printable characters, the parts of a chat and of a call."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = [*SPECIAL, *(c for c in string.printable if c.isprintable())]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    call = [AddedToken(text, special=False, normalized=False) for text in (BEFORE, AFTER)]
-    tokenizer.add_tokens(call)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|end|>",
-        unk_token="<unk>",
-        additional_special_tokens=SPECIAL[3:],
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """One JSON object per line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def warm_start(directory: Path, seed: int) -> None:
-    """Random weights, then whole walks, then mostly short ones."""
-    from meshrl.services.demo.tiny_model import write_tiny_model
-    from meshrl.trainer import sft
-    from meshrl.trainer.config import ModelConfig, OptimConfig
-    from meshrl.trainer.offline_config import SftConfig
-
+def stages(trained: Sequence[list[str]], seed: int) -> list[Stage]:
+    """Whole walks, then mostly short ones."""
     draw = random.Random(seed)
-    found = chains(seed)
-    held_out, trained = found[:64], found[HELD_OUT:]
     whole = [pair for one in trained for pair in turns(one, lambda: True)]
     short = [pair for one in trained for pair in turns(one, lambda: draw.random() < GOES_ON)]
     draw.shuffle(whole)
     draw.shuffle(short)
-    write_tiny_model(directory / "random", seed=seed, tokenizer=hops_tokenizer())
-    measured = [pair for one in held_out for pair in turns(one, lambda: True)]
-    val_files = [write(directory / "sft_held_out.jsonl", measured)]
-    optim = OptimConfig(name="muon", lr=3e-3, lr_warmup_steps=10, weight_decay=0.0)
-    stages = (
-        ("random", "walker", whole, 600, 0.995, optim),
-        ("walker", "sft", short, 60, None, optim.model_copy(update={"lr": 1e-3})),
-    )
-    for start, end, rows, steps, target, chosen in stages:
-        config = SftConfig(
-            model=ModelConfig(path=directory / start),
-            train_files=[write(directory / f"{end}.jsonl", rows)],
-            val_files=val_files,
-            output_dir=directory / end,
-            steps=steps,
-            target_exact_match=target,
-            test_freq=25,
-            optim=chosen,
-            device="cpu",
-            seed=seed,
-        )
-        sft.run(config, lambda p, end=end: print(f"{end}: step {p.step}, loss {p.loss:.3f}"))
-    # Under its final name only when complete: what was interrupted begins anew.
-    shutil.rmtree(directory / "model", ignore_errors=True)
-    (directory / "sft").rename(directory / "model")
+    return [
+        Stage(name="whole walks", pairs=whole, steps=600, lr=3e-3, seed=seed, enough=0.995),
+        Stage(name="mostly short walks", pairs=short, steps=60, lr=1e-3, seed=seed),
+    ]
 
 
 def prepare(directory: Path, seed: int = 0) -> None:
@@ -147,9 +87,15 @@ def prepare(directory: Path, seed: int = 0) -> None:
         rows = [
             {"prompt": [{"role": "user", "content": one[0]}], "answer": one[-1]} for one in chosen
         ]
-        write(directory / f"{name}.jsonl", rows)
-    if not (directory / "model" / "config.json").exists():
-        warm_start(directory, seed)
+        write_rows(directory / f"{name}.jsonl", rows)
+    warm_start(
+        directory,
+        stages(found[HELD_OUT:], seed),
+        [pair for one in found[:64] for pair in turns(one, lambda: True)],
+        seed=seed,
+        report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
+        tokenizer=chat_tokenizer([BEFORE, AFTER]),
+    )
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ random weights ──sft: worked solutions──▶ can think ──sft: mostly 
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshrl.services.demo.tiny_model import write_tiny_model
 from meshrl.services.demo.trace import Program, programs
+from meshrl.services.demo.warm_start import Stage, warm_start, write_rows
 
 if TYPE_CHECKING:
     from meshrl.trainer.sft import SftProgress
@@ -56,76 +54,22 @@ def prepare(directory: Path, *, seed: int, report: Callable[[str, SftProgress], 
     _write_prompts(assets.train, itertools.islice(programs(seed, held_out=False), RL_PROMPTS))
     held_out = list(itertools.islice(programs(seed + 1, held_out=True), HELD_OUT))
     _write_prompts(assets.held_out, held_out)
-    if not (assets.model / "config.json").exists():
-        _warm_start(assets, held_out, seed, report)
+    measured = [(row.prompt, row.thought) for row in held_out]
+    warm_start(directory, _stages(seed), measured, seed=seed, report=report)
     return assets
 
 
-def _warm_start(
-    assets: Assets,
-    held_out: Sequence[Program],
-    seed: int,
-    report: Callable[[str, SftProgress], None],
-) -> None:
-    # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.
-    from meshrl.trainer import sft
-    from meshrl.trainer.config import ModelConfig, OptimConfig
-    from meshrl.trainer.offline_config import SftConfig
-
-    directory = assets.directory
+def _stages(seed: int) -> list[Stage]:
     rows = list(itertools.islice(programs(seed + 2, held_out=False), SFT_ROWS))
     draw = random.Random(seed)
     bare = [(row.prompt, f"#{row.answer}") for row in rows]
     thought = [(row.prompt, row.thought) for row in rows]
     mixed = [t if draw.random() < THINKING_SHARE else b for t, b in zip(thought, bare, strict=True)]
-    worked, mixture = directory / "sft_worked.jsonl", directory / "sft_mixture.jsonl"
-    measured = directory / "sft_held_out.jsonl"
-    _write_pairs(worked, thought)
-    _write_pairs(mixture, mixed)
-    _write_pairs(measured, [(row.prompt, row.thought) for row in held_out])
-    random_weights, thinker, unfinished = (directory / n for n in ("random", "thinker", "sft"))
-    write_tiny_model(random_weights, seed=seed)
-    # Muon reaches a thinking model about three times sooner than AdamW alone.
-    optim = OptimConfig(name="muon", lr=3e-3, lr_warmup_steps=10, weight_decay=0.0)
-    sft.run(
-        SftConfig(
-            model=ModelConfig(path=random_weights),
-            train_files=[worked],
-            val_files=[measured],
-            output_dir=thinker,
-            steps=500,
-            target_exact_match=0.85,
-            test_freq=25,
-            optim=optim,
-            device="cpu",
-            seed=seed,
-        ),
-        lambda progress: report("worked solutions", progress),
-    )
-    sft.run(
-        SftConfig(
-            model=ModelConfig(path=thinker),
-            train_files=[mixture],
-            output_dir=unfinished,
-            steps=60,
-            optim=optim.model_copy(update={"lr": 1e-3}),
-            device="cpu",
-            seed=seed + 1,
-        ),
-        lambda progress: report("mostly bare answers", progress),
-    )
-    # Under its final name only when complete: a demo that was interrupted here starts the warm start again.
-    shutil.rmtree(assets.model, ignore_errors=True)
-    unfinished.rename(assets.model)
+    return [
+        Stage(name="worked solutions", pairs=thought, steps=500, lr=3e-3, seed=seed, enough=0.85),
+        Stage(name="mostly bare answers", pairs=mixed, steps=60, lr=1e-3, seed=seed + 1),
+    ]
 
 
 def _write_prompts(path: Path, rows: Iterable[Program]) -> None:
-    _write(path, ({"prompt": row.prompt, "answer": row.answer} for row in rows))
-
-
-def _write_pairs(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
-    _write(path, ({"prompt": prompt, "response": response} for prompt, response in pairs))
-
-
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, ({"prompt": row.prompt, "answer": row.answer} for row in rows))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+CHAT_SPECIAL = ("<pad>", "<|end|>", "<unk>", "<|user|>", "<|assistant|>", "<|tool|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def write_tiny_model(
@@ -42,14 +48,38 @@ def write_tiny_model(
     model.save_pretrained(path)
 
 
-def _character_tokenizer() -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def chat_tokenizer(words: Sequence[str]) -> Any:
+    """Single characters, the parts of a chat as CHAT_TEMPLATE writes it, and each of `words` as one token."""
+    return _character_tokenizer(
+        CHAT_SPECIAL,
+        words,
+        eos_token="<|end|>",
+        additional_special_tokens=list(CHAT_SPECIAL[3:]),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _character_tokenizer(
+    special: Sequence[str] = SPECIAL,
+    words: Sequence[str] = (),
+    *,
+    eos_token: str = "<eos>",
+    **options: Any,
+) -> Any:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = [c for c in string.printable if c.isprintable()]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
+    vocabulary = {token: number for number, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     fast: Any = PreTrainedTokenizerFast  # transformers ships no types for it
-    return fast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return fast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token=eos_token,
+        unk_token="<unk>",
+        **options,
+    )

@@ -1,0 +1,97 @@
+"""A warm start: random weights, then supervised stages, each from what the one before it wrote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from meshrl.services.demo.tiny_model import write_tiny_model
+
+if TYPE_CHECKING:
+    from meshrl.trainer.sft import SftProgress
+
+Pair: TypeAlias = tuple[str, str]
+"""A prompt and its response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One supervised fine-tuning."""
+
+    name: str
+    """For `report`, and for its files."""
+    pairs: Sequence[Pair]
+    steps: int
+    """At most."""
+    lr: float
+    seed: int
+    """Of the order of its pairs."""
+    enough: float | None = None
+    """Exact match on held-out pairs that ends it; None measures nothing and runs all steps."""
+
+
+def warm_start(
+    directory: Path,
+    stages: Sequence[Stage],
+    held_out: Sequence[Pair],
+    *,
+    seed: int,
+    report: Callable[[str, SftProgress], None],
+    tokenizer: Any = None,
+) -> None:
+    """Write `directory/model`, unless it is there: what the last stage made of a tiny model's random weights.
+
+    Args:
+        directory: Where the stages' rows and checkpoints go, too.
+        stages: In their order.
+        held_out: What a stage with `enough` is measured on.
+        seed: Of the random weights.
+        report: Told a stage's name and how far it is.
+        tokenizer: As for `write_tiny_model`.
+    """
+    # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.
+    from meshrl.trainer import sft
+    from meshrl.trainer.config import ModelConfig, OptimConfig
+    from meshrl.trainer.offline_config import SftConfig
+
+    model = directory / "model"
+    if (model / "config.json").exists():
+        return
+    start = directory / "random"
+    write_tiny_model(start, seed=seed, tokenizer=tokenizer)
+    measured = _write_pairs(directory / "sft_held_out.jsonl", held_out)
+    for stage in stages:
+        end = directory / stage.name.replace(" ", "_")
+        config = SftConfig(
+            model=ModelConfig(path=start),
+            train_files=[_write_pairs(end.with_suffix(".jsonl"), stage.pairs)],
+            val_files=[] if stage.enough is None else [measured],
+            output_dir=end,
+            steps=stage.steps,
+            target_exact_match=stage.enough,
+            test_freq=25,
+            # Muon gets there about three times sooner than AdamW alone.
+            optim=OptimConfig(name="muon", lr=stage.lr, lr_warmup_steps=10, weight_decay=0.0),
+            device="cpu",
+            seed=stage.seed,
+        )
+        sft.run(config, partial(report, stage.name))
+        start = end
+    # Under its final name only when complete: what was interrupted begins anew.
+    shutil.rmtree(model, ignore_errors=True)
+    start.rename(model)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """One JSON object per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _write_pairs(path: Path, pairs: Iterable[Pair]) -> Path:
+    return write_rows(path, ({"prompt": p, "response": r} for p, r in pairs))

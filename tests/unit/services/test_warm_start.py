@@ -1,0 +1,54 @@
+"""A warm start: one stage after the other, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+from meshrl.services.demo.tiny_model import chat_tokenizer
+from meshrl.services.demo.warm_start import Stage, warm_start
+from meshrl.trainer.sft import SftProgress
+
+PAIRS = [(f"{n}+{n}=", f"#{n + n}") for n in range(8)]
+STAGES = [
+    Stage(name="big steps", pairs=PAIRS, steps=4, lr=3e-3, seed=0, enough=1.0),
+    Stage(name="tiny ones", pairs=PAIRS, steps=1, lr=1e-9, seed=0),
+]
+
+
+def start(directory: Path) -> dict[str, SftProgress]:
+    """The last report of each stage."""
+    directory.mkdir(exist_ok=True)
+    seen: dict[str, SftProgress] = {}
+    warm_start(directory, STAGES, PAIRS[:1], seed=0, report=lambda n, p: seen.update({n: p}))
+    return seen
+
+
+def test_each_stage_begins_with_what_the_one_before_it_wrote_and_only_the_first_is_measured(
+    tmp_path: Path,
+) -> None:
+    seen = start(tmp_path)
+    assert list(seen) == ["big steps", "tiny ones"]
+    assert seen["big steps"].exact_match is not None and seen["tiny ones"].exact_match is None
+    random, first, last = (
+        load_file(tmp_path / name / "model.safetensors")["model.embed_tokens.weight"]
+        for name in ("random", "big_steps", "model")
+    )
+    assert abs(last - first).max() < 1e-6 < 1e-3 < abs(last - random).max()
+
+
+def test_a_finished_warm_start_is_kept_and_one_that_was_interrupted_begins_anew(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model").mkdir()  # without its config.json
+    assert start(tmp_path)
+    assert not start(tmp_path)
+
+
+def test_a_chat_tokenizer_keeps_the_parts_of_a_chat_and_the_words_whole() -> None:
+    tokenizer = chat_tokenizer(["<call>"])
+    tokens = tokenizer.encode("<|user|>a b<|end|><call>")
+    assert len(tokens) == 6 and tokenizer.decode(tokens) == "<|user|>a b<|end|><call>"
+    turn = [{"role": "user", "content": "a b"}]
+    assert tokenizer.apply_chat_template(turn, tokenize=False) == "<|user|>a b<|end|>"
