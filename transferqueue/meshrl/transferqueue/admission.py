@@ -93,8 +93,10 @@ def packed(run: Run, tasks: Sequence[Task]) -> dict[str, PackedTask]:
     return found
 
 
-def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, PackedTask], cursor: str) -> int:
+def admit(run: Run, tasks: Sequence[Task], frames: Mapping[str, PackedTask], cursor: str) -> int:
     """Add the longest prefix that fits, maybe none; `cursor` moves when all of it did.
+
+    `frames` is what `packed` made of them; a task that it lacks was known by then, and is packed here.
 
     Raises:
         ConflictError: the feed is closed and a task is unknown.
@@ -109,7 +111,7 @@ def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, PackedTask], cur
                 )
             if room(run) == 0:
                 break
-            added.append(_add(run, task, packed.get(task.task_id) or codec.pack_task(task)))
+            added.append(_add(run, task, frames.get(task.task_id) or codec.pack_task(task)))
         count += 1
     if count == len(tasks) and cursor != run.cursor:
         run.cursor = cursor
@@ -121,17 +123,17 @@ def admit(run: Run, tasks: Sequence[Task], packed: Mapping[str, PackedTask], cur
     return count
 
 
-def _add(run: Run, task: Task, packed: PackedTask) -> Group:
+def _add(run: Run, task: Task, frame: PackedTask) -> Group:
     number = run.next_group
     run.next_group += 1
     group = run.new_group(
         number,
         task.task_id,
         traits=Traits(task.priority, task.data_source, _difficulty(task)),
-        task_bytes=len(packed.data),
+        task_bytes=len(frame.data),
         attempts=[0] * task.group_size,
     )
-    run.journal.put(Table.PAYLOAD, group.task_key, seal(packed.data))
+    run.journal.put(Table.PAYLOAD, group.task_key, seal(frame.data))
     run.seen[task.task_id] = number
     run.journal.put(Table.META, seen_key(run.number, task.task_id), seal_json(number))
     run.add_group(group)
