@@ -31,7 +31,6 @@ import secrets
 import struct
 from bisect import insort
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -172,35 +171,14 @@ class Arena:
                 return used
         return None
 
-    def view(self, slot: Slot, within: Region | None = None) -> memoryview:
-        """The frame in a slot, read-only and uncopied, valid until its region is freed.
-
-        Raises:
-            CorruptError: other bytes are there, or the slot is not in what was reserved.
-        """
-        region = within or self._used.get(slot.offset)
-        if region is None or self._used.get(region.offset) != region:
-            raise CorruptError(f"{slot} is not in use")
-        if (
-            not region.offset
-            <= slot.offset
-            <= slot.offset + slot.size
-            <= region.offset + region.size
-        ):
-            raise CorruptError(f"{slot} is outside of {region}")
-        frame = memoryview(self._map).toreadonly()[slot.offset : slot.offset + slot.size]
-        return _checked(frame, slot)
-
     def copy(self, slot: Slot) -> bytes:
         """The frame in a slot of any region that is in use. Raises CorruptError."""
         if slot.offset < HEAD_BYTES or slot.size < 0 or slot.offset + slot.size > self.size:
             raise CorruptError(f"{slot} is outside of the arena")
-        frame = self._map[slot.offset : slot.offset + slot.size]
-        _checked(memoryview(frame), slot)
-        return frame
+        return _checked(self._map[slot.offset : slot.offset + slot.size], slot)
 
     def free(self, held: Slot | Region) -> None:
-        """The memory may be used again: the call was answered, and no view is left. Twice is once."""
+        """The memory may be used again: the call was answered. Twice is once."""
         region = self._used.pop(held.offset, None)
         if region is None:
             return
@@ -219,14 +197,13 @@ class Arena:
         self._abandoned += region.size if region else 0
 
     def close(self) -> None:
-        """Unlink; idempotent. Views that are left stay valid until they are dropped."""
+        """Unlink; idempotent."""
         if self._descriptor < 0:
             return
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = -1
-        with suppress(BufferError):  # somebody holds a view: the mapping goes with it
-            self._map.close()
+        self._map.close()
 
     def __enter__(self) -> Self:
         return self
@@ -272,9 +249,7 @@ class Lent:
             raise CorruptError(f"{self._name}: {slot} is outside of the arena")
         # Not more than there is: a size is the sender's word.
         size = min(slot.size, os.fstat(self._descriptor).st_size)
-        frame = os.pread(self._descriptor, size, slot.offset)
-        _checked(memoryview(frame), slot)
-        return frame
+        return _checked(os.pread(self._descriptor, size, slot.offset), slot)
 
     def check(self, region: Region) -> None:
         """Raises CorruptError for a region outside of the arena."""
@@ -342,12 +317,12 @@ def _aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def _checked(frame: memoryview, slot: Slot) -> memoryview:
+def _checked(frame: bytes, slot: Slot) -> bytes:
     if (
         len(frame) != slot.size
         or slot.size < _SEAL.size
         or _SEAL.unpack_from(frame)[0] != slot.seal
     ):
         raise CorruptError(f"{slot} holds other bytes than were written there")
-    unseal(frame, str(slot))
+    unseal(memoryview(frame), str(slot))
     return frame
