@@ -89,33 +89,34 @@ def _session_routes(book: GatewayBook, tokenizer: ChatTokenizer) -> APIRouter:
     def find(request: Request, token: HTTPAuthorizationCredentials | None) -> Session:
         return book.find(_header(token), request.path_params.get("session_id"))
 
+    async def answer(
+        body: m.ChatBody | m.CompletionBody,
+        request: Request,
+        token: HTTPAuthorizationCredentials | None,
+        *,
+        chat: bool,
+        logprobs: bool,
+    ) -> Response:
+        form = Form(
+            chat=chat,
+            model=body.model,
+            tokenizer=tokenizer,
+            logprobs=logprobs,
+            usage=body.usage_in_stream,
+        )
+        asking = find(request, token).ask(body.ask())
+        return await _answered(asking, form, request, stream=bool(body.stream))
+
     @router.post("/chat/completions", tags=["openai"])
     async def chat_completions(body: m.ChatBody, request: Request, token: Token) -> Response:
         """An answer to a conversation, which becomes part of the session's row."""
-        form = Form(
-            chat=True,
-            model=body.model,
-            tokenizer=tokenizer,
-            logprobs=bool(body.logprobs),
-            usage=body.usage_in_stream,
-        )
-        return await _answered(
-            find(request, token).ask(body.ask()), form, request, stream=bool(body.stream)
-        )
+        return await answer(body, request, token, chat=True, logprobs=bool(body.logprobs))
 
     @router.post("/completions", tags=["openai"])
     async def completions(body: m.CompletionBody, request: Request, token: Token) -> Response:
         """What follows a prompt, which becomes part of the session's row."""
-        form = Form(
-            chat=False,
-            model=body.model,
-            tokenizer=tokenizer,
-            logprobs=body.logprobs is not None,
-            usage=body.usage_in_stream,
-        )
-        return await _answered(
-            find(request, token).ask(body.ask()), form, request, stream=bool(body.stream)
-        )
+        wanted = body.logprobs is not None  # 0 is the log-probs of what was sampled
+        return await answer(body, request, token, chat=False, logprobs=wanted)
 
     @router.get("/models", tags=["openai"])
     async def list_models(request: Request, token: Token) -> dict[str, Any]:
