@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshrl.contract.nouns import Trajectory
-from meshrl.trainer.batch import Schedule, gather_tokens
+from meshrl.trainer.batch import MiniBatch, Schedule, gather_tokens
 from meshrl.trainer.distributed import World
 from meshrl.trainer.packing import Pack, pack
 from meshrl.trainer.sequence import share_out
@@ -40,6 +40,21 @@ class OwnRows:
             share_prefixes=among is None,  # a share of the tokens must hold what its rows attend to
         ).to(self.world.device)
         return packed if among is None else share_out(packed, among)
+
+    def micro_batches(
+        self, mini: MiniBatch, forward: Callable[[Pack], tuple[torch.Tensor, ...]]
+    ) -> Iterator[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
+        """This rank's micro-batches that have rows, each with what `forward` made of it: a backward pass must follow.
+
+        Every rank calls this; a rank's backward passes are as many as its peers'.
+        """
+        for chosen in mini.ranks[self.world.data_rank]:
+            found = forward(self.pack(chosen))
+            if chosen:
+                yield chosen, found
+            else:
+                # This rank has nothing left to do, and its peers' collectives still need its backward pass.
+                found[0].sum().backward()  # type: ignore[no-untyped-call]
 
     def split(self, values: torch.Tensor, chosen: Sequence[int]) -> Sequence[torch.Tensor]:
         """A micro-batch's [n], cut into its rows, on the CPU."""

@@ -80,11 +80,7 @@ class RewardLearner:
         norms = []
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
         for mini in own.made.mini_batches:
-            for chosen in mini.ranks[self._world.data_rank]:
-                logprobs = self._logprobs(own.pack(chosen))
-                if not chosen:
-                    logprobs.sum().backward()  # type: ignore[no-untyped-call]
-                    continue
+            for chosen, (logprobs,) in own.micro_batches(mini, lambda p: (self._logprobs(p),)):
                 places = experience.tokens_of(chosen)
                 ragged = experience.layout_of(chosen, experience.ragged.mask[places].to(device))
                 q, truth = logprobs - reference[places].to(device), acc[list(chosen)].to(device)

@@ -250,12 +250,9 @@ class Learner:
         counts = work.counts(mini)
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
         share = 1.0 / (self.world.size * updates)
-        for chosen in mini.ranks[self.world.data_rank]:
-            logprobs, entropies = self.policy(work.rows.pack(chosen), self._temperature)
-            if not chosen:
-                # This rank has nothing left to do, and its peers' collectives still need its backward pass.
-                logprobs.sum().backward()
-                continue
+        tau = self._temperature
+        for chosen, found in work.rows.micro_batches(mini, lambda pack: self.policy(pack, tau)):
+            logprobs, entropies = found
             for row, part in zip(chosen, work.rows.split(logprobs, chosen), strict=True):
                 work.first_logprobs.setdefault(row, part)
             micro = self._micro(chosen, work, logprobs, entropies, counts)

@@ -102,11 +102,7 @@ class ValueLearner:
         norms = []
         for mini in updates:
             aggregate = self._aggregator(ragged, mini)
-            for chosen in mini.ranks[self._world.data_rank]:
-                found = self.model(own.pack(chosen))
-                if not chosen:
-                    found.sum().backward()
-                    continue
+            for chosen, (found,) in own.micro_batches(mini, lambda pack: (self.model(pack),)):
                 places, device = experience.tokens_of(chosen), self._world.device
                 part = experience.layout_of(chosen, targets.mask[places].to(device))
                 loss = value_loss(
