@@ -1,7 +1,11 @@
-"""Real Redis (or Valkey) servers for tests: on unix sockets in a temporary folder, ended with the test."""
+"""Real Redis or Valkey servers for tests: on unix sockets in a temporary folder, ended with the test.
+
+`REDIS_SERVER=/path/of/valkey-server pytest ...` runs the tests on that server.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -13,7 +17,9 @@ from pathlib import Path
 import pytest
 import redis
 
-PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+PROGRAM = shutil.which(os.environ.get("REDIS_SERVER", "redis-server")) or shutil.which(
+    "valkey-server"
+)
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="no redis-server on this machine (apt)")
 START_S = 20.0
 

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -79,9 +80,9 @@ class Link:
             try:
                 client = await self._master()
                 return await work(client)
-            except _REFUSED as error:
-                raise UserError(f"redis at {self.name} refuses us: {error}") from error
-            except _TRY_AGAIN as error:
+            except (*_REFUSED, *_TRY_AGAIN) as error:
+                if _refused(error):
+                    raise UserError(f"redis at {self.name} refuses us: {error}") from error
                 await self._drop(client)
                 if clock() + pause_s > give_up_at:
                     raise InfraError(f"redis at {self.name} cannot be reached: {error}") from error
@@ -147,19 +148,21 @@ class Link:
     async def _find(self) -> Redis:
         reasons: list[str] = []
         for url in self._urls:
-            client = self._client_of(url)
-            try:
-                (role, *_) = await client.execute_command("ROLE")  # type: ignore[no-untyped-call]
+            # Whatever ends the question, a cancellation too, hangs up; only the master's client stays.
+            async with AsyncExitStack() as stack:
+                client = await stack.enter_async_context(aclosing(self._client_of(url)))
+                try:
+                    (role, *_) = await client.execute_command("ROLE")  # type: ignore[no-untyped-call]
+                except _TRY_AGAIN as error:
+                    if _refused(error):
+                        raise
+                    reasons.append(str(error))
+                    continue
                 if role in (b"master", "master"):
                     self._url = url
+                    stack.pop_all()
                     return client
                 reasons.append(f"{bare(url)} is a replica")
-            except _REFUSED:
-                await client.aclose()
-                raise
-            except _TRY_AGAIN as error:
-                reasons.append(str(error))
-            await client.aclose()
         raise ConnectionError("; ".join(reasons))
 
     async def _drop(self, client: Redis | None) -> None:
@@ -197,6 +200,11 @@ class Link:
         if isinstance(error, OutOfMemoryError):
             return CapacityError(f"redis at {self.name} is full: {error}")
         return InfraError(f"redis at {self.name}: {error}")
+
+
+def _refused(error: Exception) -> bool:
+    """A server that asks for a password while the connection is made is a broken connection to redis-py."""
+    return isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED)
 
 
 async def _ping(client: Redis) -> None:
