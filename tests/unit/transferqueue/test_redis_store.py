@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import trustme
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
 from meshrl.transferqueue import stores
@@ -329,6 +330,35 @@ async def test_passwords_are_taken_from_a_file_and_never_told(
         store_of(server.url, redis_password_file=folder / "missing")
     with pytest.raises(UserError, match=r"queue\.redis_url: 'http"):
         store_of("http://somewhere")
+
+
+async def test_a_connection_may_be_encrypted_and_the_server_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "OPEN_S", 0.0)
+    ours, theirs = trustme.CA(), trustme.CA()
+    certificate = ours.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(folder / "key")
+    certificate.cert_chain_pems[0].write_to_path(folder / "cert")
+    for name, authority in (("ours", ours), ("theirs", theirs)):
+        authority.cert_pem.write_to_path(folder / name)
+    port = free_port()
+    tls = (
+        "--tls-port",
+        str(port),
+        "--tls-auth-clients",
+        "no",
+        "--tls-ca-cert-file",
+        folder / "ours",
+    )
+    files = ("--tls-cert-file", folder / "cert", "--tls-key-file", folder / "key")
+    with running(folder / "a", *map(str, (*tls, *files))):
+        address = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={folder}/"
+        async with loaded(address + "ours") as store:
+            await store.apply(put(1))
+            assert await meta_of(store) == [1]
+        with pytest.raises(InfraError, match="certificate verify failed"):
+            await TransferQueue.open(store_of(address + "theirs"))
 
 
 def free_port() -> int:
