@@ -13,7 +13,7 @@ from meshrl.rollout.engines.echo import build
 from meshrl.rollout.library import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.config.tls import TlsConfig
+from meshrl.services.certificates import Certificates
 from meshrl.services.gateway.app import build_app
 from meshrl.services.gateway.book import GatewayBook
 from meshrl.services.rewards.http import serving_http
@@ -35,7 +35,7 @@ async def work(options: argparse.Namespace) -> None:
     app = build_app(book, tokenizer, max_body_bytes=1 << 20, guard=None)
     command = {"command": [sys.executable, "-c", options.agent.read_text(), str(options.pids)]}
     async with (
-        serving_http(app, "127.0.0.1", 0, TlsConfig(), name="gateway") as url,
+        serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway") as url,
         Programs("openai", command, gateway=book) as programs,
         QueueWire(options.queue) as queue,
     ):

@@ -33,7 +33,7 @@ from meshrl.rollout.library import Programs
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.config.tls import TlsConfig
+from meshrl.services.certificates import Certificates
 from meshrl.services.gateway.app import build_app
 from meshrl.services.gateway.book import GatewayBook
 from meshrl.services.rewards.auth import Guard, TokenBook
@@ -191,7 +191,7 @@ async def agents_mesh(
         )
         app = build_app(book, tokenizer, max_body_bytes=MAX_BODY, guard=guard if external else None)
         book.url = await stack.enter_async_context(
-            serving_http(app, "127.0.0.1", 0, TlsConfig(), name="gateway")
+            serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway")
         )
         programs = await stack.enter_async_context(Programs("openai", options, gateway=book))
         await programs.start()

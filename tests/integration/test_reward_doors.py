@@ -27,7 +27,7 @@ from meshrl.rewardd.registry.nouns import Case, Submission
 from meshrl.rewardd.registry.open import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.sandbox.cell import no_bubblewrap
-from meshrl.services.config.tls import TlsConfig
+from meshrl.services.certificates import Certificates
 from meshrl.services.doors.reward import RewardDoor
 from meshrl.services.doors.reward_registry import RewardRegistryDoor
 from meshrl.services.rewards.app import build_app
@@ -74,7 +74,7 @@ def write_tokens(path: Path) -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, *, closed: bool = False, tls: TlsConfig | None = None, **rates: float
+    directory: Path, *, closed: bool = False, tls: Certificates | None = None, **rates: float
 ) -> AsyncIterator[Service]:
     base = directory / "base.py"
     base.write_text(source(-1))
@@ -94,7 +94,9 @@ async def serving(
         audit = AuditLog(directory / "rewards" / "audit.jsonl")
         stack.callback(audit.close)
         desk = RewardDesk(registry, Guard(book, **limits), audit)
-        server_settings = ServerSettings(metrics_port=None, drain_grace_s=1, tls=tls or TlsConfig())
+        server_settings = ServerSettings(
+            metrics_port=None, drain_grace_s=1, tls=tls or Certificates()
+        )
         doors = [RewardDoor(registry.judge, registry.judge), RewardRegistryDoor(desk)]
         server = await stack.enter_async_context(Server(server_settings, doors))
         await server.ready()
@@ -309,7 +311,7 @@ async def test_a_slow_submission_holds_nobody_up(tmp_path: Path) -> None:
         assert (await submitting).status_code == 201
 
 
-def certificates(directory: Path) -> TlsConfig:
+def certificates(directory: Path) -> Certificates:
     import trustme
 
     authority = trustme.CA()
@@ -319,7 +321,7 @@ def certificates(directory: Path) -> TlsConfig:
         blob.write_to_path(directory / "cert.pem", append=number > 0)
     authority.cert_pem.write_to_path(directory / "ca.pem")
     names = {"cert": "cert.pem", "key": "key.pem", "ca": "ca.pem", "client_ca": "ca.pem"}
-    return TlsConfig.model_validate({key: directory / file for key, file in names.items()})
+    return Certificates(**{key: directory / file for key, file in names.items()})
 
 
 async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(

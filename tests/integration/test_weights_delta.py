@@ -20,7 +20,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.services import tls
-from meshrl.services.config.tls import TlsConfig
+from meshrl.services.certificates import Certificates
 from meshrl.services.errors import from_rpc
 from meshrl.services.weights.carriers import delta
 from meshrl.services.weights.delta import encode
@@ -281,7 +281,7 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
     for blob in mine.cert_chain_pems:
         blob.write_to_path(tmp_path / "cert.pem", append=True)
     files = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}
-    monkeypatch.setattr(tls, "_in_use", TlsConfig.model_validate(files))
+    monkeypatch.setattr(tls, "_in_use", Certificates(**files))
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await joined(fleet, "one")
         await fleet.carry(sparse(0))

@@ -34,7 +34,7 @@ from pydantic import Field, NonNegativeFloat
 from meshrl.contract.config import Config
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError
 from meshrl.services import tls
-from meshrl.services.config.tls import TlsConfig
+from meshrl.services.certificates import Certificates
 from meshrl.services.errors import as_status
 from meshrl.services.exits import Exit
 from meshrl.services.interceptor import Around, AroundInterceptor, Context
@@ -65,7 +65,7 @@ class ServerSettings(Config):
     """Seconds that running calls get to finish when the service ends."""
     allow_insecure_bind: bool = False
     """Accept calls from other hosts, unencrypted and from anybody: only inside a network that you trust."""
-    tls: TlsConfig = TlsConfig()
+    tls: Certificates = Certificates()
     """Certificates of this service; with `client_ca` it may be bound anywhere."""
     authenticated: bool = False
     """The doors ask for tokens themselves, so the service may be bound anywhere."""

@@ -7,36 +7,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
-from pydantic import ValidationError
 
 from meshrl.contract.errors import ConfigError
-from meshrl.services.config.tls import TlsConfig
+from meshrl.services.certificates import Certificates
 
 TOKEN_VARIABLE: Final = "MESHRL_TOKEN"
 """The bearer token that this process sends with every call."""
 
 
-_in_use = TlsConfig()
+_in_use = Certificates()
 
 
-def use(tls: TlsConfig) -> None:
+def use(tls: Certificates) -> None:
     """What this process dials with from now on; one that says nothing changes nothing.
 
     Raises:
         ConfigError: a file cannot be read.
     """
     global _in_use
-    for name in TlsConfig.model_fields:
-        _pem(tls, name)
+    for file in fields(tls):
+        _pem(tls, file.name)
     if tls.on:
         _in_use = tls
 
 
-def in_use() -> TlsConfig:
+def in_use() -> Certificates:
     """What `use` was given: the certificates of this process."""
     return _in_use
 
@@ -68,7 +68,7 @@ def _credentials() -> grpc.ChannelCredentials | None:
     )
 
 
-def add_port(server: grpc.aio.Server, address: str, tls: TlsConfig) -> int:
+def add_port(server: grpc.aio.Server, address: str, tls: Certificates) -> int:
     """Bind `address`; as `add_secure_port` where there is a certificate."""
     key, cert = _pem(tls, "key"), _pem(tls, "cert")
     if key is None or cert is None:
@@ -85,15 +85,15 @@ def call_metadata() -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-def _of_environment() -> TlsConfig:
+def _of_environment() -> Certificates:
     files = {name: os.environ.get(f"MESHRL_TLS_{name.upper()}") for name in ("ca", "cert", "key")}
     try:
-        return TlsConfig.model_validate({name: file for name, file in files.items() if file})
-    except ValidationError as error:
+        return Certificates(**{name: Path(file) for name, file in files.items() if file})
+    except ValueError as error:
         raise ConfigError("MESHRL_TLS_CERT and MESHRL_TLS_KEY go together") from error
 
 
-def _pem(tls: TlsConfig, name: str) -> bytes | None:
+def _pem(tls: Certificates, name: str) -> bytes | None:
     path: Path | None = getattr(tls, name)
     if path is None:
         return None

@@ -22,6 +22,8 @@ HEAVY = {
     "rich",
     "click",
     "prometheus_client",
+    "pydantic",
+    "yaml",
 }
 
 

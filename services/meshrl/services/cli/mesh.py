@@ -75,7 +75,7 @@ def find_mesh(
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
         )
-    tls.use(load_recipe(book.recipe, check=False).tls)
+    tls.use(load_recipe(book.recipe, check=False).tls.certificates)
     return Mesh(
         run=run or book.run,
         queue=book.peers()["queue"],
@@ -98,5 +98,5 @@ def reward_address(run_dir: Path | None, address: str | None) -> str:
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
         )
-    tls.use(load_recipe(book.recipe, check=False).tls)
+    tls.use(load_recipe(book.recipe, check=False).tls.certificates)
     return book.address("reward")

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import model_validator
 
 from meshrl.contract.config import Config
+from meshrl.services.certificates import Certificates
 
 
 class TlsConfig(Config):
@@ -23,18 +24,10 @@ class TlsConfig(Config):
 
     @model_validator(mode="after")
     def _fits(self) -> TlsConfig:
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key go together")
-        if self.client_ca is not None and self.cert is None:
-            raise ValueError("client_ca needs cert and key")
+        _ = self.certificates
         return self
 
     @property
-    def on(self) -> bool:
-        """True when connections are encrypted."""
-        return self.cert is not None or self.ca is not None
-
-    @property
-    def mutual(self) -> bool:
-        """True when a client without a certificate is refused."""
-        return self.client_ca is not None
+    def certificates(self) -> Certificates:
+        """As those who listen and dial want them."""
+        return Certificates(cert=self.cert, key=self.key, ca=self.ca, client_ca=self.client_ca)

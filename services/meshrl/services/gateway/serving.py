@@ -12,8 +12,8 @@ from pathlib import Path
 
 from meshrl.contract.errors import UserError
 from meshrl.rollout.tokenizer import ChatTokenizer
+from meshrl.services.certificates import Certificates
 from meshrl.services.config.recipe import Recipe, uses_gateway
-from meshrl.services.config.tls import TlsConfig
 from meshrl.services.gateway.app import build_app
 from meshrl.services.gateway.book import GatewayBook
 from meshrl.services.rewards.auth import Guard, TokenBook
@@ -45,7 +45,7 @@ async def gateway_of(
     book = GatewayBook(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
     app = build_app(book, tokenizer, max_body_bytes=config.max_request_bytes, guard=guard)
     # What starts on this machine is reached without TLS: no certificate is made out for a loopback address.
-    tls = TlsConfig() if is_loopback(config.host) else settings.tls
+    tls = Certificates() if is_loopback(config.host) else settings.tls
     port = config.port + _number(name) if config.port else 0
     async with serving_http(
         app, config.host, port, tls, name="gateway", at_once=config.max_connections

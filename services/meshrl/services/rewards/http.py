@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.services.config.tls import TlsConfig
+from meshrl.services.certificates import Certificates
 from meshrl.services.runtime import join_address
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ async def serving_http(
     app: FastAPI,
     host: str,
     port: int,
-    tls: TlsConfig,
+    tls: Certificates,
     *,
     name: str = "reward registry",
     at_once: int = AT_ONCE,

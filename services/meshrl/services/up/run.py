@@ -42,7 +42,7 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
     Raises:
         UserError: the run's directory is in use, or `fixed_ports` names no service.
     """
-    tls.use(recipe.tls)
+    tls.use(recipe.tls.certificates)
     recipe = grown(recipe)
     directory = recipe.run.path
     directory.mkdir(parents=True, exist_ok=True)

@@ -84,7 +84,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     from meshrl.services.runtime import ServerSettings, run_service
     from meshrl.services.site import Site
 
-    tls.use(loaded.tls)
+    tls.use(loaded.tls.certificates)
 
     name, host, port = options["name"] or service, options["host"], options["port"]
     metrics_port = options["metrics_port"]
@@ -106,7 +106,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         port=port,
         metrics_port=metrics_port,
         allow_insecure_bind=options["allow_insecure_bind"],
-        tls=loaded.tls,
+        tls=loaded.tls.certificates,
     )
     run = extend.load(ASSEMBLY, service, "run")
     sys.exit(run_service(lambda: run(loaded, Site(name=name, settings=settings, peers=peers))))
