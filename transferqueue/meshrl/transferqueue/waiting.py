@@ -16,6 +16,8 @@ TICK_S = 0.25
 """The longest time that may pass unwatched while leases are out."""
 FINEST_TICK_S = 0.01
 """Deadlines are no more exact than this."""
+SWEPT_GRANTS = 256
+"""Up to so many grants nobody asks which of them have ended."""
 RETURN_S = 2.0
 """So soon a worker whose connection broke must be heard of again: a dead one never is, a live one at once."""
 
@@ -107,11 +109,14 @@ class Expiry:
     before the clock has gone on for long.
 
     A renewal only moves `held.deadline`; the heap's entry finds that out when it comes up, so renewing is free here.
+    Grants that ended are swept out before they are more than those that have not: a fast run ends thousands in the
+    time to live of one, and each would keep its group in memory until then.
     """
 
     def __init__(self, expired: Callable[[Grant], None]) -> None:
         self._expired = expired
         self._heap: list[tuple[float, int, Grant]] = []
+        self._sweep_at = SWEPT_GRANTS
         self._numbers = itertools.count()
         self._timer: asyncio.Handle | None = None
         self._heard_s = 0.0
@@ -129,6 +134,8 @@ class Expiry:
     def watch(self, held: Grant) -> None:
         """Call `expired(held)` when its deadline passes, unless it was given back by then."""
         heapq.heappush(self._heap, (held.deadline, next(self._numbers), held))
+        if len(self._heap) > self._sweep_at:
+            self._sweep()
         self._arm()
 
     def hasten(self, worker: str, before: float) -> None:
@@ -149,6 +156,12 @@ class Expiry:
         """Watch nothing any more."""
         self._heap.clear()
         self._disarm()
+
+    def _sweep(self) -> None:
+        """Forget the grants that ended; O(1) for each that was watched since the last time."""
+        self._heap = [entry for entry in self._heap if entry[2].mask]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(SWEPT_GRANTS, 2 * len(self._heap))
 
     def _disarm(self) -> None:
         if self._timer is not None:
