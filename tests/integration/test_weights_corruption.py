@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from meshrl.services.weights.fleet import ReplicaState
 from meshrl.services.weights.stub import MadeSource
 
 from ..waiting import until
-from .weights_fleet import RUN, opened
+from .weights_fleet import RUN, flip, opened
 
 
 class OnceRotten(MadeSource):
@@ -40,34 +41,24 @@ async def test_a_byte_that_flips_on_the_way_is_sent_again(tmp_path: Path) -> Non
         assert engine.hashes == source.manifest.bucket_hashes
 
 
-async def test_a_byte_that_flips_on_disk_is_found_and_written_again(tmp_path: Path) -> None:
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize("spoil", [lambda path: flip(path, -5), cut], ids=["flipped", "cut short"])
+async def test_a_file_that_was_spoiled_is_found_and_written_again(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
     async with opened("disk", tmp_path) as fleet:
-        fleet.join("one")
-        await until(lambda: fleet.state_of("one") is not None)
+        await fleet.joined("one")
         source = fleet.source(0)
         await fleet.carry(source)
         path = tmp_path / "weights" / "1.0" / "model-00003-of-00004.safetensors"
-        content = bytearray(path.read_bytes())
-        healthy = bytes(content)
-        content[-5] ^= 1
-        path.write_bytes(content)
-        late = fleet.join("late")
-        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        healthy = path.read_bytes()
+        spoil(path)
+        late = await fleet.joined_late("late")
         assert late.hashes == source.manifest.bucket_hashes
         assert path.read_bytes() == healthy
-
-
-async def test_a_file_cut_short_is_found_and_written_again(tmp_path: Path) -> None:
-    async with opened("disk", tmp_path) as fleet:
-        fleet.join("one")
-        await until(lambda: fleet.state_of("one") is not None)
-        source = fleet.source(0)
-        await fleet.carry(source)
-        path = tmp_path / "weights" / "1.0" / "model-00001-of-00004.safetensors"
-        path.write_bytes(path.read_bytes()[:1000])
-        late = fleet.join("late")
-        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
-        assert late.hashes == source.manifest.bucket_hashes
 
 
 async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantined(
@@ -75,15 +66,11 @@ async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantin
 ) -> None:
     shared, stale = tmp_path / "shared", tmp_path / "stale"
     async with opened("disk", shared) as fleet:
-        good = fleet.join("good")
-        await until(lambda: fleet.state_of("good") is not None)
+        (good,) = await fleet.joined("good")
         await fleet.carry(fleet.source(0))
         # A mount of its own, with a flipped byte in it, that no repair of the trainer's reaches.
         shutil.copytree(shared, stale)
-        path = stale / "weights" / "1.0" / "model-00002-of-00004.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 1
-        path.write_bytes(content)
+        flip(stale / "weights" / "1.0" / "model-00002-of-00004.safetensors", -5)
         ill = fleet.join("ill", directory=stale)
         await until(lambda: fleet.state_of("ill") is ReplicaState.OUT)
         assert "buckets [1] of weights 1.0 arrived corrupted 3 times" in fleet.reason_of("ill")
@@ -106,8 +93,7 @@ async def test_a_version_whose_source_changed_is_withdrawn_and_the_trainer_is_to
     carrier: str, tmp_path: Path
 ) -> None:
     async with opened(carrier, tmp_path) as fleet:
-        engines = [fleet.join("one"), fleet.join("two")]
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        engines = await fleet.joined("one", "two")
         await fleet.carry(fleet.source(0))
         with pytest.raises(CorruptError, match=r"trainer's memory changed.*layers\.\d\.up\.weight"):
             await fleet.carry(Rotten(RUN, Version(1, 1)))

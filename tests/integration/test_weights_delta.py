@@ -30,7 +30,7 @@ from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 
 from ..waiting import until
-from .weights_fleet import RUN, Fleet, opened
+from .weights_fleet import RUN, flip, opened
 
 BUCKETS = 4
 
@@ -72,17 +72,11 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     return wire
 
 
-async def joined(fleet: Fleet, *names: str) -> list[HashSink]:
-    engines = [fleet.join(name) for name in names]
-    await until(lambda: all(fleet.state_of(name) is not None for name in names))
-    return engines
-
-
 async def test_a_hundred_updates_are_exact_and_each_patch_is_encoded_once_for_all(
     tmp_path: Path, wire: Wire
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
-        engines = await joined(fleet, "one", "two", "three")
+        engines = await fleet.joined("one", "two", "three")
         for step in range(100):
             source = sparse(step)
             await fleet.carry(source)
@@ -101,12 +95,11 @@ async def test_a_joiner_gets_all_of_it_while_the_others_get_patches(
     tmp_path: Path, wire: Wire
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
-        await joined(fleet, "early")
+        await fleet.joined("early")
         await fleet.carry(sparse(0))
         await fleet.carry(sparse(1))
         wire.clear()
-        (late,) = await joined(fleet, "late")
-        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        late = await fleet.joined_late("late")
         assert (len(wire.whole), len(wire.patches)) == (BUCKETS, 0)
         wire.clear()
         source = sparse(2)
@@ -119,7 +112,7 @@ async def test_a_replica_that_leaves_and_comes_back_goes_on_from_what_it_holds(
     tmp_path: Path, wire: Wire
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
-        (engine,) = await joined(fleet, "one")
+        (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(0))
         generation = fleet.plane.fleet().replicas[0].generation
         fleet.plane._show_out(generation, "shown out by the test")
@@ -136,7 +129,7 @@ async def test_a_trainer_that_takes_over_has_no_base_and_sends_whole_buckets(
     tmp_path: Path, wire: Wire
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
-        (engine,) = await joined(fleet, "one")
+        (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(5))
         await fleet.close_plane()
         fleet.epoch = 2
@@ -152,7 +145,7 @@ async def test_a_trainer_that_takes_over_has_no_base_and_sends_whole_buckets(
 
 async def test_what_changed_too_much_goes_whole(tmp_path: Path, wire: Wire) -> None:
     async with opened("delta", tmp_path) as fleet:
-        (engine,) = await joined(fleet, "one")
+        (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(0, density=0.25))
         await fleet.carry(sparse(1, density=0.25))
         assert (len(wire.whole), len(wire.patches)) == (2 * BUCKETS, 0)
@@ -174,10 +167,9 @@ async def test_a_base_is_a_version_that_was_committed_not_one_that_was_staged(
             await super().stage_weights(manifest, buckets)
 
     async with opened("delta", tmp_path) as fleet:
-        (healthy,) = await joined(fleet, "healthy")
+        (healthy,) = await fleet.joined("healthy")
         refusing = Refusing()
-        fleet.join("refusing", refusing)
-        await until(lambda: fleet.state_of("refusing") is not None)
+        await fleet.joined(refusing=refusing)
         await fleet.carry(sparse(0))
         await fleet.carry(sparse(1))
         assert (healthy.version, refusing.version) == (Version(1, 1), Version(1, 0))
@@ -201,7 +193,7 @@ async def test_a_patch_that_arrives_spoiled_is_found_and_the_bucket_sent_whole(
     tmp_path: Path, wire: Wire, spoiled: str
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
-        (engine,) = await joined(fleet, "one")
+        (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(0))
         wire.clear()
         wire.spoil = SPOILED[spoiled]
@@ -228,8 +220,7 @@ async def test_a_base_that_was_written_to_is_found_and_the_bucket_sent_whole(
     tmp_path: Path, wire: Wire
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
-        engine = fleet.join("one", Scribbling())
-        await until(lambda: fleet.state_of("one") is not None)
+        (engine,) = await fleet.joined(one=Scribbling())
         await fleet.carry(sparse(0))
         wire.clear()
         source = sparse(1)
@@ -240,7 +231,7 @@ async def test_a_base_that_was_written_to_is_found_and_the_bucket_sent_whole(
 
 async def test_the_trainer_keeps_only_versions_that_replicas_serve(tmp_path: Path) -> None:
     async with opened("delta", tmp_path) as fleet:
-        await joined(fleet, "one", "two")
+        await fleet.joined("one", "two")
         for step in range(6):
             await fleet.carry(sparse(step))
         carrier = fleet.plane._ways._carriers["delta"]
@@ -250,7 +241,7 @@ async def test_the_trainer_keeps_only_versions_that_replicas_serve(tmp_path: Pat
 
 async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
     async with opened("delta", tmp_path) as fleet:
-        await joined(fleet, "one")
+        await fleet.joined("one")
         await fleet.carry(sparse(0))
         endpoint = await fleet.plane._ways._endpoint("delta")
         address, _, secret = endpoint.rpartition("#")
@@ -283,7 +274,7 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
     files = {name: tmp_path / f"{name}.pem" for name in ("ca", "cert", "key")}
     monkeypatch.setattr(tls, "_in_use", Certificates(**files))
     async with opened("delta", tmp_path) as fleet:
-        (engine,) = await joined(fleet, "one")
+        (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(0))
         await fleet.carry(sparse(1))
         assert engine.hashes == sparse(1).manifest.bucket_hashes
@@ -298,11 +289,10 @@ async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_j
     tmp_path: Path,
 ) -> None:
     async with opened("object", tmp_path) as fleet:
-        engines = await joined(fleet, "one", "two")
+        engines = await fleet.joined("one", "two")
         for step in range(100):
             if step == 47:
-                engines += await joined(fleet, "late")
-                await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+                engines.append(await fleet.joined_late("late"))
             source = sparse(step)
             await fleet.carry(source)
             for engine in engines:
@@ -319,15 +309,12 @@ async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_j
 
 async def test_a_patch_that_rots_in_the_store_is_found_and_put_there_whole(tmp_path: Path) -> None:
     async with opened("object", tmp_path) as fleet:
-        (early,) = await joined(fleet, "early")
+        (early,) = await fleet.joined("early")
         for step in range(3):
             await fleet.carry(sparse(step))
         path = tmp_path / "objects" / RUN / "1.1" / "model-00003-of-00004.patch"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-        (late,) = await joined(fleet, "late")
-        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        flip(path, path.stat().st_size // 2)
+        late = await fleet.joined_late("late")
         assert late.hashes == early.hashes == sparse(2).manifest.bucket_hashes
         source = sparse(3)
         await fleet.carry(source)
@@ -338,7 +325,7 @@ async def test_a_patch_that_rots_in_the_store_is_found_and_put_there_whole(tmp_p
 
 async def test_a_trainer_that_takes_over_begins_a_chain_of_its_own(tmp_path: Path) -> None:
     async with opened("object", tmp_path) as fleet:
-        (engine,) = await joined(fleet, "one")
+        (engine,) = await fleet.joined("one")
         for step in range(4):
             await fleet.carry(sparse(step))
         await fleet.close_plane()
@@ -347,8 +334,7 @@ async def test_a_trainer_that_takes_over_begins_a_chain_of_its_own(tmp_path: Pat
         for step in (2, 3):
             await fleet.carry(sparse(step, epoch=2))
         await until(lambda: engine.version == Version(2, 3))
-        (late,) = await joined(fleet, "late")
-        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        late = await fleet.joined_late("late")
         assert late.hashes == engine.hashes == sparse(3, epoch=2).manifest.bucket_hashes
         folders = sorted(path.name for path in (tmp_path / "objects" / RUN).iterdir())
         assert folders == ["2.2", "2.3"]

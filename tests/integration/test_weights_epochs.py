@@ -92,8 +92,7 @@ async def test_an_agent_hangs_up_on_a_trainer_whose_epoch_is_over(tmp_path: Path
         await fleet.close_plane()
         fleet.epoch = 4
         await fleet.open_plane()
-        engine = fleet.join("one")
-        await until(lambda: fleet.state_of("one") is not None)
+        (engine,) = await fleet.joined("one")
         await fleet.carry(fleet.source(0))
         await fleet.close_plane()
         pretender, server = Pretender(), grpc.aio.server()

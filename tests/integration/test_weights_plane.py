@@ -21,8 +21,7 @@ from .weights_fleet import RUN, opened
 
 async def test_twenty_versions_reach_two_replicas_bit_by_bit(carrier: str, tmp_path: Path) -> None:
     async with opened(carrier, tmp_path) as fleet:
-        engines = [fleet.join("one"), fleet.join("two")]
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        engines = await fleet.joined("one", "two")
         for step in range(20):
             source = fleet.source(step)
             await fleet.carry(source)
@@ -37,12 +36,10 @@ async def test_a_replica_that_joins_late_gets_the_newest_committed_version(
     carrier: str, tmp_path: Path
 ) -> None:
     async with opened(carrier, tmp_path) as fleet:
-        early = fleet.join("early")
-        await until(lambda: len(fleet.plane.fleet().replicas) == 1)
+        (early,) = await fleet.joined("early")
         for step in range(3):
             await fleet.carry(fleet.source(step))
-        late = fleet.join("late")
-        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        late = await fleet.joined_late("late")
         assert late.commits == [Version(1, 2)]
         assert late.hashes == early.hashes
         assert fleet.published == [Version(1, 0), Version(1, 1), Version(1, 2)]
@@ -64,8 +61,7 @@ async def test_without_replicas_the_newest_version_waits_for_the_first_one(
 
 async def test_publishing_twice_is_publishing_once(carrier: str, tmp_path: Path) -> None:
     async with opened(carrier, tmp_path) as fleet:
-        engine = fleet.join("one")
-        await until(lambda: fleet.state_of("one") is not None)
+        (engine,) = await fleet.joined("one")
         await fleet.carry(fleet.source(0))
         await fleet.carry(fleet.source(0))
         await fleet.carry(fleet.source(1))
@@ -130,8 +126,7 @@ async def test_a_queue_that_refuses_a_version_is_reported_to_the_trainer(tmp_pat
             raise ConflictError(f"no {version}")
 
         fleet.plane._on_committed = refuse
-        fleet.join("one")
-        await until(lambda: fleet.state_of("one") is not None)
+        await fleet.joined("one")
         await fleet.plane.publish(fleet.source(0))
         with pytest.raises(ConflictError, match=r"no 1\.0"):
             await fleet.plane.drained()
@@ -139,8 +134,7 @@ async def test_a_queue_that_refuses_a_version_is_reported_to_the_trainer(tmp_pat
 
 async def test_fleet_lists_the_replicas_over_the_wire(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
-        fleet.join("one")
-        await until(lambda: fleet.state_of("one") is not None)
+        await fleet.joined("one")
         await fleet.carry(fleet.source(3))
         fleet_view = await fetch_fleet(f"127.0.0.1:{fleet.port}", 10.0)
         assert fleet_view == fleet.plane.fleet()

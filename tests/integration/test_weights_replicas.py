@@ -31,8 +31,7 @@ async def test_an_engine_that_breaks_in_a_commit_is_out_and_its_process_is_told_
     carrier: str, tmp_path: Path
 ) -> None:
     async with opened(carrier, tmp_path) as fleet:
-        healthy, ill = fleet.join("healthy"), fleet.join("ill", Poisonable())
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        healthy, ill = await fleet.joined("healthy", ill=Poisonable())
         await fleet.carry(fleet.source(0))
         await fleet.carry(fleet.source(1))
         assert fleet.published == [Version(1, 0), Version(1, 1)]
@@ -52,9 +51,7 @@ class Misfit(HashSink):
 
 async def test_weights_that_do_not_fit_the_model_end_that_replica_alone(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
-        good = fleet.join("good")
-        fleet.join("misfit", Misfit())
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        good, _ = await fleet.joined("good", misfit=Misfit())
         await fleet.carry(fleet.source(0))
         assert good.version == Version(1, 0)
         assert "no such tensor" in fleet.reason_of("misfit")
@@ -73,9 +70,7 @@ async def test_a_replica_without_progress_becomes_suspect_and_then_out_while_the
     carrier: str, tmp_path: Path
 ) -> None:
     async with opened(carrier, tmp_path, base_s=1.0) as fleet:
-        good = fleet.join("good")
-        fleet.join("stuck", Stuck())
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        good, _ = await fleet.joined("good", stuck=Stuck())
         await fleet.plane.publish(fleet.source(0))
         await until(lambda: fleet.state_of("stuck") is ReplicaState.SUSPECT)
         assert fleet.published == []
@@ -95,9 +90,7 @@ async def test_a_quorum_commits_and_the_straggler_follows(tmp_path: Path) -> Non
             await super().stage_weights(manifest, buckets)
 
     async with opened("disk", tmp_path, quorum=0.5) as fleet:
-        fast = fleet.join("fast")
-        slow = fleet.join("slow", Slow())
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        fast, slow = await fleet.joined("fast", slow=Slow())
         await fleet.carry(fleet.source(0))
         assert fleet.published == [Version(1, 0)]
         assert (fast.version, slow.version) == (Version(1, 0), None)
@@ -117,9 +110,7 @@ async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quoru
             await super().stage_weights(manifest, buckets)
 
     async with opened("disk", tmp_path, late_quorum=0.5, late_s=0.0) as fleet:
-        engines = [fleet.join("one"), fleet.join("two")]
-        slow = fleet.join("slow", Slow())
-        await until(lambda: len(fleet.plane.fleet().replicas) == 3)
+        *engines, slow = await fleet.joined("one", "two", slow=Slow())
         await fleet.carry(fleet.source(0))
         assert [engine.version for engine in engines] == [Version(1, 0)] * 2
         assert slow.version is None

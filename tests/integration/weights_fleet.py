@@ -20,6 +20,8 @@ from meshrl.services.weights.fleet import ReplicaState
 from meshrl.services.weights.plane import WeightPlane
 from meshrl.services.weights.stub import HashSink, MadeSource
 
+from ..waiting import until
+
 RUN = "weights-test"
 
 
@@ -83,6 +85,19 @@ class Fleet:
         self.agents[name] = asyncio.create_task(agent.run())
         return engine
 
+    async def joined(self, *names: str, **engines: HashSink) -> list[HashSink]:
+        """Join them, those of `engines` with an engine of their own; the plane knows them all then."""
+        made = [self.join(name) for name in names]
+        made += [self.join(name, engine) for name, engine in engines.items()]
+        await until(lambda: all(self.state_of(name) is not None for name in (*names, *engines)))
+        return made
+
+    async def joined_late(self, name: str) -> HashSink:
+        """Join, and catch up with what the others have."""
+        engine = self.join(name)
+        await until(lambda: self.state_of(name) is ReplicaState.SERVING)
+        return engine
+
     async def carry(self, source: MadeSource) -> None:
         await self.plane.publish(source)
         await self.plane.drained()
@@ -109,3 +124,10 @@ async def opened(carrier: str, directory: Path, **options: object) -> AsyncItera
     config = WeightsConfig.model_validate({"carrier": carrier, **options})
     async with Fleet(config, directory, epoch=1, port=0) as fleet:
         yield fleet
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of the byte at `at`."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
