@@ -76,6 +76,16 @@ async def held_by_a_process(
         yield process
 
 
+async def nobody_else_gets_a_row(actors: Actors, wait_s: float) -> None:
+    with pytest.raises(WaitTimeoutError):
+        await actors.lease(worker="other", wait_s=wait_s)
+
+
+async def all_are_written_by(worker: Process) -> None:
+    worker.tell("write")
+    assert await worker.said() == f"written {ROWS} lost 0"
+
+
 @pytest.fixture
 async def actors() -> AsyncIterator[Actors]:
     queue = await TransferQueue.open(MemoryStore())
@@ -119,11 +129,9 @@ async def test_rows_of_a_stopped_worker_move_and_what_it_writes_late_is_refused(
 async def test_a_busy_worker_keeps_its_rows(actors: Actors, address: str) -> None:
     async with held_by_a_process(actors, address, max_attempts=1) as worker:
         worker.tell(f"busy {4 * TTL_S}")
-        with pytest.raises(WaitTimeoutError):
-            await actors.lease(worker="other", wait_s=3 * TTL_S)
+        await nobody_else_gets_a_row(actors, 3 * TTL_S)
         assert await worker.said() == "idle"
-        worker.tell("write")
-        assert await worker.said() == f"written {ROWS} lost 0"
+        await all_are_written_by(worker)
     ledger = await actors.ledger()
     assert ledger.balanced and not ledger.dead_lettered
 
@@ -144,10 +152,8 @@ async def test_a_queue_that_was_stopped_ends_no_lease(tmp_path: Path) -> None:
                 host.signal(signal.SIGSTOP)
                 await asyncio.sleep(4 * TTL_S)  # what is tested: time that passes
                 host.signal(signal.SIGCONT)
-                with pytest.raises(WaitTimeoutError):
-                    await actors.lease(worker="other", wait_s=2 * TTL_S)
-                worker.tell("write")
-                assert await worker.said() == f"written {ROWS} lost 0"
+                await nobody_else_gets_a_row(actors, 2 * TTL_S)
+                await all_are_written_by(worker)
             ledger = await actors.ledger()
     assert ledger.balanced and not ledger.dead_lettered
 
@@ -163,10 +169,8 @@ async def test_a_queue_that_was_killed_ends_no_lease_of_who_is_still_there(tmp_p
                 host.signal(signal.SIGKILL)
                 async with child(HOST, tmp_path, address.rpartition(":")[2]) as again:
                     assert await again.said() == address
-                    with pytest.raises(WaitTimeoutError):
-                        await actors.lease(worker="other", wait_s=3 * TTL_S)
-                    worker.tell("write")
-                    assert await worker.said() == f"written {ROWS} lost 0"
+                    await nobody_else_gets_a_row(actors, 3 * TTL_S)
+                    await all_are_written_by(worker)
 
 
 async def test_a_worker_that_was_idle_for_long_is_not_taken_for_one_that_hangs(
@@ -183,6 +187,5 @@ async def test_a_worker_that_was_idle_for_long_is_not_taken_for_one_that_hangs(
             ["run"], "rollout", worker="w", limit=2, version=actors.version, wait_s=WAIT_S
         )
         holding.add(lease.rows, lease.ttl_s)
-        with pytest.raises(WaitTimeoutError):
-            await actors.lease(worker="other", wait_s=2 * TTL_S)
+        await nobody_else_gets_a_row(actors, 2 * TTL_S)
         keeping.cancel()

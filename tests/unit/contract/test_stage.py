@@ -5,25 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-import numpy as np
 import pytest
 
-from meshrl.contract.nouns import (
-    ROLLOUT_STAGE,
-    LeasedRow,
-    Outcome,
-    PackedGroup,
-    RowWrite,
-    RunSpec,
-    Task,
-    Trajectory,
-    Version,
-    VersionSpan,
-)
-from meshrl.contract.rows import rollout_write
+from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, PackedGroup, RowWrite, Version
 from meshrl.contract.stage import StageLoop
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import Actors, rollout_of, spec, tasks
 
 ROWS, LIMIT = 12, 2
 VERSION = Version(1, 0)
@@ -44,25 +33,11 @@ class Shut(TransferQueue):
 @pytest.fixture
 async def queue() -> AsyncIterator[Shut]:
     made = await Shut.open(MemoryStore())
-    await made.open_run(RunSpec(run="run", group_size=1, batch_groups=ROWS, max_staleness=0.0))
-    prompt = np.arange(3, dtype=np.int32)
-    tasks = [Task(run="run", task_id=f"t{n}", prompt_ids=prompt) for n in range(ROWS)]
-    await made.admit("run", tasks, cursor="", wait_s=5)
-    await made.publish("run", Version((await made.acquire("run", "trainer")).epoch, 0))
+    actors = Actors(made)
+    await actors.start(spec(group_size=1, batch_groups=ROWS))
+    await actors.feed(tasks(ROWS, group_size=1))
     yield made
     await made.close()
-
-
-def sampled(row: LeasedRow) -> RowWrite:
-    trajectory = Trajectory(
-        uid=row.uid,
-        tokens=np.arange(5, dtype=np.int32),
-        loss_mask=(np.arange(5) > 2).astype(np.uint8),
-        rollout_logprobs=np.zeros(5, dtype=np.float32),
-        spans=(VersionSpan(version=VERSION, start=3, end=5),),
-        response_text="text",
-    )
-    return rollout_write(trajectory, Outcome.OK, "stop", VERSION)
 
 
 async def test_a_result_on_its_way_back_takes_no_place(queue: Shut) -> None:
@@ -73,7 +48,7 @@ async def test_a_result_on_its_way_back_takes_no_place(queue: Shut) -> None:
         nonlocal begun
         begun += len(rows)
         changed.set()
-        return [sampled(row) for row in rows]
+        return [rollout_of(row, VERSION) for row in rows]
 
     loop = StageLoop(
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=LIMIT, version=lambda: VERSION

@@ -5,27 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-import numpy as np
 import pytest
 
 from meshrl.contract import write_back
 from meshrl.contract.errors import FencedError, UnavailableError, UserError
-from meshrl.contract.nouns import (
-    LeasedRow,
-    Outcome,
-    PackedGroup,
-    RowWrite,
-    RunSpec,
-    Task,
-    Trajectory,
-    Uid,
-    Version,
-    VersionSpan,
-)
-from meshrl.contract.rows import rollout_write
+from meshrl.contract.nouns import LeasedRow, PackedGroup, RowWrite, Uid, Version
 from meshrl.contract.write_back import Refusal, WriteBack
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import Actors, rollout_of, spec, tasks
 
 ROWS = 6
 VERSION = Version(1, 0)
@@ -57,27 +46,11 @@ async def queue() -> AsyncIterator[Watched]:
 
 async def leased(queue: TransferQueue) -> list[LeasedRow]:
     """Rows of a run that is opened for them, to be sampled."""
-    await queue.open_run(RunSpec(run="run", group_size=1, batch_groups=ROWS, max_staleness=0.0))
-    prompt = np.arange(3, dtype=np.int32)
-    tasks = [Task(run="run", task_id=f"t{n}", prompt_ids=prompt) for n in range(ROWS)]
-    await queue.admit("run", tasks, cursor="", wait_s=5)
-    await queue.publish("run", Version((await queue.acquire("run", "trainer")).epoch, 0))
-    lease = await queue.lease(
-        ["run"], "rollout", worker="w", limit=ROWS, at_least=ROWS, version=VERSION, wait_s=5
-    )
+    actors = Actors(queue)
+    await actors.start(spec(group_size=1, batch_groups=ROWS))
+    await actors.feed(tasks(ROWS, group_size=1))
+    lease = await actors.lease(limit=ROWS)
     return list(lease.rows)
-
-
-def sampled(uid: Uid, tokens: int = 5) -> RowWrite:
-    trajectory = Trajectory(
-        uid=uid,
-        tokens=np.arange(tokens, dtype=np.int32),
-        loss_mask=(np.arange(tokens) > 2).astype(np.uint8),
-        rollout_logprobs=np.zeros(tokens, dtype=np.float32),
-        spans=(VersionSpan(version=VERSION, start=3, end=tokens),),
-        response_text="text",
-    )
-    return rollout_write(trajectory, Outcome.OK, "stop", VERSION)
 
 
 class Back:
@@ -91,7 +64,7 @@ class Back:
         self, row: LeasedRow, *, token: int | None = None, written: RowWrite | None = None
     ) -> asyncio.Task[dict[Uid, Refusal]]:
         tokens = {row.uid: row.token if token is None else token}
-        write = self._write_back.write(tokens, [written or sampled(row.uid)])
+        write = self._write_back.write(tokens, [written or rollout_of(row, VERSION)])
         return asyncio.create_task(write)
 
 

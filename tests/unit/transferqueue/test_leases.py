@@ -24,12 +24,18 @@ async def queue() -> AsyncIterator[TransferQueue]:
     await opened.close()
 
 
+async def started(queue: TransferQueue, **changes: float) -> Actors:
+    """A run with a group of two rows."""
+    actors = Actors(queue)
+    await actors.start(spec(**changes))
+    await actors.feed(tasks(1))
+    return actors
+
+
 async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt(
     queue: TransferQueue,
 ) -> None:
-    actors = Actors(queue)
-    await actors.start(spec(lease_ttl_s=0.05, max_attempts=1))
-    await actors.feed(tasks(1))
+    actors = await started(queue, lease_ttl_s=0.05, max_attempts=1)
     with queue.attend("w"):
         for _ in range(3):
             lease = await actors.lease(worker="w", wait_s=WAIT_S)
@@ -40,9 +46,7 @@ async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt(
 async def test_rows_of_a_life_that_ended_were_an_attempt_though_another_has_begun(
     queue: TransferQueue,
 ) -> None:
-    actors = Actors(queue)
-    await actors.start(spec(lease_ttl_s=0.5, max_attempts=2))
-    await actors.feed(tasks(1))
+    actors = await started(queue, lease_ttl_s=0.5, max_attempts=2)
     with queue.attend("w"):
         await actors.lease(worker="w")
     with queue.attend("w"):
@@ -51,9 +55,7 @@ async def test_rows_of_a_life_that_ended_were_an_attempt_though_another_has_begu
 
 
 async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> None:
-    actors = Actors(queue)
-    await actors.start(spec(lease_ttl_s=0.05, max_attempts=2))
-    await actors.feed(tasks(1))
+    actors = await started(queue, lease_ttl_s=0.05, max_attempts=2)
     with queue.attend("w"):
         lease = await actors.lease(worker="w")
         await queue.renew("run", "rollout", "w", [row.uid for row in lease.rows])
@@ -62,9 +64,7 @@ async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> No
 
 
 async def test_a_worker_that_comes_back_soon_keeps_its_rows(queue: TransferQueue) -> None:
-    actors = Actors(queue)
-    await actors.start(spec(lease_ttl_s=3600))
-    await actors.feed(tasks(1))
+    actors = await started(queue, lease_ttl_s=3600)
     with queue.attend("w"):
         back, gone = (await actors.lease(worker="w")).rows
     with queue.attend("w"):
@@ -75,9 +75,7 @@ async def test_a_worker_that_comes_back_soon_keeps_its_rows(queue: TransferQueue
 
 
 async def test_the_end_of_a_predecessor_costs_its_successor_nothing(queue: TransferQueue) -> None:
-    actors = Actors(queue)
-    await actors.start(spec(lease_ttl_s=3600))
-    await actors.feed(tasks(1))
+    actors = await started(queue, lease_ttl_s=3600)
     old = queue.attend("w")
     old.__enter__()
     (before,) = (await actors.lease(worker="w", limit=1)).rows
@@ -92,9 +90,7 @@ async def test_the_end_of_a_predecessor_costs_its_successor_nothing(queue: Trans
 
 
 async def test_a_queue_that_ends_ends_no_lease(queue: TransferQueue) -> None:
-    actors = Actors(queue)
-    await actors.start(spec(lease_ttl_s=0.05))
-    await actors.feed(tasks(1))
+    actors = await started(queue, lease_ttl_s=0.05)
     lease = await actors.lease(worker="w")
     queue.end_no_lease()
     with pytest.raises(WaitTimeoutError):
