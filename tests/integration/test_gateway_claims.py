@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +15,70 @@ from openai import AsyncOpenAI
 from meshrl.contract.nouns import Outcome
 
 from .gateway_agents import claim
-from .gateway_mesh import RUN, agents_mesh
+from .gateway_mesh import RUN, Mesh, agents_mesh
+
+
+@asynccontextmanager
+async def claiming(model: Path, **changes: Any) -> AsyncIterator[tuple[Mesh, httpx.AsyncClient]]:
+    """A worker that gives its rows to agents from outside, and such an agent's way to it."""
+    async with (
+        agents_mesh(model, {"external": True}, **changes) as mesh,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        yield mesh, http
+
+
+class Claimed:
+    """A session that was given out."""
+
+    def __init__(self, mesh: Mesh, http: httpx.AsyncClient, given: dict[str, Any]) -> None:
+        self.given = given
+        self.auth = {"Authorization": f"Bearer {given['api_key']}"}
+        self._http = http
+        self._place = f"{mesh.url}/v1/sessions/{given['id']}"
+
+    @classmethod
+    async def by(cls, mesh: Mesh, http: httpx.AsyncClient) -> Claimed:
+        answer = await claim(mesh, http)
+        assert answer.status_code == 201
+        return cls(mesh, http, answer.json())
+
+    async def shown(self) -> Any:
+        return (await self._http.get(self._place, headers=self.auth)).json()
+
+    async def post(self, verb: str, **body: Any) -> httpx.Response:
+        return await self._http.post(f"{self._place}/{verb}", json=body or None, headers=self.auth)
+
+
+def says(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 async def test_an_agent_from_outside_claims_a_row_and_ends_it_with_a_reward(
     talking_model: Path,
 ) -> None:
-    async with (
-        agents_mesh(talking_model, {"external": True}, tasks=2, slots=4) as mesh,
-        httpx.AsyncClient(timeout=60) as http,
-    ):
+    async with claiming(talking_model, tasks=2, slots=4) as (mesh, http):
         await asyncio.sleep(0.1)
         assert mesh.worker.held == 0  # nobody has asked, so no row's time runs
         for score in (1.0, None):
-            made = await claim(mesh, http)
-            assert made.status_code == 201
-            session = made.json()
-            assert session["task"]["ground_truth"] in ("1", "2")
-            key = session["api_key"]
-            auth = {"Authorization": f"Bearer {key}"}
+            session = await Claimed.by(mesh, http)
+            assert session.given["task"]["ground_truth"] in ("1", "2")
+            key = session.given["api_key"]
             # The key alone says which session it is; so does the address with it.
-            for base_url in (session["base_url"], f"{mesh.url}/v1"):
+            for base_url in (session.given["base_url"], f"{mesh.url}/v1"):
                 async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
                     assert (await client.models.list()).data[0].id == "policy"
                     await client.completions.create(model="m", prompt="x", max_tokens=3)
-            place = f"{mesh.url}/v1/sessions/{session['id']}"
-            assert (await http.get(place, headers=auth)).json()["answers"] == 2
+            assert (await session.shown())["answers"] == 2
             if score is None:
                 for _ in range(2):  # saying it twice is saying it once
-                    assert (await http.post(f"{place}/finish", headers=auth)).status_code == 200
+                    assert (await session.post("finish")).status_code == 200
                 continue
             reward = {"score": score, "components": {"steps": 2}}
             for _ in range(2):
-                assert (
-                    await http.post(f"{place}/reward", json=reward, headers=auth)
-                ).status_code == 200
+                assert (await session.post("reward", **reward)).status_code == 200
             await mesh.until("ready", 1)
-            gone = await http.post(f"{place}/reward", json={"score": 9}, headers=auth)
-            assert (gone.status_code, gone.json()["error"]["code"]) == (410, "session_ended")
+            assert says(await session.post("reward", score=9)) == (410, "session_ended")
         rows = await mesh.rows(2)
         rewards = [mesh.posted(uid) for uid in rows]
         assert sorted(r.score for r in rewards if r) == [1.0]
@@ -58,13 +86,10 @@ async def test_an_agent_from_outside_claims_a_row_and_ends_it_with_a_reward(
 
 
 async def test_claims_wait_for_rows_and_end_with_the_worker(talking_model: Path) -> None:
-    async with (
-        agents_mesh(talking_model, {"external": True}, tasks=1) as mesh,
-        httpx.AsyncClient(timeout=60) as http,
-    ):
+    async with claiming(talking_model, tasks=1) as (mesh, http):
         assert (await claim(mesh, http)).status_code == 201
         none = await http.post(f"{mesh.url}/v1/sessions", json={"wait_s": 0.2})
-        assert (none.status_code, none.json()["error"]["code"]) == (408, "no_row")
+        assert says(none) == (408, "no_row")
         waiting = asyncio.create_task(claim(mesh, http))
         async with asyncio.timeout(120):
             while not mesh.book.demand:  # noqa: ASYNC110 (nothing tells of a waiting claim)
@@ -80,42 +105,27 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(talking_model: Path)
 async def test_a_session_past_its_deadline_cannot_be_ended_as_if_it_were_not(
     talking_model: Path,
 ) -> None:
-    async with (
-        agents_mesh(talking_model, {"external": True}, deadline_s=2.0, max_attempts=1) as mesh,
-        httpx.AsyncClient(timeout=60) as http,
-    ):
-        session = (await claim(mesh, http)).json()
-        auth = {"Authorization": f"Bearer {session['api_key']}"}
-        early = {"score": 1.0, "finish": False}
-        answer = await http.post(f"{session['base_url']}/reward", json=early, headers=auth)
-        assert answer.status_code == 200
+    async with claiming(talking_model, deadline_s=2.0, max_attempts=1) as (mesh, http):
+        session = await Claimed.by(mesh, http)
+        place, early = f"{session.given['base_url']}/reward", {"score": 1.0, "finish": False}
+        assert (await http.post(place, json=early, headers=session.auth)).status_code == 200
         (letter,) = await mesh.dead()
         assert letter.outcome is Outcome.TIMEOUT
-        place = f"{mesh.url}/v1/sessions/{session['id']}"
-        for path, body in (("finish", {}), ("reward", {"score": 1.0})):
-            late = await http.post(f"{place}/{path}", json=body, headers=auth)
-            assert (late.status_code, late.json()["error"]["code"]) == (410, "session_ended")
+        assert says(await session.post("finish")) == (410, "session_ended")
+        assert says(await session.post("reward", score=1.0)) == (410, "session_ended")
 
 
 async def test_a_session_that_was_never_asked_goes_back_as_it_came(talking_model: Path) -> None:
-    async with (
-        agents_mesh(talking_model, {"external": True}, max_attempts=1) as mesh,
-        httpx.AsyncClient(timeout=60) as http,
-    ):
+    async with claiming(talking_model, max_attempts=1) as (mesh, http):
         for _ in range(2):
-            session = (await claim(mesh, http)).json()
-            auth = {"Authorization": f"Bearer {session['api_key']}"}
-            place = f"{mesh.url}/v1/sessions/{session['id']}"
-            assert (await http.post(f"{place}/finish", headers=auth)).status_code == 200
+            session = await Claimed.by(mesh, http)
+            assert (await session.post("finish")).status_code == 200
         await mesh.until("queued", 1)
         assert mesh.worker.stats.failed == 0
 
 
 async def test_a_claim_whose_client_left_costs_no_attempt(talking_model: Path) -> None:
-    async with (
-        agents_mesh(talking_model, {"external": True}, max_attempts=1) as mesh,
-        httpx.AsyncClient(timeout=60) as http,
-    ):
+    async with claiming(talking_model, max_attempts=1) as (mesh, http):
         leaver = asyncio.create_task(mesh.book.claim(30))
         handed = mesh.book.hand_over
 
@@ -143,10 +153,7 @@ async def test_claims_want_a_token_where_tokens_are_asked_for(
     ]
     tokens = tmp_path / "tokens.yaml"
     tokens.write_text(json.dumps({"tokens": entries}))
-    async with (
-        agents_mesh(talking_model, {"external": True}, tokens=tokens) as mesh,
-        httpx.AsyncClient(timeout=60) as http,
-    ):
+    async with claiming(talking_model, tokens=tokens) as (mesh, http):
         assert (await claim(mesh, http)).status_code == 401
         assert (await claim(mesh, http, Authorization=f"Bearer {other}")).status_code == 403
         assert (await claim(mesh, http, Authorization=f"Bearer {token}")).status_code == 201
