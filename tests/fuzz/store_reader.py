@@ -29,8 +29,9 @@ from ..contract.queue_actors import Actors, spec, tasks
 
 PAGE = 4096
 GROUPS = 12
-WAYS = ("bit", "bit", "bytes", "zeros", "truncate", "cut", "swap")
-"""A bit or 16 bytes change; a page is zeroed; the end is cut off, at a page or anywhere; two pages change places."""
+WAYS = ("bit", "bit", "bytes", "zeros", "truncate", "cut", "swap", "stale", "older")
+"""A bit or 16 bytes change; a page is zeroed; the end is cut off, at a page or anywhere; two pages change places; a
+page, or up to eight that lie side by side, are as they were before (a write that the disk lost)."""
 COLUMNS = [*ROLLOUT_STAGE.writes, *REWARD_STAGE.writes]
 
 
@@ -38,16 +39,25 @@ def opened(folder: Path) -> Any:
     return TransferQueue.open(stores.build(QueueConfig(), folder))
 
 
-async def write_store(folder: Path) -> None:
-    """A closed store with rows in every state and frames of several pages."""
+async def write_store(folder: Path, early: Path) -> None:
+    """A closed store with rows in every state and frames of several pages; `early`: its file at earlier moments."""
     actors = Actors(await opened(folder))
+
+    def keep() -> None:
+        shutil.copy(folder / "data.mdb", early / f"{len(list(early.iterdir()))}.mdb")
+
     await actors.start(spec(max_staleness=50.0, lease_ttl_s=1e6))
     prompts = tasks(GROUPS, extra_info={"story": "once upon a time " * 400})
     assert await actors.feed(prompts, cursor="twelve") == GROUPS
+    keep()
     await actors.write(await actors.lease("rollout", limit=18))
+    keep()
     await actors.write(await actors.lease("reward", limit=14))
+    keep()
     await actors.train(0)
+    keep()
     await actors.commit(1)
+    keep()
     await actors.take(1, groups=1)
     await actors.queue.close()
 
@@ -101,7 +111,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def spoil(path: Path, dice: random.Random, ways: Sequence[str]) -> str:
+def spoil(path: Path, dice: random.Random, ways: Sequence[str], early: Path) -> str:
     """Change the file in one of the ways; how, in words."""
     data = bytearray(path.read_bytes())
     pages = len(data) // PAGE
@@ -118,6 +128,10 @@ def spoil(path: Path, dice: random.Random, ways: Sequence[str]) -> str:
         other = dice.randrange(pages) * PAGE
         one, two = data[page : page + PAGE], data[other : other + PAGE]
         data[page : page + PAGE], data[other : other + PAGE] = two, one
+    elif way in ("stale", "older"):
+        before = dice.choice(sorted(early.iterdir())).read_bytes()
+        end = page + PAGE * (dice.randint(1, 8) if way == "older" else 1)
+        data[page:end] = before[page:end].ljust(len(data[page:end]), b"\0")
     elif way == "truncate":
         del data[page:]
     else:
@@ -131,7 +145,11 @@ def trial(folder: Path, seed: str, ways: Sequence[str]) -> dict[str, Any]:
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "good", copy)
-    way = spoil(copy / "data.mdb", random.Random(seed), ways) if seed else "untouched"
+    way = (
+        spoil(copy / "data.mdb", random.Random(seed), ways, folder / "early")
+        if seed
+        else "untouched"
+    )
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
     pid = os.fork()
@@ -152,7 +170,8 @@ def main() -> None:
     """The untouched store first."""
     folder, seed, trials = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     ways = sys.argv[4:] or WAYS
-    asyncio.run(write_store(folder / "good"))
+    (folder / "early").mkdir(parents=True)
+    asyncio.run(write_store(folder / "good", folder / "early"))
     print(json.dumps(trial(folder, "", ways)), flush=True)
     for number in range(trials):
         print(json.dumps(trial(folder, f"{seed}.{number}", ways)), flush=True)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 
 from meshrl.contract.errors import CorruptError
@@ -18,6 +17,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 
 from ..contract.queue_actors import Actors, spec, tasks
+from ..unit.transferqueue.rewritten import rewrite
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("FUZZ_SEED", "1")
@@ -52,7 +52,7 @@ def _explained(name: str, told: Mapping[str, str]) -> bool:
     return told.get(name if name in told else parent, "").startswith("error corrupt: ")
 
 
-@pytest.mark.parametrize("way", ["bytes", "zeros", "truncate", "cut"])
+@pytest.mark.parametrize("way", ["bytes", "zeros", "truncate", "cut", "swap", "stale", "older"])
 def test_a_changed_file_is_a_clear_error_or_the_right_data(tmp_path: Path, way: str) -> None:
     sound, spoiled = trials(tmp_path, way)
     for trial in spoiled:
@@ -79,10 +79,7 @@ async def test_payload_that_the_store_has_lost_is_named(tmp_path: Path) -> None:
     await actors.write(await actors.lease("reward", limit=2))
     batch = await actors.take(0, groups=1)
     await actors.queue.close()
-    with lmdb.open(str(tmp_path), max_dbs=2) as environment:
-        payload = environment.open_db(b"payload")
-        with environment.begin(write=True) as transaction:
-            transaction.drop(payload, delete=False)
+    await rewrite(tmp_path, "payload", b"", None)
     actors.queue = await TransferQueue.open(DiskStore(tmp_path))
     with pytest.raises(CorruptError, match="payload of task t0"):
         await actors.queue.fetch("run", [batch.rows[0].uid], ["tokens"])

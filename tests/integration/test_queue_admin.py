@@ -29,7 +29,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
 from ..contract.queue_actors import Actors, spec, tasks
-from ..unit.transferqueue.test_backup import change
+from ..unit.transferqueue.rewritten import rewrite
 
 RECIPE = """
 model: {path: model}
@@ -133,7 +133,7 @@ async def test_a_queue_that_was_stopped_is_audited_from_its_store(mesh: Mesh) ->
     code, out, err = await mesh.meshrl("queue", "verify", *run_dir)
     assert (code, err) == (0, "") and out.startswith("no problems")
     queue = load_recipe(mesh.folder / "my.yaml", check=False).queue_path
-    change(queue, "meta", lambda key: key[:1] == b"g", b"12345678[]")
+    await rewrite(queue, "meta", b"g", b"12345678[]")
     code, out, _ = await mesh.meshrl("queue", "verify", *run_dir)
     assert code == 1 and "do not match their checksum" in out
 
@@ -197,7 +197,7 @@ async def test_every_shard_of_a_queue_is_backed_up_verified_and_restored(mesh: M
     assert code == 2 and "holds 2 shards of a queue and queue.shards is 1" in err
     code, out, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh, "queue.shards=2")
     assert (code, err) == (0, "") and out.startswith(f"restored {backup}")
-    change(mesh.folder / "fresh" / "queue-1", "meta", lambda key: key[:1] == b"g", b"12345678[]")
+    await rewrite(mesh.folder / "fresh" / "queue-1", "meta", b"g", b"12345678[]")
     restored = load_recipe(mesh.folder / "my.yaml", [fresh, "queue.shards=2"], check=False)
     left = await asyncio.to_thread(
         operator.verify_all, cli_mesh.Mesh(run="run", queue="", stopped=restored)

@@ -26,6 +26,7 @@ from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 
 from ...contract.queue_actors import Actors, spec, tasks
 from ...redis_server import needs_redis, running
+from .rewritten import rewrite
 from .test_disk_store import file_limit
 
 MakeStore = Callable[[str], Store]
@@ -164,23 +165,13 @@ async def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
     actors = await in_every_state(store := DiskStore(tmp_path / "queue"))
     await copy(store, tmp_path / "backup")
     await actors.queue.close()
-    change(
-        tmp_path / "backup", "meta", lambda key: key == STAMP, json.dumps({"format": 99}).encode()
-    )
+    stamp = json.dumps({"format": 99}).encode()
+    with lmdb.open(str(tmp_path / "backup"), max_dbs=2) as environment:
+        meta = environment.open_db(b"meta")
+        with environment.begin(db=meta, write=True) as transaction:
+            transaction.put(STAMP, stamp)
     with pytest.raises(UserError, match="format 99"):
         await restore_backup(tmp_path / "backup", DiskStore(tmp_path / "new"))
-
-
-def change(folder: Path, table: str, which: Callable[[bytes], bool], value: bytes | None) -> None:
-    """Put `value` under the first key that `which` picks; None deletes it."""
-    with lmdb.open(str(folder), max_dbs=2) as environment:
-        database = environment.open_db(table.encode())
-        with environment.begin(db=database, write=True) as transaction:
-            key = next(bytes(key) for key, _ in transaction.cursor() if which(bytes(key)))
-            if value is None:
-                transaction.delete(key)
-            else:
-                transaction.put(key, value)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +193,7 @@ async def test_the_audit_finds_what_was_damaged(
     actors = await in_every_state(DiskStore(tmp_path))
     await actors.queue.close()
     assert (await audit_of(tmp_path)).problems == []
-    change(tmp_path, table, lambda key: key[:1] == kind, value)
+    await rewrite(tmp_path, table, kind, value)
     found = await audit_of(tmp_path)
     assert any(re.search(problem, each) for each in found.problems), found.problems
 

@@ -20,6 +20,7 @@ from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 
 from ...contract.queue_actors import Actors, spec, tasks
+from .rewritten import rewrite
 
 MIB = 1 << 20
 
@@ -89,7 +90,7 @@ async def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         meta = environment.open_db(b"meta")
         with environment.begin(db=meta, write=True) as transaction:
             transaction.put(STAMP, json.dumps({"format": 99}).encode())
-    with pytest.raises(UserError, match=r"format 99, this meshrl reads format 3"):
+    with pytest.raises(UserError, match=r"format 99, this meshrl reads format 4"):
         await TransferQueue.open(DiskStore(tmp_path))
 
 
@@ -104,11 +105,7 @@ async def test_a_record_that_was_changed_on_disk_is_corrupt(tmp_path: Path) -> N
     await actors.start()
     await actors.feed(tasks(1))
     await actors.queue.close()
-    with lmdb.open(str(tmp_path), max_dbs=2) as environment:
-        meta = environment.open_db(b"meta")
-        with environment.begin(db=meta, write=True) as transaction:
-            key, value = next(item for item in transaction.cursor() if item[0][:1] == b"g")
-            transaction.put(key, value[:-1] + b"!")
+    await rewrite(tmp_path, "meta", b"g", b"12345678[]")
     with pytest.raises(CorruptError, match="checksum"):
         await TransferQueue.open(DiskStore(tmp_path))
 

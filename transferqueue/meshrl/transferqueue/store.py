@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Protocol
 
 from meshrl.contract.errors import UnavailableError
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Of everything stored. Raise it with any change of keys, records or frames."""
 
 

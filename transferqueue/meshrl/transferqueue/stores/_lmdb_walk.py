@@ -2,8 +2,8 @@
 
     python _lmdb_walk.py FOLDER
 
-Ends with 0 for a file whose trees can be walked and written, with a signal or an error for any other. Imports nothing
-of ours, so that it starts at once.
+Ends with 0 for a file whose trees can be walked and written, and prints what the payload's keys add up to; with a
+signal or an error for any other. Imports nothing of ours, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import lmdb
+import xxhash
+
+Walked: TypeAlias = tuple[int, int]
+"""Keys of the payload: how many, and their sum."""
 
 
 def fill_up(data: Path, environment: lmdb.Environment) -> None:
@@ -26,6 +31,19 @@ def fill_up(data: Path, environment: lmdb.Environment) -> None:
         os.truncate(data, wanted)
 
 
+def walk_keys(transaction: lmdb.Transaction, table: Any) -> Walked:
+    """Every key of the payload. Raises ValueError for keys that are out of order: leaves in each other's place."""
+    count = total = 0
+    last = b""
+    for key in map(bytes, transaction.cursor(table).iternext(keys=True, values=False)):
+        if key <= last:
+            raise ValueError(f"payload {key.hex()} comes after {last.hex()}")
+        count += 1
+        total += xxhash.xxh3_64_intdigest(key)
+        last = key
+    return count, total & (1 << 64) - 1
+
+
 def main(folder: str) -> None:
     """Every record, every key of the payload, and a write that is taken back."""
     data = Path(folder) / "data.mdb"
@@ -36,12 +54,12 @@ def main(folder: str) -> None:
         with environment.begin() as transaction:
             for _ in transaction.cursor(meta):
                 pass
-            for _ in transaction.cursor(payload).iternext(keys=True, values=False):
-                pass
+            walked = walk_keys(transaction, payload)
         with environment.begin(write=True) as transaction:
             for table in (meta, payload):
                 transaction.put(b"\x00walk", bytes(16), db=table)
             transaction.abort()
+    print(*walked)
 
 
 if __name__ == "__main__":

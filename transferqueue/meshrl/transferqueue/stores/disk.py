@@ -32,7 +32,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, Table
-from meshrl.transferqueue.stores import _lmdb_damage, _lmdb_sync, _lmdb_walk
+from meshrl.transferqueue.stores import _lmdb_damage, _lmdb_sync, _lmdb_tally, _lmdb_walk
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ _FULL = ("No space left", "quota exceeded", "File too large", "Input/output erro
 _DAMAGED = (
     *(lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError),
     *(lmdb.PageNotFoundError, lmdb.PanicError, lmdb.IncompatibleError, lmdb.BadTxnError),
+    lmdb.NotFoundError,  # of a table: no key is asked for in a way that raises it
 )
 
 T = TypeVar("T")
@@ -77,6 +78,8 @@ class DiskStore:
         self._exporting = asyncio.Lock()
         """Held by an export; taken before `_exclusive`."""
         self._closing = False
+        self._tally = _lmdb_tally.Tally()
+        self._witness: _lmdb_tally.Witness | None = None
         self._synced: _lmdb_sync.Synced | None = None
         self._sync_timer: asyncio.TimerHandle | None = None
         self._syncing: asyncio.Task[None] | None = None
@@ -168,20 +171,26 @@ class DiskStore:
 
     def _open_and_load(self) -> list[tuple[bytes, bytes]]:
         try:
-            self._open()
-            with self._env.begin(db=self._tables[Table.META]) as transaction:
-                return [(k, v) for k, v in transaction.cursor() if k != STAMP]
+            walked = self._open()
+            with self._env.begin() as transaction:
+                cursor = transaction.cursor(self._tables[Table.META])
+                items = [(k, v) for k, v in cursor if k != STAMP]
+                self._tally = _lmdb_tally.check(self._path, transaction, items, walked)
+            self._witness = _lmdb_tally.Witness(self._path)
+            return items
         except _DAMAGED as error:
             raise CorruptError(f"{self._path} holds no readable queue store: {error}") from error
         except lmdb.Error as error:
             raise self._translated(error) from error
 
-    def _open(self) -> None:
+    def _open(self) -> _lmdb_walk.Walked | None:
+        """The environment; returns what a walk over the file found."""
         self._shut_environment(clean=False)
         self._own()
         _lmdb_damage.refuse_emptied(self._path)
         _lmdb_sync.recover(self._path)
-        _lmdb_damage.refuse_unwalkable(self._path)
+        known = _lmdb_damage.marked(self._path)
+        walked = _lmdb_damage.walk(self._path)
         size = max(self._grow_bytes, self._file_bytes())
         fsync = self._durability == "always"
         self._environment = lmdb.open(
@@ -189,8 +198,9 @@ class DiskStore:
         )
         _lmdb_walk.fill_up(self._path / "data.mdb", self._environment)
         for table in Table:
-            self._tables[table] = self._environment.open_db(table.encode())
-        self._check_stamp()
+            self._tables[table] = self._environment.open_db(table.encode(), create=not known)
+        if self._stamped(known):
+            walked = (0, 0)
         _lmdb_damage.mark(self._path)
         if fsync:
             _lmdb_sync.settle(self._path, self._environment)
@@ -198,6 +208,7 @@ class DiskStore:
             points = self._durability == "everysec"
             self._synced = _lmdb_sync.Synced(self._path, self._environment, points=points)
         self._sync_error = None
+        return walked
 
     def _own(self) -> None:
         """Take the lock that dies with the process: a second queue on these files would not see our RAM."""
@@ -220,35 +231,54 @@ class DiskStore:
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
 
-    def _check_stamp(self) -> None:
-        """Refuse what another format wrote; stamp a fresh store."""
+    def _stamped(self, known: bool) -> bool:
+        """Refuse what another format wrote; stamp a store that is fresh, and not `known`: then True."""
         meta = self._tables[Table.META]
         with self._env.begin(db=meta) as transaction:
             stamp = transaction.get(STAMP)
             empty = transaction.stat(meta)["entries"] == 0
-        if stamp is None and empty:
-            with self._env.begin(db=meta, write=True) as transaction:
-                transaction.put(STAMP, json.dumps({"format": FORMAT}).encode())
-            return
+        if stamp is None and empty and not known:
+            with self._env.begin(write=True) as transaction:
+                transaction.put(STAMP, json.dumps({"format": FORMAT}).encode(), db=meta)
+                tally = _lmdb_tally.Tally().following(transaction.id())
+                transaction.put(_lmdb_tally.KEY, tally.encode())
+            return True
         try:
             found = json.loads(stamp or b"")["format"]
         except (TypeError, ValueError, KeyError) as error:
             raise CorruptError(
-                f"{self._path}: not a queue store, its stamp is {stamp!r}"
+                f"{self._path}: no queue store, its stamp is {stamp!r}; if it was one, restore a backup"
             ) from error
         if found != FORMAT:
             raise UserError(
                 f"the queue at {self._path} is stored in format {found}, this meshrl reads format"
                 f" {FORMAT}: finish the run with the version that wrote it, or choose another path"
             )
+        return False
 
     def _commit(self, operations: Sequence[Operation]) -> None:
+        meta, payload = self._tables[Table.META], self._tables[Table.PAYLOAD]
         with self._env.begin(write=True) as transaction:
+            after = self._tally.following(transaction.id())
             for table, key, value in operations:
-                if value is None:
-                    transaction.delete(key, db=self._tables[table])
+                if table is Table.META:
+                    if value is None:
+                        after.delete(key)
+                        transaction.delete(key, db=meta)
+                    else:
+                        after.put(key, value)
+                        transaction.put(key, value, db=meta)
+                elif value is None:
+                    if transaction.delete(key, db=payload):
+                        after.value(key, -1)
+                elif transaction.put(key, value, db=payload, overwrite=False):
+                    after.value(key, 1)
                 else:
-                    transaction.put(key, value, db=self._tables[table])
+                    transaction.put(key, value, db=payload)
+            transaction.put(_lmdb_tally.KEY, after.encode())
+        self._tally = after.committed()
+        if self._witness is not None:
+            self._witness.tell(after.number)
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
@@ -301,6 +331,9 @@ class DiskStore:
             self._synced.sync()
 
     def _shut_environment(self, *, clean: bool) -> None:
+        if self._witness is not None:
+            self._witness.close()
+            self._witness = None
         if self._environment is None:
             return
         try:
