@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshrl.services.doors import QueueDoor
 from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.process import collect_rarely
+from meshrl.services.process import collect_rarely, share_heaps
 from meshrl.services.runtime import Server, ServerSettings, run_service
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -25,6 +25,7 @@ from meshrl.transferqueue.sharding.shard import ShardQueue
 
 async def main(path: Path, section: str) -> None:
     collect_rarely()
+    share_heaps()
     queue = await ShardQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
     doors = [QueueDoor(queue), ShardDoor(queue)]
     try:

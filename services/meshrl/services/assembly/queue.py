@@ -10,7 +10,7 @@ from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.doors.queue_admin import QueueAdminDoor
 from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.process import collect_rarely
+from meshrl.services.process import collect_rarely, share_heaps
 from meshrl.services.queue_metrics import QueueCollector
 from meshrl.services.queues import build_store, shard_number
 from meshrl.services.runtime import Door, Server
@@ -27,6 +27,7 @@ async def run(recipe: Recipe, site: Site) -> None:
         UserError: the store's directory cannot be made. OwnerLostError: another queue took the store over.
     """
     collect_rarely()
+    share_heaps()
     store = build_store(recipe, shard_number(recipe, site.name))
     queue = await ShardQueue.open(store)
     try:

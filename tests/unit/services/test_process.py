@@ -1,0 +1,68 @@
+"""How a service's process treats its memory: what may gather, and how many heaps there are."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from meshrl.services.process import collect_rarely
+
+HEAPS = """
+import ctypes, threading
+from meshrl.services.process import share_heaps
+
+share_heaps()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+threads = 8
+together = threading.Barrier(threads)
+
+def use() -> None:
+    together.wait()
+    kept = [bytearray(5_000) for _ in range(100)]
+    together.wait()
+
+workers = [threading.Thread(target=use) for _ in range(threads)]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+out = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, out)
+libc.fflush(out)
+"""
+
+
+class Cycle:
+    """What gRPC leaves behind for each call, in small."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("thresholds")
+def test_cycles_of_calls_do_not_gather() -> None:
+    collect_rarely()
+    for _ in range(40_000):
+        Cycle()
+    assert sum(isinstance(each, Cycle) for each in gc.get_objects()) <= 10_000
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="another libc")
+def test_threads_share_two_heaps() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", HEAPS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 1 <= ran.stdout.count("<heap nr=") <= 2
