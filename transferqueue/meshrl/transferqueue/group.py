@@ -7,8 +7,9 @@ integers and one put of one record, and a group is never half stored. Payload is
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.nouns import Json, Outcome, RowFacts, Siblings, Uid, Version
@@ -27,12 +28,15 @@ Counts = tuple[int, int, int, int, int, int]
 NONE: Counts = (0, 0, 0, 0, 0, 0)
 
 
-def bits(mask: int) -> Iterator[int]:
-    """The indices in `mask`, lowest first."""
+@lru_cache(maxsize=4096)
+def bits(mask: int) -> tuple[int, ...]:
+    """The indices in `mask`, lowest first. Remembered: nearly all masks are of whole groups."""
+    found = []
     while mask:
         low = mask & -mask
-        yield low.bit_length() - 1
+        found.append(low.bit_length() - 1)
         mask ^= low
+    return tuple(found)
 
 
 def lowest(mask: int, count: int) -> int:
@@ -144,6 +148,17 @@ class Group:
     """When a row last changed hands; monotonic seconds."""
     lost_by: dict[int, str] = field(default_factory=dict)
     """Per index: the worker whose lease on the row expired last."""
+    suffix: bytes = field(init=False)
+    """Names the group in every key."""
+    key: bytes = field(init=False)
+    """Of the group's record."""
+    task_key: bytes = field(init=False)
+    """Of the task's frame."""
+
+    def __post_init__(self) -> None:
+        self.suffix = _GROUP.pack(self.run_number, self.number)
+        self.key = b"g" + self.suffix
+        self.task_key = task_key(self.run_number, self.number)
 
     @classmethod
     def fresh(
@@ -172,21 +187,6 @@ class Group:
 
     # --- names
 
-    @property
-    def suffix(self) -> bytes:
-        """Names the group in every key."""
-        return _GROUP.pack(self.run_number, self.number)
-
-    @property
-    def key(self) -> bytes:
-        """Of the group's record."""
-        return b"g" + self.suffix
-
-    @property
-    def task_key(self) -> bytes:
-        """Of the task's frame."""
-        return task_key(self.run_number, self.number)
-
     def frame_key(self, number: int) -> bytes:
         """Of a frame of columns."""
         return b"c" + self.suffix + _FRAME.pack(number)
@@ -197,7 +197,7 @@ class Group:
 
     def siblings(self, mask: int) -> Siblings:
         """The names of the rows in `mask`."""
-        indices = tuple(bits(mask))
+        indices = bits(mask)
         attempts = tuple([self.attempts[index] for index in indices])
         return Siblings(task=self.task_id, indices=indices, attempts=attempts)
 
@@ -205,6 +205,8 @@ class Group:
 
     def mask_of(self, rows: Siblings) -> int:
         """The set of `rows`; 0 unless exactly these attempts of them are all here."""
+        if rows.indices == bits(self.present) and list(rows.attempts) == self.attempts:
+            return self.present
         mask = 0
         for index, attempt in zip(rows.indices, rows.attempts, strict=True):
             if not 0 <= index < self.size or self.attempts[index] != attempt:

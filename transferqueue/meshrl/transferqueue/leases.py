@@ -178,7 +178,7 @@ def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[Check
         if group is None or not mask:
             continue
         if named.get(group.number, 0) & mask:
-            uid = group.uid(next(bits(named[group.number] & mask)))
+            uid = group.uid(bits(named[group.number] & mask)[0])
             raise UserError(f"row {uid} is written twice in one call", uid=uid)
         named[group.number] = named.get(group.number, 0) | mask
         found.append(_what_is_new(group, write, mask, frame))

@@ -61,8 +61,8 @@ class Books:
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
         """A group's rows by state, as they were counted and as they are."""
-        for state, (was, is_) in enumerate(zip(old, new, strict=True)):
-            self.resident[state] += is_ - was
+        sums = zip(self.resident, old, new, strict=True)
+        self.resident = [rows - was + is_ for rows, was, is_ in sums]
 
     def leave(self, rows: int, exit_: Exit, reason: str) -> None:
         """`rows` left; where they were resident is told by `move`."""

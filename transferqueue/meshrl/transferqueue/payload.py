@@ -60,7 +60,7 @@ def extract(
     for stage in stages:
         if absent := mask & ~group.done[stage.number]:
             uid, missing = (
-                group.uid(next(bits(absent))),
+                group.uid(bits(absent)[0]),
                 next(n for n in names if n in stage.writes),
             )
             raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)

@@ -33,15 +33,15 @@ class ReadyRows:
     def set(self, group: Group, mask: int) -> bool:
         """Exactly the rows of `mask` are here of this group; True when some came that were not. O(log groups)."""
         number = group.number
-        _, old = self._rows.get(number, (group, 0))
+        kept = self._rows.get(number)
+        old = kept[1] if kept else 0
         if mask == old:
             return False
         self._count += mask.bit_count() - old.bit_count()
         came = bool(mask & ~old)
         if came or not mask:
-            self._claims.pop(
-                number, None
-            )  # rows that came back need not go to where they came from
+            # Rows that came back need not go to where they came from.
+            self._claims.pop(number, None)
         if not mask:
             self._rows.pop(number, None)
             return False

@@ -69,10 +69,10 @@ class Stages:
         return [column for column, writer in self._of_column.items() if writer < number]
 
     def __iter__(self) -> Iterator[Stage]:
-        return iter(self._by_name.values())
+        return iter(self._ordered)
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._ordered)
 
     def get(self, name: str) -> Stage | None:
         """The stage named so, if the run has it."""
