@@ -397,6 +397,26 @@ class PlanOfResponse(_message.Message):
 Global___PlanOfResponse: _TypeAlias = PlanOfResponse  # noqa: Y015
 
 @_typing.final
+class ToldResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    members: _builtins.str
+    """As in RoomResponse, once the call was done."""
+    def __init__(
+        self,
+        *,
+        members: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToldResponse: _TypeAlias = ToldResponse  # noqa: Y015
+
+@_typing.final
 class UntilRowsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -405,10 +425,13 @@ class UntilRowsRequest(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     worker: _builtins.str
     wait_s: _builtins.float
     """Seconds."""
+    limit: _builtins.int
+    """Rows that the lease will want: a worker that holds its share of what is left would be given none."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -423,10 +446,11 @@ class UntilRowsRequest(_message.Message):
         worker: _builtins.str = ...,
         version: _trajectory_pb2.Version | None = ...,
         wait_s: _builtins.float = ...,
+        limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "stage", b"stage", "version", b"version", "wait_s", b"wait_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "runs", b"runs", "stage", b"stage", "version", b"version", "wait_s", b"wait_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

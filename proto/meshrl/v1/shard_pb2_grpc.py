@@ -71,6 +71,16 @@ class ShardStub(object):
                 request_serializer=meshrl_dot_v1_dot_shard__pb2.PlanOfRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_shard__pb2.PlanOfResponse.FromString,
                 _registered_method=True)
+        self.PublishAndTell = channel.unary_unary(
+                '/meshrl.v1.Shard/PublishAndTell',
+                request_serializer=meshrl_dot_v1_dot_queue__pb2.PublishVersionRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_shard__pb2.ToldResponse.FromString,
+                _registered_method=True)
+        self.CommitAndTell = channel.unary_unary(
+                '/meshrl.v1.Shard/CommitAndTell',
+                request_serializer=meshrl_dot_v1_dot_queue__pb2.CommitStepRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_shard__pb2.ToldResponse.FromString,
+                _registered_method=True)
         self.UntilRows = channel.unary_unary(
                 '/meshrl.v1.Shard/UntilRows',
                 request_serializer=meshrl_dot_v1_dot_shard__pb2.UntilRowsRequest.SerializeToString,
@@ -135,6 +145,20 @@ class ShardServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublishAndTell(self, request, context):
+        """Queue.Publish, for shard 0, which also says on which shards the run is then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitAndTell(self, request, context):
+        """Queue.Commit, in the same way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UntilRows(self, request, context):
         """Answers once Queue.Lease would give a row, and grants none.
         """
@@ -186,6 +210,16 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.PlanOf,
                     request_deserializer=meshrl_dot_v1_dot_shard__pb2.PlanOfRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_shard__pb2.PlanOfResponse.SerializeToString,
+            ),
+            'PublishAndTell': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishAndTell,
+                    request_deserializer=meshrl_dot_v1_dot_queue__pb2.PublishVersionRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_shard__pb2.ToldResponse.SerializeToString,
+            ),
+            'CommitAndTell': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitAndTell,
+                    request_deserializer=meshrl_dot_v1_dot_queue__pb2.CommitStepRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_shard__pb2.ToldResponse.SerializeToString,
             ),
             'UntilRows': grpc.unary_unary_rpc_method_handler(
                     servicer.UntilRows,
@@ -387,6 +421,60 @@ class Shard(object):
             '/meshrl.v1.Shard/PlanOf',
             meshrl_dot_v1_dot_shard__pb2.PlanOfRequest.SerializeToString,
             meshrl_dot_v1_dot_shard__pb2.PlanOfResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishAndTell(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.Shard/PublishAndTell',
+            meshrl_dot_v1_dot_queue__pb2.PublishVersionRequest.SerializeToString,
+            meshrl_dot_v1_dot_shard__pb2.ToldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitAndTell(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.Shard/CommitAndTell',
+            meshrl_dot_v1_dot_queue__pb2.CommitStepRequest.SerializeToString,
+            meshrl_dot_v1_dot_shard__pb2.ToldResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,10 @@ class ShardStub:
     """Which groups a take would get; may wait until there are more."""
     PlanOf: _aio.UnaryUnaryMultiCallable[_shard_pb2.PlanOfRequest, _shard_pb2.PlanOfResponse]
     """The plan under which groups of a batch were taken here."""
+    PublishAndTell: _aio.UnaryUnaryMultiCallable[_queue_pb2.PublishVersionRequest, _shard_pb2.ToldResponse]
+    """Queue.Publish, for shard 0, which also says on which shards the run is then."""
+    CommitAndTell: _aio.UnaryUnaryMultiCallable[_queue_pb2.CommitStepRequest, _shard_pb2.ToldResponse]
+    """Queue.Commit, in the same way."""
     UntilRows: _aio.UnaryUnaryMultiCallable[_shard_pb2.UntilRowsRequest, _trajectory_pb2.Ack]
     """Answers once Queue.Lease would give a row, and grants none."""
     Rows: _aio.UnaryUnaryMultiCallable[_shard_pb2.RowsRequest, _shard_pb2.RowsResponse]
@@ -93,6 +97,22 @@ class ShardServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_shard_pb2.PlanOfRequest, _abc.Awaitable[_shard_pb2.PlanOfResponse]],
     ) -> _abc.Awaitable[_shard_pb2.PlanOfResponse]:
         """The plan under which groups of a batch were taken here."""
+
+    @_abc_1.abstractmethod
+    def PublishAndTell(
+        self,
+        request: _queue_pb2.PublishVersionRequest,
+        context: _aio.ServicerContext[_queue_pb2.PublishVersionRequest, _abc.Awaitable[_shard_pb2.ToldResponse]],
+    ) -> _abc.Awaitable[_shard_pb2.ToldResponse]:
+        """Queue.Publish, for shard 0, which also says on which shards the run is then."""
+
+    @_abc_1.abstractmethod
+    def CommitAndTell(
+        self,
+        request: _queue_pb2.CommitStepRequest,
+        context: _aio.ServicerContext[_queue_pb2.CommitStepRequest, _abc.Awaitable[_shard_pb2.ToldResponse]],
+    ) -> _abc.Awaitable[_shard_pb2.ToldResponse]:
+        """Queue.Commit, in the same way."""
 
     @_abc_1.abstractmethod
     def UntilRows(

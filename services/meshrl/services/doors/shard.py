@@ -105,11 +105,26 @@ class ShardDoor(rpc.ShardServicer):
     async def PlanOf(self, request: pb.PlanOfRequest, context: Context) -> pb.PlanOfResponse:
         return pb.PlanOfResponse(plan=await self._shard.plan_of(request.run, request.batch_id))
 
+    async def PublishAndTell(
+        self, request: queue_pb2.PublishVersionRequest, context: Context
+    ) -> pb.ToldResponse:
+        version = codec.decode_version(request.version)
+        return pb.ToldResponse(members=await self._shard.publish_and_tell(request.run, version))
+
+    async def CommitAndTell(
+        self, request: queue_pb2.CommitStepRequest, context: Context
+    ) -> pb.ToldResponse:
+        members = await self._shard.commit_and_tell(
+            request.run, epoch=request.epoch, step=request.step
+        )
+        return pb.ToldResponse(members=members)
+
     async def UntilRows(self, request: pb.UntilRowsRequest, context: Context) -> Ack:
         await self._shard.until_rows(
             list(request.runs),
             request.stage,
             worker=request.worker,
+            limit=request.limit,
             version=codec.decode_version(request.version) if request.HasField("version") else None,
             wait_s=bounded(request.wait_s),
         )

@@ -10,6 +10,7 @@ from meshrl.contract.nouns import RunState, Task, Version
 from meshrl.services.wires.peer import nothing
 from meshrl.services.wires.queue import QueueWire, WireOptions
 from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
+from meshrl.v1 import queue_pb2
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
 
@@ -109,12 +110,23 @@ class ShardWire(QueueWire):
         request = pb.PlanOfRequest(run=run, batch_id=batch_id)
         return await self._peer.ask(self._shard.PlanOf, request, lambda answer: answer.plan)
 
+    async def publish_and_tell(self, run: str, version: Version) -> str:
+        """See Shard."""
+        request = queue_pb2.PublishVersionRequest(run=run, version=codec.encode_version(version))
+        return await self._peer.ask(self._shard.PublishAndTell, request, _members)
+
+    async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
+        """See Shard."""
+        request = queue_pb2.CommitStepRequest(run=run, epoch=epoch, step=step)
+        return await self._peer.ask(self._shard.CommitAndTell, request, _members)
+
     async def until_rows(
         self,
         runs: Sequence[str],
         stage: str,
         *,
         worker: str,
+        limit: int,
         version: Version | None = None,
         wait_s: float,
     ) -> None:
@@ -125,6 +137,7 @@ class ShardWire(QueueWire):
                 runs=runs,
                 stage=stage,
                 worker=worker,
+                limit=limit,
                 version=codec.encode_version(version) if version else None,
                 wait_s=seconds,
             )
@@ -160,6 +173,10 @@ class ShardWire(QueueWire):
 
 def _note(answer: pb.NoteResponse) -> Note:
     return Note(text=answer.text, runs=tuple(answer.runs))
+
+
+def _members(answer: pb.ToldResponse) -> str:
+    return answer.members
 
 
 def _room(answer: pb.RoomResponse) -> Room:

@@ -1,12 +1,17 @@
-"""Asking several shards at once: everybody's answer, or the first one's."""
+"""Asking several shards at once: everybody's answer, the first one's, or one after the other as they come."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
+
+from meshrl.contract.errors import EndOfDataError
 
 Answer = TypeVar("Answer")
+
+NEWS = -1
+"""Stands among shards for what concerns them all."""
 
 
 async def all_of(questions: Iterable[Awaitable[Answer]]) -> list[Answer]:
@@ -38,3 +43,62 @@ def by_key(pairs: Iterable[tuple[int, Answer]]) -> Mapping[int, Sequence[Answer]
     for shard, value in pairs:
         found.setdefault(shard, []).append(value)
     return found
+
+
+class Questions:
+    """Which shards have something: a question to each, free of effects, asked anew only once it was answered."""
+
+    def __init__(self, news: Coroutine[Any, Any, Never]) -> None:
+        """`news` raises when it is no use to wait any longer."""
+        self._asked: dict[asyncio.Future[None], int] = {}
+        self._ready: list[int] = []
+        self._ended: dict[int, EndOfDataError] = {}
+        self._failures: list[BaseException] = []
+        self._heard = asyncio.Event()
+        self.ask(NEWS, news)
+
+    async def close(self) -> None:
+        """Ask no more."""
+        asked = list(self._asked)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    def unasked(self, shards: int) -> list[int]:
+        """Those of the first so many shards that owe no answer and have not come to the end of the data."""
+        known = {*self._asked.values(), *self._ended}
+        return [number for number in range(shards) if number not in known]
+
+    def ask(self, number: int, question: Coroutine[Any, Any, None]) -> None:
+        """Ask a shard, which answers when it has something."""
+        task = asyncio.ensure_future(question)
+        self._asked[task] = number
+        task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Future[None]) -> None:
+        number = self._asked.pop(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._ready.append(number)
+        elif isinstance(error, EndOfDataError):
+            self._ended[number] = error
+        else:
+            self._failures.append(error)
+        self._heard.set()
+
+    async def answered(self) -> Iterable[int]:
+        """The shards that have something, once there is one; those that say so while this is read come last.
+
+        Raises what came instead: the news, a failure, EndOfDataError once it has come from every shard.
+        """
+        ready = self._ready = list[int]()
+        while not ready:
+            for failure in self._failures:
+                raise failure
+            if set(self._asked.values()) <= {NEWS}:
+                raise next(iter(self._ended.values()))
+            self._heard.clear()
+            await self._heard.wait()
+        return ready

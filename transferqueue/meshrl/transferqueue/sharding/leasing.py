@@ -3,6 +3,9 @@
     sweep   each shard in turn until the limit is reached, without a wait; the next call begins with the next shard
     park    every shard is asked when it has rows, which grants none ──▶ sweep those that have some
 
+Where the last lease got all it wanted the next one sweeps: while there is work, one shard serves a whole lease. Else
+it parks at once, and rows that are there answer its questions.
+
 A lease is granted only by a call that nobody cancels for another's answer: one whose answer is lost holds its rows
 until its time to live is over, and costs them an attempt. A shard that does not answer a sweep soon (it restarts) is
 passed over until it does; what it grants then is given back untouched. Whoever waits hears of shards that are added.
@@ -11,14 +14,14 @@ passed over until it does; what it grants then is given back untouched. Whoever 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from meshrl.contract.errors import EndOfDataError, MeshError, UserError, WaitTimeoutError
 from meshrl.contract.nouns import Lease, RunSpec, Version
-from meshrl.transferqueue.sharding.asking import any_of
+from meshrl.transferqueue.sharding.asking import Questions, any_of
 from meshrl.transferqueue.sharding.feeding import free
 from meshrl.transferqueue.sharding.port import Rows, Shard
 from meshrl.transferqueue.sharding.watch import Watch
@@ -50,6 +53,11 @@ class Ask:
             version=self.version,
             wait_s=wait_s,
         )
+
+    @property
+    def work(self) -> tuple[tuple[str, ...], str]:
+        """What it is leased from, whoever leases."""
+        return self.runs, self.stage
 
     @property
     def why(self) -> str:
@@ -87,6 +95,8 @@ class Leasing:
         self._watch = watch
         self._granted = granted
         self._next = 0
+        self._plenty: set[tuple[tuple[str, ...], str]] = set()
+        """Runs and stages whose last lease got all that it wanted."""
         self._lagging: dict[int, asyncio.Task[Lease]] = {}
         self._chores: set[asyncio.Task[None]] = set()
 
@@ -109,13 +119,22 @@ class Leasing:
             return await self._fixed(ask, specs, deadline, since)
         first, self._next = self._next, self._next + 1
         turns = [(first + turn) % len(self._shards) for turn in range(len(self._shards))]
-        lease = await self._sweep(ask, specs, turns)
-        return lease if lease is not None else await self._park(ask, specs, deadline, since)
+        lease = None
+        if wait_s <= 0 or self._sweeps_first(ask, specs):
+            lease = await self._sweep(ask, specs, turns)
+        if lease is None:
+            lease = await self._park(ask, specs, deadline, since)
+        (self._plenty.discard if lease.num_rows < ask.limit else self._plenty.add)(ask.work)
+        return lease
+
+    def _sweeps_first(self, ask: Ask, specs: Mapping[str, RunSpec]) -> bool:
+        """Also where runs differ in priority: only a sweep of all shards finds the highest that has rows."""
+        return ask.work in self._plenty or len({_priority(specs, run) for run in ask.runs}) > 1
 
     # --- any rows
 
     async def _sweep(
-        self, ask: Ask, specs: Mapping[str, RunSpec], turns: Sequence[int]
+        self, ask: Ask, specs: Mapping[str, RunSpec], turns: Iterable[int]
     ) -> Lease | None:
         """Rows that are there now, of the run with the highest priority that has some on any shard of `turns`."""
         ranked = sorted(ask.runs, key=lambda run: -_priority(specs, run))
@@ -126,14 +145,16 @@ class Leasing:
         return None
 
     async def _gathered(
-        self, ask: Ask, runs: tuple[str, ...], turns: Sequence[int]
+        self, ask: Ask, runs: tuple[str, ...], turns: Iterable[int]
     ) -> list[tuple[int, Lease]]:
         """Leases of one of `runs` by shard, together at most `limit` rows; maybe none."""
         parts: list[tuple[int, Lease]] = []
         left = ask.limit
         try:
             for number in turns:
-                if not left or number in self._lagging:
+                if not left:
+                    break
+                if number in self._lagging:
                     continue
                 question = ask.of(self._shards[number], 0.0, runs=runs, limit=left)
                 try:
@@ -172,44 +193,33 @@ class Leasing:
     async def _park(
         self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float, since: str
     ) -> Lease:
-        """Wait until some shard has rows, and sweep again: only questions that grant nothing are ever cancelled."""
+        """Wait until some shard has rows, and sweep: only questions that grant nothing are ever cancelled."""
         clock = asyncio.get_running_loop().time
-        ended: dict[int, EndOfDataError] = {}
-        while True:
-            left = max(0.0, deadline - clock())
-            asked = {
-                asyncio.ensure_future(self._until_rows(number, ask, left)): number
-                for number in range(len(self._shards))
-                if number not in ended
-            }
-            news = asyncio.ensure_future(self._watch.news(since))
-            try:
-                done, _ = await asyncio.wait({*asked, news}, return_when=asyncio.FIRST_COMPLETED)
-                if news in done:
-                    news.result()
-                for task in done:
-                    if isinstance(error := task.exception(), EndOfDataError):
-                        ended[asked[task]] = error
-                        if len(ended) == len(self._shards):
-                            raise error
-                    elif error is not None:
-                        raise error
-            finally:
-                for task in (*asked, news):
-                    task.cancel()
-                await asyncio.gather(*asked, news, return_exceptions=True)
-            lease = await self._sweep(ask, specs, [asked[task] for task in done])
-            if lease is not None:
-                return lease
-            if left <= 0:
-                raise WaitTimeoutError(f"timed out waiting for {ask.why}")
+        questions = Questions(self._watch.news(since))
+        try:
+            while True:
+                left = max(0.0, deadline - clock())
+                for number in questions.unasked(len(self._shards)):
+                    questions.ask(number, self._until_rows(number, ask, left))
+                lease = await self._sweep(ask, specs, await questions.answered())
+                if lease is not None:
+                    return lease
+                if left <= 0:
+                    raise WaitTimeoutError(f"timed out waiting for {ask.why}")
+        finally:
+            await questions.close()
 
     async def _until_rows(self, number: int, ask: Ask, wait_s: float) -> None:
         """Of a shard that lags, wait for what it still owes: until then sweeps pass it over."""
         if (late := self._lagging.get(number)) is not None:
             await asyncio.wait({late}, timeout=wait_s)
         await self._shards[number].until_rows(
-            list(ask.runs), ask.stage, worker=ask.worker, version=ask.version, wait_s=wait_s
+            list(ask.runs),
+            ask.stage,
+            worker=ask.worker,
+            limit=ask.limit,
+            version=ask.version,
+            wait_s=wait_s,
         )
 
     async def _drop(self, asked: Mapping[asyncio.Task[Lease], int]) -> None:

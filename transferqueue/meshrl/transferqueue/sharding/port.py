@@ -159,12 +159,21 @@ class Shard(Queue, Protocol):
         """The plan under which groups of the batch were taken here; empty when none were."""
         ...
 
+    async def publish_and_tell(self, run: str, version: Version) -> str:
+        """`publish`; then, on shard 0, the note on which shards the run is (membership.py)."""
+        ...
+
+    async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
+        """`commit`; then the note, as in `publish_and_tell`."""
+        ...
+
     async def until_rows(
         self,
         runs: Sequence[str],
         stage: str,
         *,
         worker: str,
+        limit: int,
         version: Version | None = None,
         wait_s: float,
     ) -> None:

@@ -60,6 +60,7 @@ class Roster:
         self._dial = dial
         self._enrolled = 0
         self._learning = asyncio.Lock()
+        self._finding = asyncio.Lock()
         self._runs: dict[str, Known] = {}
 
     # --- shards
@@ -164,8 +165,11 @@ class Roster:
         """Of an open run. Raises NotFoundError."""
         if self.watch.due():
             await self._learn()
-        known = self._runs.get(run)
-        return known if known else await self._with_roll(partial(self._find, run))
+        if (known := self._runs.get(run)) is not None:
+            return known
+        async with self._finding:  # calls that begin together ask once
+            known = self._runs.get(run)
+            return known if known else await self._with_roll(partial(self._find, run))
 
     async def _find(self, run: str, since: str) -> Known:
         first = self.shards[0]
@@ -253,6 +257,20 @@ class Roster:
             if not await self.has_grown(known):
                 return told
             await self.catch_up(run)
+
+    async def told(
+        self,
+        run: str,
+        call: Callable[[Shard], Awaitable[None]],
+        first: Callable[[Shard], Awaitable[str]],
+    ) -> None:
+        """As `everywhere`, where what shard 0 answers to its `first` call says on which shards the run is."""
+
+        async def tell(known: Known) -> None:
+            await all_of(call(shard) for shard in known.shards[1:])
+            known.members.check(await first(known.shards[0]))
+
+        await self.while_it_grows(run, tell)
 
     # --- where tasks are
 

@@ -114,7 +114,11 @@ class ShardedQueue(RowVerbs):
 
     async def publish(self, run: str, version: Version) -> None:
         """See Queue."""
-        await self._roster.everywhere(run, lambda shard: shard.publish(run, version))
+        await self._roster.told(
+            run,
+            lambda shard: shard.publish(run, version),
+            lambda first: first.publish_and_tell(run, version),
+        )
 
     # --- the feeder
 
@@ -301,7 +305,11 @@ class ShardedQueue(RowVerbs):
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See Queue."""
-        await self._roster.everywhere(run, lambda shard: shard.commit(run, epoch=epoch, step=step))
+        await self._roster.told(
+            run,
+            lambda shard: shard.commit(run, epoch=epoch, step=step),
+            lambda first: first.commit_and_tell(run, epoch=epoch, step=step),
+        )
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
         """See Queue."""

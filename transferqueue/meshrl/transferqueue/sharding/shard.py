@@ -200,12 +200,23 @@ class ShardQueue(TransferQueue):
             run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
         )
 
+    async def publish_and_tell(self, run: str, version: Version) -> str:
+        """See the port."""
+        await self.publish(run, version)
+        return self._text(run + SUFFIX)
+
+    async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
+        """See the port."""
+        await self.commit(run, epoch=epoch, step=step)
+        return self._text(run + SUFFIX)
+
     async def until_rows(
         self,
         runs: Sequence[str],
         stage: str,
         *,
         worker: str,
+        limit: int,
         version: Version | None = None,
         wait_s: float,
     ) -> None:
@@ -216,7 +227,7 @@ class ShardQueue(TransferQueue):
             self._check_open()
             for run, spec in leases.leasable(self._runs, runs, stage):
                 if leases.open_to(run, spec, version):
-                    if leases.enough(run, spec, 1):
+                    if leases.enough(run, spec, 1) and leases.share(run, spec, worker, limit, 1):
                         return True
                 elif run.publishes != seen.setdefault(run.name, run.publishes):
                     raise WaitTimeoutError(
@@ -228,7 +239,8 @@ class ShardQueue(TransferQueue):
         at = f" at version {version}" if version else ""
         why = f"1 rows of stage {stage}{at}"
         bells = partial(self._bells, runs, stage)
-        await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
+        with leases.waiting(leases.leasable(self._runs, runs, stage), worker):
+            await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
 
     def _bells(self, runs: Sequence[str], stage: str) -> list[Bell]:
         """What rings when a stage may have other rows to lease."""
