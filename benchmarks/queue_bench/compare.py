@@ -21,6 +21,8 @@ SEED = 0
 WARM_UP = 2 * BATCH // GROUP
 """Groups of the pass that is not counted."""
 PEER = "peer"
+FLOOR = "floor"
+"""gRPC with nothing behind it: what any queue over it costs at least."""
 TUNING = ("groups", "in_flight", "admit", "resident_batches", "shards", "shared_memory_mb")
 """Of ours."""
 Opener = Callable[[Path], AbstractAsyncContextManager[System]]
@@ -39,6 +41,7 @@ def parse(description: str) -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=2, help="counted passes of ours a round")
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--floor", action="store_true", help="also the same messages and no queue")
     parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
     parser.add_argument(
         "--folder",
@@ -82,6 +85,8 @@ def openers(arguments: argparse.Namespace) -> list[tuple[Opener, dict[str, dict[
         for store in arguments.store.split(",")
         if store
     ]
+    if arguments.floor:
+        found.append((partial(systems.floor, seed=SEED, tuning=tuning), {FLOOR: {}}))
     if not arguments.no_peer:
         tuning = {
             "in_flight": arguments.peer_in_flight,
@@ -131,13 +136,16 @@ async def compare(arguments: argparse.Namespace) -> None:
 async def measured(
     system: System, name: str, order: dict[str, int], count: int, times: int
 ) -> list[Pass]:
-    """The counted passes; every row of each has to arrive once, whole and as it was made, in whole groups."""
+    """The counted passes; every row of each has to arrive once, whole and as it was made, in whole groups.
+
+    The floor carries bytes, not rows.
+    """
     done: list[Pass] = []
     times = 1 if name.startswith(PEER) else times
     for number in range(times + 1):
         groups = count if number else WARM_UP
         done.append(await system.run(f"{name}-{number}", groups=groups, **order))
-        wrong = verify(SEED, groups, done[-1].arrived)
+        wrong = {} if name == FLOOR else verify(SEED, groups, done[-1].arrived)
         if any(wrong.values()):
             raise ChildFailed(f"{name} delivered something else: {wrong}")
     return done[1:]
@@ -195,23 +203,21 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each of our stores to each peer, and to the peer's best in either figure."""
-    peers = {name: made for name, made in figures.items() if name.startswith(PEER)}
-    if not peers:
-        return {}
+    """Of each of our stores to each peer, to the peer's best in either figure, and to the floor."""
     rated = {
-        name: (made["samples_per_s"], made["cpu_us_per_sample"]) for name, made in peers.items()
+        name: (made["samples_per_s"], made["cpu_us_per_sample"])
+        for name, made in figures.items()
+        if name.startswith((PEER, FLOOR))
     }
-    rated[f"{PEER}-best"] = (
-        max(rate for rate, _ in rated.values()),
-        min(cpu for _, cpu in rated.values()),
-    )
+    peers = [made for name, made in rated.items() if name.startswith(PEER)]
+    if peers:
+        rated[f"{PEER}-best"] = (max(rate for rate, _ in peers), min(cpu for _, cpu in peers))
     return {
         f"{name}/{other}": {
-            "samples_per_s": round(made["samples_per_s"] / rate, 1),
-            "cpu_per_sample": round(cpu / made["cpu_us_per_sample"], 1),
+            "samples_per_s": round(made["samples_per_s"] / rate, 2),
+            "cpu_per_sample": round(cpu / made["cpu_us_per_sample"], 2),
         }
         for name, made in figures.items()
-        if name not in peers
+        if name not in rated
         for other, (rate, cpu) in rated.items()
     }

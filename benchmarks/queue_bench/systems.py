@@ -1,4 +1,4 @@
-"""Who takes part: the transfer queue on each of its stores, and the peer with small and with large puts."""
+"""Who takes part: the transfer queue on each of its stores, the peer, and gRPC with nothing behind it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ async def ours(
         if redis:
             redis.kill()
             await redis.close()
+
+
+@asynccontextmanager
+async def floor(folder: Path, seed: int, tuning: dict[str, Any]) -> AsyncIterator[System]:
+    """As many calls and bytes as ours, over gRPC; see floor_server.py."""
+    server = [sys.executable, str(HERE / "floor_server.py")]
+    client = [sys.executable, str(HERE / "floor_client.py"), "{address}"]
+    async with System([server], client, seed, tuning) as system:
+        yield system
 
 
 @asynccontextmanager

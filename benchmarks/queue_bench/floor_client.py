@@ -1,0 +1,146 @@
+"""The clients of floor_server.py: as many calls as ours make and as many bytes, and the arrays at both ends.
+
+    python floor_client.py ROLE NUMBER ADDRESS SEED '{"groups": 64, "in_flight": 2, ...}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+import uvloop
+from child import Timer, serve
+from floor_server import SERVICE
+from work import BATCH, GROUP, annotate, group
+
+from meshrl.services.process import keep_memory
+from meshrl.services.transport import CHANNEL_OPTIONS
+
+PAGE = 16
+"""Groups of one message: about a mebibyte, as ours."""
+SAMPLED = 4 + 1 + 4
+"""Bytes of a token's tokens, loss_mask, rollout_logprobs."""
+
+
+class Client:
+    """What the roles share."""
+
+    def __init__(self, number: int, address: str, seed: int, tuning: dict[str, Any]) -> None:
+        self.number, self.seed, self.tuning = number, seed, tuning
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.call = self.channel.unary_unary(f"/{SERVICE}/Call")
+        self.send = self.channel.stream_unary(f"/{SERVICE}/Send")
+        self.receive = self.channel.unary_stream(f"/{SERVICE}/Receive")
+        self.time = Timer()
+        self.name, self.count = "", 0
+
+    async def prepare(self, order: dict[str, Any]) -> None:
+        self.name, self.count = order["name"], order["groups"]
+        self.time.ms.clear()
+
+    def report(self) -> dict[str, Any]:
+        return {"ms": self.time.ms}
+
+    def verify(self) -> dict[str, Any]:
+        return {"arrived": []}
+
+    async def put(self, topic: str, pages: Sequence[bytes]) -> None:
+        await self.send(iter((f"{self.name}-{topic}".encode(), *pages)))
+
+    async def get(self, topic: str, pages: int, *, part: float = 1.0, last: bool = False) -> Any:
+        asked = {
+            **{"topic": f"{self.name}-{topic}", "by": type(self).__name__},
+            **{"count": pages, "part": part, "last": last},
+        }
+        return [page async for page in self.receive(json.dumps(asked).encode())]
+
+
+class Producer(Client):
+    """Sends half of the groups."""
+
+    async def prepare(self, order: dict[str, Any]) -> None:
+        await super().prepare(order)
+        self.groups = [group(self.seed, n) for n in range(self.number, self.count, 2)]
+
+    async def work(self) -> None:
+        self.began = time.monotonic()
+        size = self.tuning["groups"]
+        for _ in range(0, len(self.groups), self.tuning["admit"]):
+            await self.call(b"admit")
+        starts = range(0, len(self.groups), size)
+        await asyncio.gather(*(self.sample(self.groups[at : at + size]) for at in starts))
+
+    async def sample(self, groups: Sequence[Any]) -> None:
+        await self.call(b"lease")
+        with self.time():
+            pages = [
+                b"".join(
+                    np.concatenate(column).data
+                    for given in groups[at : at + PAGE]
+                    for column in (given.tokens, given.loss_mask, given.rollout_logprobs)
+                )
+                for at in range(0, len(groups), PAGE)
+            ]
+            await self.put("rollout", pages)
+
+    def report(self) -> dict[str, Any]:
+        return {"began": self.began, **super().report()}
+
+
+class Annotator(Client):
+    """Reads the tokens, writes reward and reference log-probs."""
+
+    async def work(self) -> None:
+        pages = self.tuning["groups"] // PAGE
+        rounds = self.count // self.tuning["groups"]
+        await asyncio.gather(*(self.annotate(pages) for _ in range(rounds)))
+
+    async def annotate(self, pages: int) -> None:
+        found = await self.get("rollout", pages, part=4 / SAMPLED)
+        with self.time():
+            made = []
+            for page in found:
+                tokens = np.frombuffer(page[: len(page) & ~3], np.int32)
+                rewards, reference = annotate(tokens, np.arange(0, len(tokens), len(tokens) // 128))
+                made.append(rewards.tobytes() + reference.tobytes())
+            await self.put("annotate", made)
+
+
+class Consumer(Client):
+    """Takes batches, one ahead; every column of a batch on end in one array."""
+
+    async def work(self) -> None:
+        last = self.count * GROUP // BATCH - 1
+        self.batches: list[Any] = []
+        ahead = asyncio.create_task(self.batch())
+        for step in range(last + 1):
+            self.batches.append(await ahead)
+            if step < last:
+                ahead = asyncio.create_task(self.batch())
+            for name in (b"settle", b"publish", b"commit"):
+                await self.call(name)
+
+    async def batch(self) -> Any:
+        with self.time():
+            await self.call(b"take")
+            pages = BATCH // GROUP // PAGE
+            found = [await self.get(t, pages, last=True) for t in ("annotate", "rollout")]
+            return [np.concatenate([np.frombuffer(p, np.uint8) for p in each]) for each in found]
+
+
+ROLES = {"producer": Producer, "annotator": Annotator, "consumer": Consumer}
+
+
+async def main(role: str, number: str, address: str, seed: str, tuning: str) -> None:
+    await serve(ROLES[role](int(number), address, int(seed), json.loads(tuning)))
+
+
+if __name__ == "__main__":
+    keep_memory()
+    uvloop.run(main(*sys.argv[1:]))

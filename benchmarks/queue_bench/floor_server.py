@@ -1,0 +1,85 @@
+"""What gRPC alone costs: the messages of our queue between the same processes, with no queue behind them.
+
+    python floor_server.py
+
+It keeps what producers and the annotator send until it is asked for it, and hands it out in order: no leases, no
+ledger, no groups, no checks, nothing that would survive a mistake. Prints {"address": ..., "server": [pid]}; ends with
+stdin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import uvloop
+
+from meshrl.services.process import collect_rarely, keep_memory
+from meshrl.services.transport import SERVER_OPTIONS
+
+SERVICE = "Floor"
+
+
+class Floor:
+    """Messages by run and topic, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._kept: defaultdict[str, list[bytes]] = defaultdict(list)
+        self._handed: defaultdict[str, int] = defaultdict(int)
+        self._came = asyncio.Condition()
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods = {
+            "Call": grpc.unary_unary_rpc_method_handler(self.call),
+            "Send": grpc.stream_unary_rpc_method_handler(self.send),
+            "Receive": grpc.unary_stream_rpc_method_handler(self.receive),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def call(self, request: bytes, context: Any) -> bytes:
+        """Admit, take, settle, publish, commit, the lease of rows that have no columns yet."""
+        return b""
+
+    async def send(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        """The first message names the topic."""
+        topic, *messages = [message async for message in requests]
+        async with self._came:
+            self._kept[topic.decode()] += messages
+            self._came.notify_all()
+        return b""
+
+    async def receive(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        """{"topic", "count", "part"}: so many messages once they are there, and that part of each."""
+        asked = json.loads(request)
+        kept, topic = self._kept[asked["topic"]], asked["topic"] + asked["by"]
+        start = self._handed[topic]
+        self._handed[topic] += asked["count"]
+        async with self._came:
+            await self._came.wait_for(lambda: len(kept) >= start + asked["count"])
+        for number in range(start, start + asked["count"]):
+            message = kept[number]
+            yield message[: int(len(message) * asked["part"])]
+            if asked["last"]:
+                kept[number] = b""
+
+
+async def main() -> None:
+    collect_rarely()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((Floor().handlers(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(json.dumps({"address": f"127.0.0.1:{port}", "server": [os.getpid()]}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0)
+
+
+if __name__ == "__main__":
+    keep_memory()
+    uvloop.run(main())
