@@ -1,6 +1,6 @@
 """End to end through the transfer queue and through TransferQueue 0.1.11: samples per second, CPU, latency, memory.
 
-    make bench-queue    or    python benchmarks/queue.py [--store memory,disk,redis] [--rounds 3] [--no-peer] [--floor]
+    make bench-queue, or python benchmarks/queue.py [--store memory,disk,redis] [--rounds 3] [--no-peer] [--floor]
 
 The same work for both: 4,096 samples in groups of 8, prompts of about 256 tokens, responses lognormal with mean 512
 and at most 4,096; int32 ids, fp32 log-probs, uint8 mask. The same processes: the queue's own, two producers, one

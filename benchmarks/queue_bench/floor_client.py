@@ -1,6 +1,8 @@
 """The clients of floor_server.py: as many calls as ours make and as many bytes, and the arrays at both ends.
 
     python floor_client.py ROLE NUMBER ADDRESS SEED '{"groups": 64, "in_flight": 2, ...}'
+
+Nobody looks at what arrives: bytes are counted by the messages that are asked for.
 """
 
 from __future__ import annotations

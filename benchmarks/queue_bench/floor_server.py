@@ -3,8 +3,8 @@
     python floor_server.py
 
 It keeps what producers and the annotator send until it is asked for it, and hands it out in order: no leases, no
-ledger, no groups, no checks, nothing that would survive a mistake. Prints {"address": ..., "server": [pid]}; ends with
-stdin.
+ledger, no groups, no checks, nothing that would survive a mistake. Prints {"address": ..., "server": [pid]}, and ends
+with stdin.
 """
 
 from __future__ import annotations
