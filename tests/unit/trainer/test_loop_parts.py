@@ -17,7 +17,7 @@ from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig, Pol
 from meshrl.trainer.distributed import World
 from meshrl.trainer.logprob import linear_argmax, linear_sum_pi_squared
 from meshrl.trainer.metrics import MetricsLog, TensorBoardSink
-from meshrl.trainer.optim import learning_rate
+from meshrl.trainer.optim import learning_rate, norms_of
 from meshrl.trainer.policy_gradient import PolicyGradient
 
 from . import rank_work
@@ -84,6 +84,12 @@ def test_the_learning_rate_warms_up_and_falls(kind: str, rates: list[float]) -> 
     found = [learning_rate(config, step, 6) for step in range(6)]
     assert found == pytest.approx(rates, abs=1e-6)
     assert learning_rate(config, 60, 6) == pytest.approx(1.0 if kind == "constant" else 0.1)
+
+
+def test_updates_that_were_left_out_are_counted_and_in_no_mean() -> None:
+    told = norms_of("prime", [1.0, math.nan, 3.0, math.inf])
+    assert told == {"prime/grad_norm": 2.0, "prime/skipped_updates": 2}
+    assert math.isnan(norms_of("prime", [math.nan])["prime/grad_norm"])
 
 
 def test_chunked_sums_of_squares_and_argmax_equal_the_whole() -> None:

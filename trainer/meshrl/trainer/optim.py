@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,15 @@ class Optimizers:
                 part.step()
         self.zero_grad()
         return norm
+
+
+def norms_of(what: str, norms: Sequence[float]) -> dict[str, float]:
+    """Metrics of updates: mean gradient norm of those that were done; how many were left out as not finite."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return {
+        f"{what}/grad_norm": sum(finite) / len(finite) if finite else math.nan,
+        f"{what}/skipped_updates": len(norms) - len(finite),
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

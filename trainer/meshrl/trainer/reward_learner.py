@@ -14,7 +14,7 @@ from meshrl.trainer.config import PrimeConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.implicit_reward import process_rewards, row_cross_entropy
 from meshrl.trainer.model import Policy
-from meshrl.trainer.optim import Optimizers, learning_rate
+from meshrl.trainer.optim import Optimizers, learning_rate, norms_of
 from meshrl.trainer.packing import Pack
 from meshrl.trainer.passes import OwnRows
 from meshrl.trainer.tally import Tally
@@ -91,7 +91,7 @@ class RewardLearner:
                 tally.add_sums({"prime/loss": float(loss.detach()) / len(own.made.mini_batches)})
                 tally.add_means({"prime/accuracy": float(right)}, len(chosen))
             norms.append(self.optimizers.step(rate))
-        return {**tally.over_ranks(self._world), "prime/grad_norm": sum(norms) / len(norms)}
+        return {**tally.over_ranks(self._world), **norms_of("prime", norms)}
 
     def _logprobs(self, pack: Pack) -> torch.Tensor:
         logprobs: torch.Tensor = self.model(pack, self._temperature)[0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +31,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.facts import experience_facts, mismatch_facts
 from meshrl.trainer.losses._types import LossInputs
 from meshrl.trainer.model import Policy
-from meshrl.trainer.optim import Optimizers, Trained, learning_rate
+from meshrl.trainer.optim import Optimizers, Trained, learning_rate, norms_of
 from meshrl.trainer.passes import OwnRows
 from meshrl.trainer.policy_gradient import Before, Micro, Objective, Targets
 from meshrl.trainer.reward_learner import RewardLearner
@@ -212,17 +211,14 @@ class Learner:
         updates = [mini for _ in range(self._actor.ppo_epochs) for mini in minis]
         rate = learning_rate(self._actor.optim, step, self._total_steps or step + 1)
         norms = [self._update(mini, work, rate, len(updates)) for mini in updates]
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        if len(finite) < len(norms):
-            log.warning(
-                "step %d: gradient not finite, %d updates left out", step, len(norms) - len(finite)
-            )
+        told = norms_of("actor", norms)
+        if skipped := told["actor/skipped_updates"]:
+            log.warning("step %d: gradient not finite, %d updates left out", step, skipped)
         return {
             **work.tally.over_ranks(self.world),
-            "actor/grad_norm": sum(finite) / len(finite) if finite else math.nan,
+            **told,
             "actor/lr": rate,
             "actor/updates": len(norms),
-            "actor/skipped_updates": len(norms) - len(finite),
         }
 
     def _mismatch(self, before: Before, work: _Work) -> dict[str, float]:

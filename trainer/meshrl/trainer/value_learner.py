@@ -7,7 +7,6 @@ afterwards                    critic and policy, on the same mini-batches
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ from meshrl.trainer.batch import Experience, MiniBatch
 from meshrl.trainer.config import CriticConfig
 from meshrl.trainer.critic import Critic
 from meshrl.trainer.distributed import World
-from meshrl.trainer.optim import Optimizers, learning_rate
+from meshrl.trainer.optim import Optimizers, learning_rate, norms_of
 from meshrl.trainer.passes import OwnRows
 from meshrl.trainer.policy_gradient import Targets
 from meshrl.trainer.ragged import Ragged
@@ -119,11 +118,9 @@ class ValueLearner:
                 means = {name: float(value) for name, value in loss.metrics.items()}
                 tally.add_means(means, int(part.mask.sum()))
             norms.append(self.optimizers.step(rate))
-        finite = [norm for norm in norms if math.isfinite(norm)]
         return {
             **tally.over_ranks(self._world),
-            "critic/grad_norm": sum(finite) / len(finite) if finite else math.nan,
-            "critic/skipped_updates": len(norms) - len(finite),
+            **norms_of("critic", norms),
             "critic/lr": rate,
             "critic/values_mean": float(ragged.token_mean(values)),
             "critic/returns_mean": float(ragged.token_mean(returns)),
