@@ -2,11 +2,14 @@
 
     python benchmarks/queue_soak.py [--minutes 10] [--stopped-minutes 0.5] [--store disk]
 
-The processes and rows of queue.py, without an end: producers, annotator and consumer at full rate; then the consumer
-stops, the producers fill what admission allows and wait. The queue's memory is read 60 times in each part; the first
-fifth warms up, and the rest must stay within 5 % of its median. `heap` is anonymous memory, `rss` counts the pages of
-the store's file as well, which the kernel takes back when it wants. The consumer compares rows with what was
-made; the ledger must balance. The last line is one JSON object.
+The processes and rows of queue.py, without an end: producers, annotator and consumer at full rate, once the queue
+has seen more tasks than it remembers; then the consumer stops, the producers fill what admission allows and wait.
+
+The memory of the queue's process is looked at ten times a second; a reading is the most that was seen in a sixtieth
+of the time. A part is flat if no reading strays by more than 5 % from their median, and if a line through them rises
+by no more than that. `heap` is anonymous memory, `rss` counts the pages of the store's file as well. `thirds` tells a
+queue that slows down from a machine that does: its processor time per sample would grow. The consumer compares rows
+with what was made; the ledger must balance. The last line is one JSON object.
 """
 
 from __future__ import annotations
