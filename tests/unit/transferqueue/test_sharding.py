@@ -237,6 +237,36 @@ async def test_a_call_that_reached_some_shards_is_repaired_by_repeating_it(
     assert await actors.resident() == {"ready": 24}
 
 
+@pytest.mark.parametrize("away", [0, 2])
+async def test_what_a_dead_trainer_told_some_shards_is_brought_to_all_by_the_next(
+    shards: list[ShardQueue], away: int
+) -> None:
+    """Shard 0 may have heard of a version or a checkpoint that another shard has not, or the other way round."""
+    actors = Actors(ShardedQueue(shards))
+    await actors.start(spec(batch_groups=6, max_staleness=1.0))
+    await actors.feed(tasks(12))
+    await actors.work()
+    await actors.take(0, groups=6)
+    await actors.settle(0)
+    for method in ("publish", "commit"):
+        seen = list(shards)
+        name = method if away else f"{method}_and_tell"
+        seen[away] = Failing(shards[away], name)  # type: ignore[call-overload]
+        dying = Actors(ShardedQueue(seen), epoch=actors.epoch)
+        with pytest.raises(UnavailableError):
+            await getattr(dying, method)(1)
+    following = Actors(ShardedQueue(shards))
+    following.epoch = (await following.queue.acquire("run", "next")).epoch
+    if not away:  # a trainer whose checkpoint is not noted says so again
+        await following.commit(1)
+    states = [await shard.run_state("run") for shard in shards]
+    assert {state.committed_step for state in states} == {1}
+    assert {state.published.step for state in states} == ({1} if away else {0, 1})
+    await following.publish(1)
+    assert (await following.ledger()).trained == 12
+    assert len((await following.take(1, groups=6)).groups) == 6
+
+
 async def test_whoever_opens_a_run_while_a_trainer_takes_it_over_is_not_fenced(
     shards: list[ShardQueue],
 ) -> None:

@@ -264,11 +264,20 @@ class Roster:
         call: Callable[[Shard], Awaitable[None]],
         first: Callable[[Shard], Awaitable[str]],
     ) -> None:
-        """As `everywhere`, where what shard 0 answers to its `first` call says on which shards the run is."""
+        """Call every shard of a run at once; what shard 0 answers to `first` says on which shards the run is.
+
+        For what `follow` repairs where shard 0 has heard of it and another has not.
+        """
 
         async def tell(known: Known) -> None:
-            await all_of(call(shard) for shard in known.shards[1:])
-            known.members.check(await first(known.shards[0]))
+            leader, *others = known.shards
+            members: list[str] = []
+
+            async def tell_first() -> None:
+                members.append(await first(leader))
+
+            await all_of([tell_first(), *map(call, others)])
+            known.members.check(members[0])
 
         await self.while_it_grows(run, tell)
 

@@ -2,12 +2,13 @@
 
     admit ── feeding.py ─┐                     ┌── leasing.py ── lease
     task ─▶ its shard: write, fail, release, renew, fetch, filter, replay
-    every shard: publish, commit, close_feed, rewind, acquire ── shard 0 has the last word (and the first epoch)
+    every shard: publish, commit (at once); close_feed, rewind, acquire ── shard 0 has the last word (and first epoch)
     take, settle ── taking.py                    ledger, why_waiting ── books.py
 
-**Half-done calls are repaired by repeating them.** What goes to every shard is idempotent there, and shard 0, which
-answers `run_state`, hears of it last: what it tells, every shard knows. An epoch is made by shard 0 and followed by
-the others; whoever opens the run brings a shard that is behind up to shard 0.
+**Half-done calls are repaired by repeating them.** What goes to every shard is idempotent there. An epoch is made by
+shard 0, which answers `run_state`, and followed by the others: whoever opens or acquires the run brings a shard that
+is behind up to shard 0, its published version and its committed step too, so these are told to all at once. Of a
+rewind, which nobody follows, and of a closed feed shard 0 hears last: what it tells, every shard knows.
 
 **Shards are added while runs go on**: roll.py has how, roster.py how a router learns of it.
 """
