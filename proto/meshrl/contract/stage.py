@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 20.0
 """One long poll; the stream of polls has no end but `drain`."""
+RELEASE_S = 10.0
+"""What giving rows back may take at the end: a queue whose disk is full takes nothing, and leases expire anyway."""
 IDLE_PAUSE_S = 2.0
 """Between two questions to a queue whose feed is closed and empty: a rewind may still bring rows back."""
 
@@ -352,11 +354,13 @@ class StageLoop:
         await asyncio.gather(*(c.task for c in calls if c.task), return_exceptions=True)
         if self._progress is not None:
             await self._progress.flush()
+        give_up_at = asyncio.get_running_loop().time() + RELEASE_S
         for call in calls:
             tokens = {uid: row.token for uid, row in call.rows.items()}
             try:
-                await self._queue.release(next(iter(tokens)).run, self._stage.name, tokens)
-            except MeshError as error:
+                async with asyncio.timeout_at(give_up_at):
+                    await self._queue.release(next(iter(tokens)).run, self._stage.name, tokens)
+            except (MeshError, TimeoutError) as error:
                 log.warning(
-                    "%s: rows not released, their leases will expire: %s", self._stage.name, error
+                    "%s: rows not released, their leases will expire: %r", self._stage.name, error
                 )

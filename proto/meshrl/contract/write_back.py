@@ -61,7 +61,7 @@ class WriteBack:
         Who waits longest writes for all that wait. If it is cancelled meanwhile, the next one does.
 
         Raises:
-            MeshError: the queue cannot be reached, or its disk is full.
+            MeshError: the queue cannot be reached, or its disk is full and `queue` does not wait for space.
         """
         given = _Given(token_of, {row.uid: row for row in writes})
         self._waiting.append(given)

@@ -29,6 +29,7 @@ async def connect_queue(
     compression: Mode = "auto",
     shared_memory_bytes: int = 0,
     logprob_precision: Precision = "fp32",
+    waits_for_space: bool = False,
 ) -> AsyncIterator[Queue]:
     """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas.
 
@@ -39,6 +40,7 @@ async def connect_queue(
         "patience_s": patience_s,
         "compression": compression,
         "shared_memory_bytes": shared_memory_bytes,
+        "waits_for_space": waits_for_space,
     }
     if len(found) == 1:
         async with QueueWire(found[0], **manner) as queue:
@@ -57,12 +59,13 @@ async def connect_queue(
 
 
 def queue_of(recipe: Recipe, site: Site) -> AbstractAsyncContextManager[Queue]:
-    """The queue of a service's own mesh, as its recipe says."""
+    """The queue of a service's own mesh, as its recipe says. While its disk is full, calls wait."""
     return connect_queue(
         site.peer("queue"),
         compression=recipe.queue.compression,
         shared_memory_bytes=recipe.queue.shared_memory_bytes,
         logprob_precision=recipe.queue.logprob_precision,
+        waits_for_space=True,
     )
 
 

@@ -11,6 +11,7 @@ A wait is a bell and a deadline; nothing polls. See README.md for the life of a 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ from meshrl.transferqueue.payload import PayloadReader
 from meshrl.transferqueue.restore import restore
 from meshrl.transferqueue.run import Run
 from meshrl.transferqueue.sealed import seal_json
+from meshrl.transferqueue.space import Space
 from meshrl.transferqueue.stages import Stage
 from meshrl.transferqueue.store import OwnerLostError, Store, Table
 from meshrl.transferqueue.waiting import Bell, Expiry, Wait, Waits, any_bell
@@ -67,6 +69,7 @@ class TransferQueue(RowVerbs):
         self._journal = Journal(store, self._recover)
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
+        self._space = Space(store, time.monotonic)
         self._attended: defaultdict[str, list[float]] = defaultdict(list)
         """When the attendances of a worker began."""
         self._opened = Bell()
@@ -179,7 +182,7 @@ class TransferQueue(RowVerbs):
         """See the port. Raises UserError for a task that can never be answered, CapacityError for a full disk."""
         packed = admission.packed(self._run(run), tasks)
         if packed:
-            self._store.check_room(sum(len(task.data) for task in packed.values()))
+            self._space.check(run, "feeder", sum(len(task.data) for task in packed.values()))
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
@@ -287,7 +290,7 @@ class TransferQueue(RowVerbs):
         spec = state.stages[stage]
         writes = leases.checked(state, spec, groups)
         if writes:
-            self._store.check_room(sum(len(item.frame) for item in writes))
+            self._space.check(run, f"stage {stage}", sum(len(item.frame) for item in writes))
             leases.write(state, spec, writes)
         await self._journal.flush()
 
@@ -297,7 +300,8 @@ class TransferQueue(RowVerbs):
         spec = state.stages[stage]
         appends = partial.checked(state, spec, groups)
         if appends:
-            self._store.check_room(sum(len(item.frame) for item in appends))
+            nbytes = sum(len(item.frame) for item in appends)
+            self._space.check(run, f"journal of stage {stage}", nbytes)
             partial.append(state, spec, appends)
         await self._journal.flush()
 
@@ -415,7 +419,8 @@ class TransferQueue(RowVerbs):
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         """See the port."""
-        return explain.why_waiting(self._run(run), self._waits.of(run))
+        found = explain.why_waiting(self._run(run), self._waits.of(run))
+        return [*self._space.waiting(run), *found]
 
     # --- inside
 

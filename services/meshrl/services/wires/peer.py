@@ -30,6 +30,7 @@ from meshrl.contract.errors import (
 from meshrl.services import tls
 from meshrl.services.errors import from_rpc
 from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, Sized
+from meshrl.services.wires.space import Shortage, SpaceWait, is_full
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +89,15 @@ class Peer:
         address: str,
         patience_s: float,
         metadata: Sequence[tuple[str, str]] = (),
+        *,
+        waits_for_space: bool = False,
     ) -> None:
+        """`waits_for_space`: what a full disk refuses is asked again until there is space (space.py)."""
         self.name = f"{service} at {address}"
         self.channel = tls.channel(address, CHANNEL_OPTIONS)
         self.metadata = (*tls.call_metadata(), *metadata)
         self.patience_s = patience_s
+        self._shortage = Shortage() if waits_for_space else None
 
     async def close(self) -> None:
         """Cancel what runs and hang up; idempotent."""
@@ -182,11 +187,19 @@ class Peer:
     ) -> Noun:
         """The result of the first attempt that reaches the service."""
         patience = Patience(self.patience_s)
+        space = None if self._shortage is None else SpaceWait(self._shortage, wait_s)
         while True:
             try:
-                return await attempt()
+                answer = await attempt()
+                if space is not None:
+                    space.done()
+                return answer
             except (grpc.aio.AioRpcError, TimeoutError) as failure:
                 error = self._error(failure, wait_s)
+                if space is not None and is_full(error):
+                    patience.relax()
+                    await space.pause(error)
+                    continue
                 if not (repeatable and isinstance(error, UnavailableError)):
                     raise error from failure
                 await patience.pause(error)
@@ -230,8 +243,10 @@ class Wire:
         address: str,
         patience_s: float,
         metadata: Sequence[tuple[str, str]] = (),
+        *,
+        waits_for_space: bool = False,
     ) -> None:
-        self._peer = Peer(service, address, patience_s, metadata)
+        self._peer = Peer(service, address, patience_s, metadata, waits_for_space=waits_for_space)
 
     async def __aenter__(self) -> Self:
         return self

@@ -43,6 +43,8 @@ class WireOptions(TypedDict, total=False):
     """Of payload on the way."""
     shared_memory_bytes: int
     """Lent to a queue on this host for payload to go through; 0 lends nothing."""
+    waits_for_space: bool
+    """While its disk is full, instead of CapacityError."""
 
 
 class QueueWire(Wire, RowVerbs):
@@ -56,7 +58,10 @@ class QueueWire(Wire, RowVerbs):
         compression = options.get("compression", "auto")
         patience_s = options.get("patience_s", STAGE_PATIENCE_S)
         squeezes = wanted(compression, address)
-        super().__init__("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ())
+        super().__init__(
+            *("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ()),
+            waits_for_space=options.get("waits_for_space", False),
+        )
         self._stub = rpc.QueueStub(self._peer.channel)
         self._keeper = Keeper(self._peer.name, address, self._peer.metadata)
         self._bulk = BulkCalls(

@@ -1,6 +1,7 @@
 """The feeder: prompts in, in a seeded order, as fast as admission lets them.
 
-consumes: a prompt set. waits for: room in the queue. unblocked by: a published version, or `stop`.
+consumes: a prompt set. waits for: room in the queue, space on its disk. unblocked by: a published version, space, or
+`stop`.
 produces: tasks. Its position lives in the queue, stored in one transaction with the tasks, so a feeder that is
 killed and started again skips nothing and repeats nothing.
 """
@@ -12,7 +13,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -98,8 +99,7 @@ class Feeder:
             # The position is stored when a whole chunk is in, so a chunk is finished before the next one starts.
             waiting = waiting or list(itertools.islice(tasks, CHUNK))
             if not waiting:
-                await self._queue.close_feed(self._run)
-                log.info("fed %d prompts, the feed is closed", self.position)
+                await self._close()
                 return
             admitted = await self._admit(waiting)
             self.position += admitted
@@ -111,12 +111,24 @@ class Feeder:
         asking = asyncio.ensure_future(
             self._queue.admit(self._run, tasks, cursor=cursor, wait_s=ADMIT_WAIT_S)
         )
-        stopping = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else 0
+            return asking.result() if await self._unless_stopped(asking) else 0
         except WaitTimeoutError:
             return 0
+
+    async def _close(self) -> None:
+        if await self._unless_stopped(asyncio.ensure_future(self._queue.close_feed(self._run))):
+            log.info("fed %d prompts, the feed is closed", self.position)
+
+    async def _unless_stopped(self, asking: asyncio.Future[Any]) -> bool:
+        """True once the queue has answered; False when stopped, then the call is cancelled. Raises what it raises."""
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            both: set[asyncio.Future[Any]] = {asking, stopping}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                asking.result()
+            return asking.done()
         finally:
             asking.cancel()
             stopping.cancel()

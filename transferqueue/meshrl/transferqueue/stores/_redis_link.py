@@ -198,7 +198,7 @@ class Link:
 
     def _named(self, error: Exception) -> MeshError:
         if isinstance(error, OutOfMemoryError):
-            return CapacityError(f"redis at {self.name} is full: {error}")
+            return CapacityError(f"redis at {self.name} is full: {error}", free=0)
         return InfraError(f"redis at {self.name}: {error}")
 
 

@@ -180,7 +180,7 @@ class DiskStore:
             return items
         except _DAMAGED as error:
             raise CorruptError(f"{self._path} holds no readable queue store: {error}") from error
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             raise self._translated(error) from error
 
     def _open(self) -> _lmdb_walk.Walked | None:
@@ -308,10 +308,8 @@ class DiskStore:
         assert self._synced is not None
         try:
             await self._run(self._commits, self._synced.sync)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             self._sync_error = self._translated(error)
-        except OSError as error:
-            self._sync_error = InfraError(f"queue store {self._path}: {error.strerror}")
 
     async def _stop_syncing(self) -> None:
         if self._sync_timer is not None:
@@ -365,7 +363,7 @@ class DiskStore:
         status = os.statvfs(self._path)
         return status.f_bavail * status.f_frsize
 
-    def _translated(self, error: lmdb.Error) -> CapacityError | CorruptError | InfraError:
+    def _translated(self, error: lmdb.Error | OSError) -> CapacityError | CorruptError | InfraError:
         text = str(error)
         if isinstance(error, _DAMAGED):
             return CorruptError(f"queue store {self._path}: the file is damaged ({text})")
