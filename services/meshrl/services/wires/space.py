@@ -34,23 +34,25 @@ class Shortage:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._said = False
         self._say_at = 0.0
 
     def met(self, error: MeshError) -> None:
-        """A call was refused: said at first, and now and then."""
+        """A call was refused: said at first, and now and then, however often calls get through in between."""
         now = asyncio.get_running_loop().time()
         if self._since is None:
-            self._since = self._say_at = now
+            self._since = now
         if now >= self._say_at:
+            self._said = True
             self._say_at = now + SAY_EVERY_S
             log.warning("waiting for space, for %.0f s now: %s", now - self._since, error)
 
     def over(self) -> None:
         """A call that was refused is taken now."""
-        if self._since is not None:
+        if self._since is not None and self._said:
             waited_s = asyncio.get_running_loop().time() - self._since
             log.warning("there is space again, after %.0f s", waited_s)
-            self._since = None
+        self._since, self._said = None, False
 
 
 class SpaceWait:
