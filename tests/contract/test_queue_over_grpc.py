@@ -25,16 +25,19 @@ from .queue_suite import QueueSuite
 MANNERS: dict[str, WireOptions] = {
     "plain": {"compression": "off"},
     "squeezed": {"compression": "zstd"},
+    "squeezed with a dictionary": {"compression": "zstd"},
     "lent": {"shared_memory_bytes": 32 << 20},
 }
+DICTIONARY = bytes(range(256)) * 8
 
 
 @pytest.fixture(params=MANNERS)
 async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
+    door = QueueDoor(opened, DICTIONARY if "dictionary" in request.param else b"")
     async with (
-        Server(ServerSettings(metrics_port=None, drain_grace_s=1), [QueueDoor(opened)]) as server,
+        Server(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server,
         QueueWire(server.address, patience_s=1, **MANNERS[request.param]) as wire,
     ):
         with suppress(NotFoundError):

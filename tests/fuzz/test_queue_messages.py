@@ -106,6 +106,8 @@ async def recorded(address: str) -> dict[str, list[Request]]:
             keeping.cancel()
         async with QueueWire(f"127.0.0.1:{port}", shared_memory_bytes=1 << 16) as lending:
             await lending.fetch("run", [], ["tokens"])
+        async with QueueWire(f"127.0.0.1:{port}", compression="zstd") as squeezing:
+            await squeezing.fetch("run", [], ["tokens"])
     finally:
         await proxy.stop(None)
         await recorder.close()

@@ -462,6 +462,41 @@ class LendResponse(_message.Message):
 Global___LendResponse: _TypeAlias = LendResponse  # noqa: Y015
 
 @_typing.final
+class DictionaryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DictionaryRequest: _TypeAlias = DictionaryRequest  # noqa: Y015
+
+@_typing.final
+class Dictionary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """As `meshrl queue train-dictionary` wrote it."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Dictionary: _TypeAlias = Dictionary  # noqa: Y015
+
+@_typing.final
 class Region(_message.Message):
     """Bytes of an arena. A frame that was written there is answered as a reference (meshrl/contract/codec/lending.py)."""
 

@@ -67,6 +67,8 @@ class QueueStub:
     """Everything that blocks now, the longest wait first."""
     Lend: _aio.UnaryUnaryMultiCallable[_queue_pb2.LendRequest, _queue_pb2.LendResponse]
     """Offer memory of this host, for frames to go through; answered with a proof, or without where it is another host."""
+    GetDictionary: _aio.UnaryUnaryMultiCallable[_queue_pb2.DictionaryRequest, _queue_pb2.Dictionary]
+    """What frames may be squeezed with, by whoever asked for it; empty where the queue was given none."""
 
 class QueueServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -267,5 +269,13 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_queue_pb2.LendRequest, _abc.Awaitable[_queue_pb2.LendResponse]],
     ) -> _abc.Awaitable[_queue_pb2.LendResponse]:
         """Offer memory of this host, for frames to go through; answered with a proof, or without where it is another host."""
+
+    @_abc_1.abstractmethod
+    def GetDictionary(
+        self,
+        request: _queue_pb2.DictionaryRequest,
+        context: _aio.ServicerContext[_queue_pb2.DictionaryRequest, _abc.Awaitable[_queue_pb2.Dictionary]],
+    ) -> _abc.Awaitable[_queue_pb2.Dictionary]:
+        """What frames may be squeezed with, by whoever asked for it; empty where the queue was given none."""
 
 def add_QueueServicer_to_server(servicer: QueueServicer, server: _aio.Server) -> None: ...

@@ -125,6 +125,11 @@ def test_a_dictionary_helps_small_frames_and_must_be_known() -> None:
     squeezed = with_it.squeeze(small[350])
     assert squeezed is not None
     assert with_it.expand(squeezed) == small[350]
+    with pytest.raises(CorruptError, match=f"dictionary {with_it.number:08x} is not known"):
+        without.expand(squeezed)
+    plainly = without.squeeze(frame())
+    assert plainly is not None
+    assert with_it.expand(plainly) == frame()
     with pytest.raises(ValueError, match="too few"):
         train_dictionary(small[:1])
 

@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from meshrl.contract.codec.compression import MAX_FRAME_BYTES, plain, squeezed
+from meshrl.contract.codec.compression import MAX_FRAME_BYTES, FrameCompressor, plain, squeezed
 from meshrl.contract.codec.pages import PAGE_BYTES
 from meshrl.contract.errors import CorruptError
 
@@ -50,9 +50,9 @@ class Bulk(Generic[M]):
             self._size = sum(map(len, self._sent()))
         return self._size
 
-    def squeezed(self) -> Bulk[M]:
+    def squeezed(self, by: FrameCompressor | None = None) -> Bulk[M]:
         """The same with each frame in fewer bytes, where that pays."""
-        return Bulk(self.message, [squeezed(frame) for frame in self.frames])
+        return Bulk(self.message, [squeezed(frame, by) for frame in self.frames])
 
     def SerializeToString(self) -> bytes:
         """The bytes that protobuf would write."""
@@ -73,11 +73,13 @@ def serialize(bulk: Bulk[M]) -> bytes:
 
 
 def parser(
-    kind: type[M], fetched: Callable[[Frame], Frame] | None = None
+    kind: type[M],
+    fetched: Callable[[Frame], Frame] | None = None,
+    expander: Callable[[], FrameCompressor | None] = lambda: None,
 ) -> Callable[[bytes], Bulk[M]]:
     """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
 
-    `fetched` gets the frame that another stands for (lending.py).
+    `fetched` gets the frame that another stands for (lending.py); `expander` has the dictionary, if there is one now.
     """
 
     def parse(data: bytes) -> Bulk[M]:
@@ -85,16 +87,17 @@ def parser(
         size = len(data)
         for number, frame in enumerate(frames):
             inline = frame if fetched is None else fetched(frame)
-            frames[number] = whole = _plain(inline, MAX_PLAIN_BYTES + len(frame) - size)
+            limit = MAX_PLAIN_BYTES + len(frame) - size
+            frames[number] = whole = _plain(inline, limit, expander())
             size += len(whole) - len(frame)
         return Bulk(kind.FromString(rest), frames, size)
 
     return parse
 
 
-def _plain(frame: Frame, limit: int) -> Frame:
+def _plain(frame: Frame, limit: int, expander: FrameCompressor | None) -> Frame:
     try:
-        return plain(frame, limit=limit)
+        return plain(frame, limit=limit, by=expander)
     except CorruptError as error:
         raise DecodeError(str(error)) from error
 

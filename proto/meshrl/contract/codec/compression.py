@@ -6,7 +6,7 @@
     float32    float16 or bfloat16, where exact   byte planes, zstandard
     others     as they are                        byte planes, zstandard
 
-    squeezed = magic, bytes of the frame u32, bytes of its head u32, columns u16
+    squeezed = magic, bytes of the frame u32, bytes of its head u32, columns u16, dictionary u32 (0: none)
                per column: narrowing u8, planes u8 (0: not compressed), bytes u32, bytes in the frame u32
                the frame's seal and head, the columns
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ipaddress
 import struct
 import threading
+import zlib
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, Final, Literal, TypeAlias
@@ -41,9 +42,11 @@ DICTIONARY_BYTES: Final = 16 << 10
 MAX_FRAME_BYTES: Final = 64 << 20
 TAKES_SQUEEZED: Final = ("meshrl-frames", "zstd")
 """Metadata of a call whose answer may carry squeezed frames. Requests may always: every queue can expand them."""
-MAGIC: Final = b"mz1\0"
+KNOWS_DICTIONARY: Final = "meshrl-dictionary"
+"""Metadata of a call whose answer may be squeezed with this dictionary, its number in hexadecimal."""
+MAGIC: Final = b"mz2\0"
 _here = threading.local()
-_HEAD: Final = struct.Struct("<4sIIH")
+_HEAD: Final = struct.Struct("<4sIIHI")
 _COLUMN: Final = struct.Struct("<BBII")
 
 
@@ -67,10 +70,20 @@ class FrameCompressor:
 
     def __init__(self, *, level: int = LEVEL, dictionary: bytes = b"") -> None:
         known = zstandard.ZstdCompressionDict(dictionary) if dictionary else None
+        self.dictionary = dictionary
+        self.number = zlib.crc32(dictionary)
+        """Of the dictionary; 0 for none."""
         self._zip = zstandard.ZstdCompressor(
             level=level, dict_data=known, write_content_size=False, write_dict_id=False
         )
-        self._unzip = zstandard.ZstdDecompressor(dict_data=known)
+        self._unzip = {0: zstandard.ZstdDecompressor()}
+        """By number of a dictionary."""
+        self._unzip[self.number] = zstandard.ZstdDecompressor(dict_data=known)
+
+    @property
+    def known(self) -> tuple[tuple[str, str], ...]:
+        """Metadata that tells the other end of the dictionary."""
+        return ((KNOWS_DICTIONARY, f"{self.number:08x}"),) if self.number else ()
 
     def squeeze(self, frame: bytes | memoryview) -> bytes | None:
         """The frame in fewer bytes, or None where that does not pay. Raises CorruptError for what is no frame."""
@@ -82,7 +95,7 @@ class FrameCompressor:
             planes, data = self.compress(narrow)
             entries.append(_COLUMN.pack(narrowing, planes, len(data), column.nbytes))
             parts.append(memoryview(data))
-        start = _HEAD.pack(MAGIC, len(frame), len(head), len(columns))
+        start = _HEAD.pack(MAGIC, len(frame), len(head), len(columns), self.number)
         squeezed = b"".join([start, *entries, *parts])
         return squeezed if len(squeezed) < WORTH * len(frame) else None
 
@@ -110,7 +123,9 @@ class FrameCompressor:
             ) from error
 
     def _expand(self, data: memoryview, limit: int) -> bytes:
-        magic, size, head, count = _HEAD.unpack_from(data)
+        magic, size, head, count, number = _HEAD.unpack_from(data)
+        if number not in self._unzip:
+            raise ValueError(f"dictionary {number:08x} is not known here")
         at = _HEAD.size + count * _COLUMN.size
         entries = list(_COLUMN.iter_unpack(data[_HEAD.size : at]))
         described = head + sum(_padded(raw) for *_, raw in entries)
@@ -119,18 +134,26 @@ class FrameCompressor:
         parts: list[bytes | memoryview] = [data[at : at + head]]
         at += head
         for narrowing, planes, length, raw in entries:
-            column = self._column(Narrowing(narrowing), planes, data[at : at + length], raw)
+            part = data[at : at + length]
+            column = self._column(Narrowing(narrowing), planes, part, raw, self._unzip[number])
             parts += (column, bytes(-raw % 8))
             at += length
         if at != len(data):
             raise ValueError(f"{at} bytes are described")
         return b"".join(parts)
 
-    def _column(self, narrowing: Narrowing, planes: int, data: memoryview, raw: int) -> bytes:
+    @staticmethod
+    def _column(
+        narrowing: Narrowing,
+        planes: int,
+        data: memoryview,
+        raw: int,
+        unzip: zstandard.ZstdDecompressor,
+    ) -> bytes:
         narrow = _narrow_bytes(narrowing, raw)
         plain: bytes | memoryview = data
         if planes:
-            plain = self._unzip.decompress(data, max_output_size=max(1, narrow))
+            plain = unzip.decompress(data, max_output_size=max(1, narrow))
         if len(plain) != narrow:
             raise ValueError(f"a column of {len(plain)} bytes, {narrow} announced")
         if planes > 1:
@@ -138,26 +161,31 @@ class FrameCompressor:
         return _widened(narrowing, plain, raw)
 
 
-def squeezed(frame: bytes | memoryview) -> bytes | memoryview:
+def squeezed(frame: bytes | memoryview, by: FrameCompressor | None = None) -> bytes | memoryview:
     """The frame in fewer bytes, or as it is where that does not pay or it is no frame of columns."""
     try:
-        return _own().squeeze(frame) or frame
+        return (by or _own()).squeeze(frame) or frame
     except CorruptError:
         return frame
 
 
-def plain(frame: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes | memoryview:
+def plain(
+    frame: bytes | memoryview,
+    *,
+    limit: int = MAX_FRAME_BYTES,
+    by: FrameCompressor | None = None,
+) -> bytes | memoryview:
     """A frame that may have been squeezed. Raises CorruptError.
 
     A plain frame whose seal happens to begin with our magic is told by its seal.
     """
     if frame[:4] != MAGIC or intact(frame):
         return frame
-    return _own().expand(frame, limit=limit)
+    return (by or _own()).expand(frame, limit=limit)
 
 
 def _own() -> FrameCompressor:
-    """This thread's."""
+    """This thread's, without a dictionary."""
     found: FrameCompressor | None = getattr(_here, "compressor", None)
     if found is None:
         found = _here.compressor = FrameCompressor()

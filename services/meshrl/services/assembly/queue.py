@@ -15,6 +15,7 @@ from meshrl.services.queue_metrics import QueueCollector
 from meshrl.services.queues import build_store, shard_number
 from meshrl.services.runtime import Door, Server
 from meshrl.services.site import Site
+from meshrl.transferqueue import dictionary
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
@@ -32,7 +33,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     queue = await ShardQueue.open(store)
     try:
         doors: list[Door] = [
-            QueueDoor(queue),
+            QueueDoor(queue, dictionary.read(recipe.queue.compression_dictionary)),
             ShardDoor(queue),
             QueueAdminDoor(QueueAdmin(queue, store)),
         ]

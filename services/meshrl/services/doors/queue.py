@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from meshrl.contract import codec
 from meshrl.contract.codec.arena import Offer, Region
-from meshrl.contract.codec.compression import TAKES_SQUEEZED
+from meshrl.contract.codec.compression import TAKES_SQUEEZED, FrameCompressor
 from meshrl.contract.codec.lending import Borrower, Page
 from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import JournalGroup
@@ -33,10 +33,12 @@ class QueueDoor(rpc.QueueServicer):
     waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
     serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
 
-    def __init__(self, queue: AttendedQueue) -> None:
+    def __init__(self, queue: AttendedQueue, dictionary: bytes = b"") -> None:
+        """`dictionary` is for compression (`queue.compression_dictionary`)."""
         self._queue = queue
         self._borrower = Borrower()
-        parse = codec.parser(pb.WriteRequest, self._borrower.plain)
+        self._compressor = FrameCompressor(dictionary=dictionary)
+        parse = codec.parser(pb.WriteRequest, self._borrower.plain, lambda: self._compressor)
         self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
     def attach(self, server: grpc.aio.Server) -> None:
@@ -185,6 +187,9 @@ class QueueDoor(rpc.QueueServicer):
         offer = Offer(boot_id=request.boot_id, name=request.arena)
         return pb.LendResponse(proof=self._borrower.accept(offer))
 
+    async def GetDictionary(self, request: pb.DictionaryRequest, context: Context) -> pb.Dictionary:
+        return pb.Dictionary(data=self._compressor.dictionary)
+
     def _page(self, request: pb.LeaseRequest | pb.FetchRowsRequest) -> Page | None:
         """Asked for before anything is handed out: a caller's mistake must cost no lease. Raises UserError."""
         if not request.HasField("lent"):
@@ -192,8 +197,8 @@ class QueueDoor(rpc.QueueServicer):
         region = Region(request.lent.offset, request.lent.size)
         return self._borrower.page(request.lent.arena, region)
 
-    @staticmethod
     def _bulk(
+        self,
         messages: Iterable[codec.Bulk[M]],
         page: Page | None,
         context: Context,
@@ -201,6 +206,8 @@ class QueueDoor(rpc.QueueServicer):
         """As the caller wants its frames: across hosts squeezed, on one in memory that it lends, or as they are."""
         if page is not None:
             return map(page.refer, messages)
-        if TAKES_SQUEEZED in (context.invocation_metadata() or ()):
-            return (message.squeezed() for message in messages)
+        metadata = context.invocation_metadata() or ()
+        if TAKES_SQUEEZED in metadata:
+            by = self._compressor if {*self._compressor.known} & {*metadata} else None
+            return (message.squeezed(by) for message in messages)
         return iter(messages)

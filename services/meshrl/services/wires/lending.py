@@ -1,4 +1,4 @@
-"""Bulk calls to a queue: inline, or around gRPC through memory that this process lends to a queue on its host."""
+"""Bulk calls to a queue: inline, perhaps squeezed, or around gRPC through memory lent to a queue on this host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import grpc
 
 from meshrl.contract.codec.arena import Arena
 from meshrl.contract.codec.bulk import Bulk, Frame
+from meshrl.contract.codec.compression import FrameCompressor
 from meshrl.contract.codec.lending import Lender
 from meshrl.contract.errors import CapacityError, UserError
 from meshrl.services.wires.peer import Peer, nothing
@@ -26,11 +27,17 @@ class BulkCalls:
     """How one wire sends and gets frames. Its arena is made at the first call, if the queue proves that it reads it.
 
     An arena lost to calls without an end is replaced. A queue that cannot read it (any more) ends the lending.
+
+    Where frames are squeezed, the queue is asked once for its dictionary. A queue that came back with another one
+    does not understand what was squeezed with the old: that is sent again without, and the queue asked anew.
     """
 
     def __init__(self, peer: Peer, *, squeezes: bool, lends_bytes: int) -> None:
         self._peer = peer
         self._stub = rpc.QueueStub(peer.channel)
+        self._metadata = peer.metadata
+        self._compressor: FrameCompressor | None = None
+        """None: frames are not squeezed, or the queue has not been asked for its dictionary."""
         self._squeezes = squeezes
         self._lends_bytes = lends_bytes
         self._lender: Lender | None = None
@@ -38,6 +45,10 @@ class BulkCalls:
     def plain(self, frame: Frame) -> Frame:
         """For the parsers of answers: the frame that a reference stands for."""
         return frame if self._lender is None else self._lender.plain(frame)
+
+    def expander(self) -> FrameCompressor | None:
+        """For the parsers of answers: what has the queue's dictionary."""
+        return self._compressor
 
     async def tell(
         self,
@@ -53,11 +64,38 @@ class BulkCalls:
                 return
             except UserError as error:
                 log.debug("%s did not take what was lent: %s", self._peer.name, error)
-        if self._squeezes:
-            messages = [message.squeezed() for message in messages]
-        await self._peer.tell_stream(method, messages, nothing)
+        await self._tell_inline(method, messages)
         if lender is not None:  # it was not the rows: a queue on another host has taken over
             self._stop_lending()
+
+    async def _tell_inline(
+        self,
+        method: grpc.aio.StreamUnaryMultiCallable[Bulk[pb.WriteRequest], Any],
+        messages: Sequence[Bulk[pb.WriteRequest]],
+    ) -> None:
+        compressor = await self._learned()
+        if compressor is None:
+            await self._peer.tell_stream(method, messages, nothing)
+            return
+        squeezed = [message.squeezed(compressor) for message in messages]
+        try:
+            await self._peer.tell_stream(method, squeezed, nothing)
+        except UserError:
+            if not compressor.number:
+                raise
+            self._compressor = None
+            plainly = [message.squeezed() for message in messages]
+            await self._peer.tell_stream(method, plainly, nothing)
+
+    async def _learned(self) -> FrameCompressor | None:
+        """With the queue's dictionary; None where nothing is squeezed."""
+        if self._squeezes and self._compressor is None:
+            data = await self._peer.ask(
+                self._stub.GetDictionary, pb.DictionaryRequest(), lambda answer: answer.data
+            )
+            self._compressor = FrameCompressor(dictionary=data)
+            self._peer.metadata = (*self._metadata, *self._compressor.known)
+        return self._compressor
 
     async def ask(
         self,
@@ -70,6 +108,7 @@ class BulkCalls:
         """As `Peer.ask_for_stream`."""
         lender = await self._lending()
         if lender is None:
+            await self._learned()
             return await self._peer.ask_for_stream(method, request, decode, wait_s=wait_s)
         with lender.answered() as region:
             if region is not None:

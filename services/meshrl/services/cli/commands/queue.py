@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from meshrl.client.connection import check_address
+from meshrl.contract.codec.compression import DICTIONARY_BYTES
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.services.cli.mesh import PATIENCE_S, find_mesh
 from meshrl.services.cli.operator import (
@@ -31,6 +32,7 @@ from meshrl.services.up.book import newest_run_dir, run_lock
 from meshrl.services.up.control import ask_up
 from meshrl.transferqueue.audit import Audit
 from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
+from meshrl.transferqueue.dictionary import LARGEST_BYTES, train
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
 ADD_SHARD_S = 120.0
@@ -39,7 +41,7 @@ ADD_SHARD_S = 120.0
 
 @click.group()
 def queue() -> None:
-    """Back up, restore and verify what a queue stores; add a shard."""
+    """Back up, restore and verify what a queue stores; learn to compress it; add a shard."""
 
 
 @queue.command()
@@ -116,6 +118,32 @@ def verify(
     else:
         tell_audit(found)
     sys.exit(Exit.FAILED if found.problems else Exit.DONE)
+
+
+@queue.command("train-dictionary")
+@click.argument("folder", type=PATH)
+@click.argument("file", type=PATH)
+@click.option(
+    "--bytes",
+    "nbytes",
+    type=click.IntRange(256, LARGEST_BYTES),
+    default=DICTIONARY_BYTES,
+    show_default=True,
+    help="Of the dictionary, at most.",
+)
+def train_dictionary(folder: Path, file: Path, nbytes: int) -> None:
+    """Learn from the backup in FOLDER how rows are compressed best, and write that to FILE.
+
+    Give it as queue.compression_dictionary: it pays where rows are short and travel between hosts.
+    """
+    learned = asyncio.run(train(_shards_in(folder)[0], nbytes))
+    draft = file.with_name(f"{file.name}.draft")
+    try:
+        draft.write_bytes(learned)
+        draft.replace(file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
+    click.echo(f"{file}: {len(learned):,} bytes; set queue.compression_dictionary to it")
 
 
 @queue.command("add-shard")

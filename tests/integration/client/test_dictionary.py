@@ -1,0 +1,97 @@
+"""Short rows between a queue that has a dictionary and clients that ask for it, or know another one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from meshrl.contract import codec
+from meshrl.contract.codec.compression import KNOWS_DICTIONARY, TAKES_SQUEEZED, train_dictionary
+from meshrl.contract.frames import pack
+from meshrl.contract.nouns import Lease, LeasedRow, RowWrite, siblings
+from meshrl.services.doors import QueueDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.services.wires import QueueWire
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.v1 import queue_pb2 as pb
+
+from .people import answer, spec, tasks
+from .test_compressed_wire import fetched
+
+SAMPLES = [
+    pack([{"tokens": np.random.default_rng(seed).zipf(1.3, 40).clip(max=999).astype(np.int32)}])
+    for seed in range(400)
+]
+FIRST, SECOND = train_dictionary(SAMPLES[:200]), train_dictionary(SAMPLES[200:])
+
+
+@asynccontextmanager
+async def serving(queue: TransferQueue, dictionary: bytes, port: int = 0) -> AsyncIterator[Server]:
+    settings = ServerSettings(metrics_port=None, drain_grace_s=0, port=port)
+    async with Server(settings, [QueueDoor(queue, dictionary)]) as server:
+        yield server
+
+
+def long(row: LeasedRow) -> RowWrite:
+    """Forty tokens that look like those of SAMPLES."""
+    short = answer(row)
+    assert short.facts is not None
+    tokens = np.random.default_rng(500).zipf(1.3, 40).clip(max=999).astype(np.int32)
+    columns = {**short.columns, "tokens": tokens, "loss_mask": np.ones(40, np.uint8)}
+    return RowWrite(uid=row.uid, columns=columns, facts=short.facts._replace(num_tokens=40))
+
+
+async def write(wire: QueueWire, lease: Lease) -> None:
+    await wire.write("run", "rollout", lease.token_of(), [long(row) for row in lease.rows])
+
+
+async def lease(wire: QueueWire) -> Lease:
+    return await wire.lease(["run"], "rollout", worker="w", limit=2, wait_s=5)
+
+
+async def test_rows_survive_a_queue_that_comes_back_with_another_dictionary() -> None:
+    queue = await TransferQueue.open(stores.build(QueueConfig(store="memory"), Path("unused")))
+    async with serving(queue, FIRST) as server:
+        port = int(server.address.rpartition(":")[2])
+        wire = QueueWire(server.address, patience_s=20, compression="zstd")
+        await wire.open_run(spec())
+        assert await wire.admit("run", tasks(3), cursor="", wait_s=5) == 3
+        await write(wire, await lease(wire))
+        held = await lease(wire)
+    for dictionary in (SECOND, b""):
+        async with serving(queue, dictionary, port):
+            await write(wire, held)
+            rows = [*held.rows]
+            found = await wire.fetch("run", [row.uid for row in rows], ["tokens"])
+            for row, columns in zip(rows, found, strict=True):
+                assert columns["tokens"].tolist() == long(row).columns["tokens"].tolist()
+            if dictionary:
+                held = await lease(wire)
+    await wire.close()
+    await queue.close()
+
+
+async def test_only_who_names_the_dictionary_is_answered_with_it() -> None:
+    queue = await TransferQueue.open(stores.build(QueueConfig(store="memory"), Path("unused")))
+    async with (
+        serving(queue, FIRST) as server,
+        QueueWire(server.address, patience_s=5, compression="zstd") as wire,
+    ):
+        await wire.open_run(spec())
+        await wire.admit("run", tasks(1), cursor="", wait_s=5)
+        held = await lease(wire)
+        await write(wire, held)
+        named = siblings("run", [row.uid for row in held.rows])
+        request = pb.FetchRowsRequest(run="run", columns=["tokens"], rows=codec.encode_rows(named))
+        number = dict(wire._peer.metadata)[KNOWS_DICTIONARY]
+        without = await fetched(server.address, request, TAKES_SQUEEZED)
+        other = await fetched(server.address, request, TAKES_SQUEEZED, (KNOWS_DICTIONARY, "1234"))
+        with_it = await fetched(server.address, request, TAKES_SQUEEZED, (KNOWS_DICTIONARY, number))
+    assert other == without
+    assert len(with_it) < len(without)
+    await queue.close()
