@@ -153,7 +153,7 @@ async def test_every_method_is_recorded(scene: Scene) -> None:
     assert set(scene.requests) == set(METHODS)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].input_type.fields])
 async def test_a_spoiled_request_gets_a_proper_status_and_changes_nothing(
     scene: Scene, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
