@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -130,38 +133,110 @@ def test_a_malformed_row_ends_in_one_line(tmp_path: Path) -> None:
     assert len(errors) == 1 and "train.jsonl:65" in errors[0] and "prompt" in errors[0], mesh.output
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-async def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_once_there_is_space(
+SMALL_QUEUE = {
+    **{"max_staleness": 1, "lease_ttl_s": 5},
+    **{"reserve_bytes": 8 << 20, "grow_bytes": 4 << 20},
+}
+needs_mounts = pytest.mark.skipif(
+    os.geteuid() != 0, reason="mounting a small file system takes root"
+)
+
+
+@contextlib.asynccontextmanager
+async def small_disk(folder: Path, size: str = "64m") -> AsyncIterator[Path]:
+    """A file system of its own at `folder`; a file on it that can fill it up."""
+    folder.mkdir(parents=True)  # noqa: ASYNC240 - before anything runs
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if await (await asyncio.create_subprocess_exec(*mount)).wait():
+        pytest.skip("this machine does not let us mount a file system")
+    try:
+        yield folder / "ballast"
+    finally:
+        await (await asyncio.create_subprocess_exec("umount", "-l", str(folder))).wait()
+
+
+def fill(ballast: Path) -> None:
+    """To the last byte."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+async def until_said(mesh: Mesh, said: str) -> str:
+    """What `meshrl why-waiting` prints, once it says so."""
+    command = [sys.executable, "-m", "meshrl.services.cli", "why-waiting", "--json"]
+    while True:
+        asked = await asyncio.create_subprocess_exec(
+            *command, "--run-dir", str(mesh.run_dir), stdout=PIPE, stderr=STDOUT
+        )
+        told = (await asked.communicate())[0].decode()
+        if said in told:
+            return told
+
+
+@needs_mounts
+async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_by_itself(
     tmp_path: Path,
 ) -> None:
     changes = {
-        "queue": {
-            **{"max_staleness": 1, "lease_ttl_s": 5},
-            **{"reserve_bytes": 8 << 20, "grow_bytes": 4 << 20},
-        },
+        "queue": SMALL_QUEUE,
         "trainer": {"total_training_steps": 6, "save_freq": 2, "test_freq": -1},
         "data": {"val_files": []},
     }
     mesh = make_mesh(tmp_path, changes)
-    mesh.run_dir.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mesh.run_dir)]
-    if await (await asyncio.create_subprocess_exec(*mount)).wait():
-        pytest.skip("this machine does not let us mount a file system")
-    try:
-        ballast = mesh.run_dir / "ballast"
+    async with small_disk(mesh.run_dir / "queue") as ballast:
         with mesh.up() as process:
             mesh.wait_for_step(process, 1)
-            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(16384))
-            mesh.wait(process, code=Exit.FAILED)
-        errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
-        # Whichever gives up first, the trainer with its checkpoint or a stage with its rows, says what it was.
-        assert len(errors) == 1, mesh.output[-3000:]
-        assert "space left" in errors[0] or "bytes free on disk" in errors[0], errors[0]
+            fill(ballast)
+            await until_said(mesh, "space in the store")
+            await asyncio.sleep(10)  # two leases
+            assert process.poll() is None, mesh.output[-3000:]
+            assert "waiting for space" in mesh.output
+            ballast.unlink()
+            mesh.wait(process)
+        assert "ended with" not in mesh.output and "Traceback" not in mesh.output, mesh.output
+        await balanced(mesh, 6)
+
+
+@needs_mounts
+async def test_ctrl_c_drains_while_the_queues_disk_is_full(tmp_path: Path) -> None:
+    changes = {
+        "queue": SMALL_QUEUE,
+        "trainer": {"total_training_steps": 6, "save_freq": 2, "test_freq": -1},
+        "data": {"val_files": []},
+    }
+    mesh = make_mesh(tmp_path, changes)
+    async with small_disk(mesh.run_dir / "queue") as ballast:
+        with mesh.up() as process:
+            mesh.wait_for_step(process, 1)
+            fill(ballast)
+            await until_said(mesh, "space in the store")
+            process.send_signal(signal.SIGINT)
+            mesh.wait(process, code=128 + signal.SIGINT)
         ballast.unlink()
         assert (await mesh.ledger()).balanced
         mesh.run()
         await balanced(mesh, 6)
-    finally:
-        await (await asyncio.create_subprocess_exec("umount", "-l", str(mesh.run_dir))).wait()
+
+
+@needs_mounts
+async def test_a_disk_too_full_for_a_checkpoint_ends_in_one_line(tmp_path: Path) -> None:
+    changes = {
+        "queue": {"max_staleness": 1, "lease_ttl_s": 5},
+        "trainer": {"total_training_steps": 6, "save_freq": 2, "test_freq": -1},
+        "data": {"val_files": []},
+    }
+    mesh = make_mesh(tmp_path, changes)
+    (tmp_path / "elsewhere").mkdir()
+    async with small_disk(mesh.run_dir) as ballast:
+        (mesh.run_dir / "queue").symlink_to(tmp_path / "elsewhere")
+        with mesh.up() as process:
+            mesh.wait_for_step(process, 1)
+            fill(ballast)
+            mesh.wait(process, code=Exit.FAILED)
+        errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and "space left" in errors[0], mesh.output[-3000:]
+        ballast.unlink()
+        assert (await mesh.ledger()).balanced
+        mesh.run()
+        await balanced(mesh, 6)
