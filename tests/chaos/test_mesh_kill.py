@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.services.exits import Exit
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.disk import DiskStore
 
 from ..mesh import Mesh, make_mesh
 from ..waiting import until
@@ -121,6 +123,18 @@ async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path, fault
     ledger = await mesh.ledger()
     assert ledger.balanced and ledger.trained == 0, ledger
     assert sum(ledger.dead_lettered.values()) >= 16, ledger
+
+
+async def test_a_damaged_queue_ends_in_one_line(tmp_path: Path) -> None:
+    mesh = make_mesh(tmp_path)
+    data = mesh.run_dir / "queue" / "data.mdb"
+    await (await TransferQueue.open(DiskStore(data.parent))).close()
+    data.write_bytes(data.read_bytes()[: 3 * 4096])
+    with mesh.up() as process:
+        mesh.wait(process, code=Exit.USER_ERROR)
+    errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "restore a backup" in errors[0], mesh.output
+    assert "Traceback" not in mesh.output
 
 
 def test_a_malformed_row_ends_in_one_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from meshrl.contract.errors import CorruptError, UserError
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.doors.queue_admin import QueueAdminDoor
@@ -25,12 +26,16 @@ async def run(recipe: Recipe, site: Site) -> None:
     """Serve until stopped. The store is closed last, when no call can write to it any more.
 
     Raises:
-        UserError: the store's directory cannot be made. OwnerLostError: another queue took the store over.
+        UserError: the store's directory cannot be made, or the store is damaged: the same command would fail again.
+        OwnerLostError: another queue took the store over.
     """
     collect_rarely()
     share_heaps()
     store = build_store(recipe, shard_number(recipe, site.name))
-    queue = await ShardQueue.open(store)
+    try:
+        queue = await ShardQueue.open(store)
+    except CorruptError as error:
+        raise UserError(error.message) from error
     try:
         doors: list[Door] = [
             QueueDoor(queue, dictionary.read(recipe.queue.compression_dictionary)),

@@ -179,7 +179,9 @@ class DiskStore:
             self._witness = _lmdb_tally.Witness(self._path)
             return items
         except _DAMAGED as error:
-            raise CorruptError(f"{self._path} holds no readable queue store: {error}") from error
+            raise CorruptError(
+                f"{self._path} holds no readable queue store ({error}): restore a backup"
+            ) from error
         except (lmdb.Error, OSError) as error:
             raise self._translated(error) from error
 
@@ -374,7 +376,9 @@ class DiskStore:
     def _translated(self, error: lmdb.Error | OSError) -> CapacityError | CorruptError | InfraError:
         text = str(error)
         if isinstance(error, _DAMAGED):
-            return CorruptError(f"queue store {self._path}: the file is damaged ({text})")
+            return CorruptError(
+                f"queue store {self._path}: the file is damaged ({text}): restore a backup"
+            )
         if isinstance(error, lmdb.DiskError) or any(sign in text for sign in _FULL):
             free = self._free_bytes()
             return CapacityError(
