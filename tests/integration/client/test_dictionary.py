@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import KNOWS_DICTIONARY, TAKES_SQUEEZED, train_dictionary
+from meshrl.contract.errors import UserError
 from meshrl.contract.frames import pack
-from meshrl.contract.nouns import Lease, LeasedRow, RowWrite, siblings
+from meshrl.contract.nouns import Lease, LeasedRow, RowWrite, StageSpec, siblings
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.wires import QueueWire
@@ -20,7 +24,8 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.v1 import queue_pb2 as pb
 
-from .people import answer, spec, tasks
+from ...contract.queue_actors import told_of
+from .people import STAGE, answer, spec, tasks
 from .test_compressed_wire import fetched
 
 SAMPLES = [
@@ -73,6 +78,28 @@ async def test_rows_survive_a_queue_that_comes_back_with_another_dictionary() ->
             if dictionary:
                 held = await lease(wire)
     await wire.close()
+    await queue.close()
+
+
+async def test_an_answer_on_its_way_is_read_whatever_becomes_of_another_call() -> None:
+    queue = await TransferQueue.open(stores.build(QueueConfig(store="memory"), Path("unused")))
+    score = StageSpec(name="score", reads=("tokens",), writes=("score",))
+    async with (
+        serving(queue, FIRST) as server,
+        QueueWire(server.address, patience_s=5, compression="zstd") as wire,
+        QueueWire(server.address, patience_s=5, compression="zstd") as other,
+    ):
+        await wire.open_run(spec(stages=(STAGE, score)))
+        await wire.admit("run", tasks(2), cursor="", wait_s=5)
+        held, more = await lease(other), await lease(wire)
+        waiting = asyncio.create_task(wire.lease(["run"], "score", worker="s", limit=2, wait_s=30))
+        await told_of(queue, lambda wait: "rows of stage score" in wait.what)
+        with pytest.raises(UserError, match="column"):
+            rows = [replace(long(row), columns={"nonsense": np.zeros(99)}) for row in more.rows]
+            await wire.write("run", "rollout", more.token_of(), rows)
+        await write(other, held)
+        leased = await asyncio.wait_for(waiting, 30)
+        assert [len(row.columns["tokens"]) for row in leased.rows] == [40, 40]
     await queue.close()
 
 

@@ -76,9 +76,11 @@ class FrameCompressor:
         self._zip = zstandard.ZstdCompressor(
             level=level, dict_data=known, write_content_size=False, write_dict_id=False
         )
-        self._unzip = {0: zstandard.ZstdDecompressor()}
+        self._unzip = {
+            0: zstandard.ZstdDecompressor(),
+            self.number: zstandard.ZstdDecompressor(dict_data=known),
+        }
         """By number of a dictionary."""
-        self._unzip[self.number] = zstandard.ZstdDecompressor(dict_data=known)
 
     @property
     def known(self) -> tuple[tuple[str, str], ...]:

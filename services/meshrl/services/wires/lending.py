@@ -29,7 +29,8 @@ class BulkCalls:
     An arena lost to calls without an end is replaced. A queue that cannot read it (any more) ends the lending.
 
     Where frames are squeezed, the queue is asked once for its dictionary. A queue that came back with another one
-    does not understand what was squeezed with the old: that is sent again without, and the queue asked anew.
+    does not understand what was squeezed with the old: that is sent again without, and the queue asked anew. Until it
+    answers the old one stays: answers that are on their way were squeezed with it.
     """
 
     def __init__(self, peer: Peer, *, squeezes: bool, lends_bytes: int) -> None:
@@ -37,8 +38,8 @@ class BulkCalls:
         self._stub = rpc.QueueStub(peer.channel)
         self._metadata = peer.metadata
         self._compressor: FrameCompressor | None = None
-        """None: frames are not squeezed, or the queue has not been asked for its dictionary."""
-        self._squeezes = squeezes
+        """With the queue's dictionary; None until that is known, and where nothing is squeezed."""
+        self._asks_dictionary = squeezes
         self._lends_bytes = lends_bytes
         self._lender: Lender | None = None
 
@@ -83,17 +84,18 @@ class BulkCalls:
         except UserError:
             if not compressor.number:
                 raise
-            self._compressor = None
+            self._asks_dictionary = True
             plainly = [message.squeezed() for message in messages]
             await self._peer.tell_stream(method, plainly, nothing)
 
     async def _learned(self) -> FrameCompressor | None:
         """With the queue's dictionary; None where nothing is squeezed."""
-        if self._squeezes and self._compressor is None:
+        if self._asks_dictionary:
             data = await self._peer.ask(
                 self._stub.GetDictionary, pb.DictionaryRequest(), lambda answer: answer.data
             )
             self._compressor = FrameCompressor(dictionary=data)
+            self._asks_dictionary = False
             self._peer.metadata = (*self._metadata, *self._compressor.known)
         return self._compressor
 
