@@ -19,7 +19,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation
 from meshrl.transferqueue.stores.disk import DiskStore
 
-from ..contract.queue_actors import Actors, rollout_of, spec, tasks
+from ..contract.queue_actors import Actors, rollout_of, spec, tasks, told_of
 from ..waiting import until
 
 ROWS = 12
@@ -78,14 +78,9 @@ def rolling(queue: QueueWire, go: asyncio.Event) -> StageLoop:
     )
 
 
-async def until_told(actors: Actors, what: str) -> str:
+async def until_told(actors: Actors, what: str) -> None:
     """Until `why_waiting` says so."""
-    async with asyncio.timeout(PLENTY_S):
-        while True:
-            for waiting in await actors.queue.why_waiting("run"):
-                if what in f"{waiting.who}: {waiting.what}":
-                    return f"{waiting.who}: {waiting.what}"
-            await asyncio.sleep(0.05)
+    await told_of(actors.queue, lambda wait: what in f"{wait.who}: {wait.what}")
 
 
 @pytest.mark.parametrize("full", ["rows", "nothing"])
