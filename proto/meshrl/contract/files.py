@@ -1,4 +1,4 @@
-"""Files that are there after a power cut."""
+"""Files that are there after a power cut, and files that are never there in part."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file; a reader sees the old one or this one, never a part, whoever is killed. Not synced.
+
+    Raises:
+        OSError: the folder is not there, or the disk refuses.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.write_bytes(content if isinstance(content, bytes) else content.encode())
+    draft.replace(path)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
+from meshrl.contract.files import replace_file
 from meshrl.services.config.checks import cross_checks
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.problems import booleans_as_numbers, in_order, origin_of, problems
@@ -134,9 +135,7 @@ class Written:
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write `recipe` with every default filled in: what a run really ran with. A reader sees all of it or none."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(text)
-    draft.replace(path)
+    replace_file(path, text)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.files import replace_file
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.services.certificates import Certificates
 from meshrl.services.config.recipe import Recipe, uses_gateway
@@ -94,9 +95,7 @@ def _number(name: str) -> int:
 def _announced(path: Path, url: str) -> Iterator[None]:
     """A file that says where the gateway is, while it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    draft.write_text(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
-    draft.replace(path)
+    replace_file(path, json.dumps({"url": url, "pid": os.getpid()}) + "\n")
     try:
         yield
     finally:

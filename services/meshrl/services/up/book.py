@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.files import replace_file
 
 BOOK_NAME = "mesh.json"
 LOCK_NAME = "up.lock"
@@ -74,9 +75,7 @@ class AddressBook:
             "recipe": str(self.recipe),
             "services": {name: asdict(entry) for name, entry in self.services.items()},
         }
-        draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(fields, indent=2) + "\n")
-        draft.replace(path)
+        replace_file(path, json.dumps(fields, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> AddressBook:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final
 
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
+from meshrl.contract.files import replace_file
 from meshrl.services.config.load import save_recipe
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.queues import connect_queue
@@ -45,13 +45,6 @@ def grown(recipe: Recipe) -> Recipe:
 def _with_shards(recipe: Recipe, shards: int) -> Recipe:
     queue = recipe.queue.model_copy(update={"shards": shards})
     return recipe.model_copy(update={"queue": queue})
-
-
-def _write_note(path: Path, shards: int) -> None:
-    """In one piece, whoever is killed."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(f"{shards}\n")
-    draft.replace(path)
 
 
 class Shards:
@@ -86,10 +79,10 @@ class Shards:
             name = self._started or await self._start()
             shards = len(self._plan.book.of_kind("queue")) + 1
             try:
-                _write_note(self._recipe.run.path / NOTE_NAME, shards)
+                replace_file(self._recipe.run.path / NOTE_NAME, f"{shards}\n")
                 await self._enrol(name)
             except (ConflictError, UserError):
-                _write_note(self._recipe.run.path / NOTE_NAME, shards - 1)
+                replace_file(self._recipe.run.path / NOTE_NAME, f"{shards - 1}\n")
                 self._started = ""
                 await self._supervisor.dismiss(name)
                 raise

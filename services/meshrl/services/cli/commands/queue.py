@@ -15,6 +15,7 @@ import click
 from meshrl.client.connection import check_address
 from meshrl.contract.codec.compression import DICTIONARY_BYTES
 from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.files import replace_file
 from meshrl.services.cli.mesh import PATIENCE_S, find_mesh
 from meshrl.services.cli.operator import (
     Operator,
@@ -137,10 +138,8 @@ def train_dictionary(folder: Path, file: Path, nbytes: int) -> None:
     Give it as queue.compression_dictionary: it pays where rows are short and travel between hosts.
     """
     learned = asyncio.run(train(_shards_in(folder)[0], nbytes))
-    draft = file.with_name(f"{file.name}.draft")
     try:
-        draft.write_bytes(learned)
-        draft.replace(file)
+        replace_file(file, learned)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}") from error
     click.echo(f"{file}: {len(learned):,} bytes; set queue.compression_dictionary to it")
