@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import trustme
+from redis.asyncio import Redis
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, OwnerLostError, Table
+from meshrl.transferqueue.stores import _redis_link
 from meshrl.transferqueue.stores import redis as redis_store
 from meshrl.transferqueue.stores.redis import RedisStore
 
@@ -158,6 +160,28 @@ async def test_a_redis_that_stays_away_refuses_what_was_not_acknowledged(
     assert await eventually(lambda: actors.feed(tasks(1, start=1))) == 1
     assert (await actors.ledger()).admitted == 4
     await actors.queue.close()
+
+
+async def test_a_store_closes_although_the_library_forgets_a_cancellation(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `asyncio.wait_for` of Python 3.11 does, with which redis-py sends, in the moment between two masters."""
+    forgetting = asyncio.Event()
+
+    async def forgetful(client: Redis) -> None:
+        forgetting.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await client.ping()
+
+    store = store_of(server.url)
+    await store.load()
+    monkeypatch.setattr(_redis_link, "_ping", forgetful)
+    assert store._link._holder is not None
+    await store._link._holder.aclose()
+    await forgetting.wait()
+    async with asyncio.timeout(10):
+        await store.close()
 
 
 async def test_a_second_queue_is_refused_while_the_first_lives(server: RedisServer) -> None:

@@ -42,6 +42,7 @@ T = TypeVar("T")
 ANSWER_S: Final = 30.0
 """A server that is silent for so long in the middle of a command is gone."""
 LONGEST_PAUSE_S: Final = 1.0
+CANCEL_AGAIN_S: Final = 0.1
 _TRY_AGAIN = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
 
@@ -110,10 +111,14 @@ class Link:
 
     async def close(self) -> None:
         """Hang up; idempotent."""
-        if self._holding is not None:
+        while self._holding is not None:
+            # More than once: redis-py sends under `wait_for`, which up to Python 3.11 forgets a cancellation that
+            # arrives together with the answer.
             self._holding.cancel()
-            await asyncio.gather(self._holding, return_exceptions=True)
-            self._holding = None
+            ended, _ = await asyncio.wait({self._holding}, timeout=CANCEL_AGAIN_S)
+            if ended:
+                await asyncio.gather(*ended, return_exceptions=True)
+                self._holding = None
         await self._drop(self._client)
 
     async def _hold(self, channel: str, subscribed: asyncio.Event, patience_s: float) -> None:
