@@ -119,7 +119,8 @@ class Board:
             if status.phase.ended:
                 return
             try:
-                await asyncio.wait_for(changed.wait(), every_s)
+                async with asyncio.timeout(every_s):
+                    await changed.wait()
             except TimeoutError:
                 continue
 

@@ -46,6 +46,7 @@ class Control:
             raise UnavailableError("training has ended; its last checkpoint is saved")
         saved = self._intake.ask_to_save()
         try:
-            return await asyncio.wait_for(asyncio.shield(saved), wait_s)
+            async with asyncio.timeout(wait_s):
+                return await asyncio.shield(saved)
         except TimeoutError as error:
             raise WaitTimeoutError(f"the checkpoint is not durable after {wait_s:.0f} s") from error

@@ -85,7 +85,8 @@ class Server:
             with contextlib.suppress(ConnectionError):  # it had ended before
                 await process.stdin.wait_closed()
         try:
-            await asyncio.wait_for(self.ended(), STOP_S)
+            async with asyncio.timeout(STOP_S):
+                await self.ended()
         except TimeoutError as error:
             os.killpg(process.pid, signal.SIGKILL)
             raise InfraError(

@@ -106,7 +106,8 @@ class Meetings:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._callers.add(writer)
         try:
-            hello = await asyncio.wait_for(frames.read(reader), _HELLO_S)
+            async with asyncio.timeout(_HELLO_S):
+                hello = await frames.read(reader)
             if hello is None or not hmac.compare_digest(str(hello.get("token")), self._token):
                 raise UnavailableError("it does not know the token")
             expected = self._expected.get(str(hello.get("prefix")))

@@ -182,7 +182,8 @@ class NcclProcess:
         if process is not None and self._writer is not None and not self._killed:
             self._writer.close()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _LEAVE_S)
+                async with asyncio.timeout(_LEAVE_S):
+                    await process.wait()
         await self.kill_and_wait()
 
     async def _ask(self, patience_s: float, what: str, **frame: Any) -> frames.Frame:
