@@ -18,7 +18,7 @@ from meshrl.transferqueue.stores.disk import DiskStore
 from ...contract.queue_actors import Actors, spec, tasks
 
 PAGE = 4096
-GROUP = b"g" + bytes(11)
+GROUP, TASK = b"g" + bytes(11), b"t" + bytes(11)
 LEAF, OVERFLOW = 2, 4
 """What LMDB writes into bytes 10 and 11 of a page."""
 
@@ -117,6 +117,22 @@ async def test_values_in_each_others_place_are_found_out_when_they_are_read(tmp_
         for stage in ("rollout", "reward"):
             await actors.lease(stage)
     await actors.queue.close()
+
+
+@pytest.mark.parametrize("bit", [18, 20, 24, 31])
+async def test_a_value_whose_length_is_wrong_ends_no_process(tmp_path: Path, bit: int) -> None:
+    """One bit of the length of a task of 6,800 bytes: LMDB would read far behind the file."""
+    _, now = await stored(tmp_path)
+    damaged = bytearray(now)
+    leaves = [at + now[at : at + PAGE].rindex(TASK) for at in pages(now, LEAF, TASK)]
+    assert leaves
+    for key in leaves:
+        # A node: its length, two bytes and two; flags; the key's length; the key.
+        damaged[key - 8 + bit // 8] ^= 1 << bit % 8
+    (tmp_path / "data.mdb").write_bytes(damaged)
+    with pytest.raises(CorruptError, match=r"restore a backup") as raised:
+        await TransferQueue.open(DiskStore(tmp_path))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import lmdb
+import numpy as np
 import xxhash
 
 Walked: TypeAlias = tuple[int, int]
@@ -31,21 +32,41 @@ def fill_up(data: Path, environment: lmdb.Environment) -> None:
         os.truncate(data, wanted)
 
 
-def walk_keys(transaction: lmdb.Transaction, table: Any) -> Walked:
-    """Every key of the payload. Raises ValueError for keys that are out of order: leaves in each other's place."""
+def walk_payload(transaction: lmdb.Transaction, table: Any, file: range) -> Walked:
+    """Every key of the payload, and where its value lies; the values themselves are not read.
+
+    Raises:
+        ValueError: keys that are out of order: leaves in each other's place. Or a value that does not lie within
+            `file`, the addresses at which it is mapped: its length is wrong, and reading it would end the process.
+    """
     count = total = 0
     last = b""
-    for key in map(bytes, transaction.cursor(table).iternext(keys=True, values=False)):
+    for view, value in transaction.cursor(table):
+        key = bytes(view)
         if key <= last:
             raise ValueError(f"payload {key.hex()} comes after {last.hex()}")
+        if len(value):
+            start, _ = np.frombuffer(value, np.uint8).__array_interface__["data"]
+            if start not in file or start + len(value) > file.stop:
+                raise ValueError(f"payload {key.hex()} ends behind the file: {len(value)} bytes")
         count += 1
         total += xxhash.xxh3_64_intdigest(key)
         last = key
     return count, total & (1 << 64) - 1
 
 
+def mapped(data: Path) -> range:
+    """The addresses at which this process has mapped a file; any, where the system does not tell (Linux does)."""
+    maps = Path("/proc/self/maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        if line.endswith(f" {data.resolve()}"):
+            start = int(line.partition("-")[0], 16)
+            return range(start, start + data.stat().st_size)
+    return range(1 << 64)
+
+
 def main(folder: str) -> None:
-    """Every record, every key of the payload, and a write that is taken back."""
+    """Every record, every key of the payload with the place of its value, and a write that is taken back."""
     data = Path(folder) / "data.mdb"
     size = max(1 << 20, 2 * data.stat().st_size)
     with lmdb.open(folder, map_size=size, max_dbs=2, readahead=False) as environment:
@@ -54,7 +75,8 @@ def main(folder: str) -> None:
         with environment.begin() as transaction:
             for _ in transaction.cursor(meta):
                 pass
-            walked = walk_keys(transaction, payload)
+        with environment.begin(buffers=True) as transaction:
+            walked = walk_payload(transaction, payload, mapped(data))
         with environment.begin(write=True) as transaction:
             for table in (meta, payload):
                 transaction.put(b"\x00walk", bytes(16), db=table)
