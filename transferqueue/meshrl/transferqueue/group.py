@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from orjson import Fragment
+
 from meshrl.contract.nouns import Json, Outcome, RowFacts, Siblings, Uid, Version
-from meshrl.transferqueue.sealed import Encoded, seal_json, to_json
+from meshrl.transferqueue.sealed import fragment, seal_json
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.batches import TakenBatch
@@ -37,6 +39,12 @@ def bits(mask: int) -> tuple[int, ...]:
         found.append(low.bit_length() - 1)
         mask ^= low
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def hexed(mask: int) -> str:
+    """`mask` as it is stored. Remembered, for the same reason."""
+    return f"{mask:x}"
 
 
 def lowest(mask: int, count: int) -> int:
@@ -126,7 +134,7 @@ class Group:
     facts: list[RowFacts | None]
     replacements: list[int]
     """Per index: dead rows that the present one replaces (`replace_sibling`)."""
-    facts_json: bytes | None = None
+    facts_json: Fragment | None = None
     """`facts` as they are stored, once that was asked for: they change once and are stored many times."""
     present: int = 0
     """Mask of the rows that are here."""
@@ -134,6 +142,9 @@ class Group:
     """Mask of the indices whose row was dead-lettered."""
     grants: list[Grant] = field(default_factory=list)
     frames: list[StoredFrame] = field(default_factory=list)
+    """Changed by the methods below alone: they know what `frames_json` says."""
+    frames_json: Fragment | None = None
+    """Likewise."""
     next_frame: int = 0
     journaled: list[int] = field(default_factory=list)
     """Per index: entries of the first stage's partial columns; empty where nothing was ever appended."""
@@ -298,6 +309,12 @@ class Group:
         if ended:
             self.grants = [grant for grant in self.grants if grant.mask]
 
+    def add_frame(self, frame: StoredFrame) -> None:
+        """Columns of some rows are stored, in the next frame."""
+        self.frames.append(frame)
+        self.frames_json = None
+        self.next_frame += 1
+
     def drop_rows(self, mask: int) -> list[StoredFrame]:
         """Rows in `mask` are here no more; returns the frames that went with the last of their rows."""
         self.present &= ~mask
@@ -317,6 +334,7 @@ class Group:
         return self._dropped()
 
     def _dropped(self) -> list[StoredFrame]:
+        self.frames_json = None
         gone = [frame for frame in self.frames if not frame.live]
         if gone:
             self.frames = [frame for frame in self.frames if frame.live]
@@ -326,6 +344,10 @@ class Group:
 
     def encode(self) -> bytes:
         """The record of the group and its rows. Masks are text, because JSON's integers end at 64 bits."""
+        if self.facts_json is None:
+            self.facts_json = fragment([facts and _stored_facts(facts) for facts in self.facts])
+        if self.frames_json is None:
+            self.frames_json = fragment([_stored_frame(frame) for frame in self.frames])
         return seal_json(
             [
                 self.number,
@@ -333,30 +355,21 @@ class Group:
                 tuple(self.traits),
                 self.task_bytes,
                 self.attempts,
-                f"{self.present:x}",
-                f"{self.dead:x}",
+                hexed(self.present),
+                hexed(self.dead),
                 self.position,
                 -1 if self.batch is None else self.batch.number,
-                [f"{mask:x}" for mask in self.done],
+                list(map(hexed, self.done)),
                 self.deliveries,
                 self.writers,
                 self.replacements,
-                self.stored_facts(),
-                [
-                    [f.stage, f.number, f.rows, f.nbytes, f"{f.live:x}", f.seal, f.partial]
-                    for f in self.frames
-                ],
+                self.facts_json,
+                self.frames_json,
                 self.next_frame,
                 self.journaled,
-                [[g.stage, g.token, g.worker, f"{g.mask:x}"] for g in self.grants],
+                [(g.stage, g.token, g.worker, hexed(g.mask)) for g in self.grants],
             ]
         )
-
-    def stored_facts(self) -> Encoded:
-        """The facts of every index, for the record."""
-        if self.facts_json is None:
-            self.facts_json = to_json([facts and _stored_facts(facts) for facts in self.facts])
-        return Encoded(self.facts_json)
 
     @classmethod
     def restored(cls, run: str, run_number: int, stored: Json, now: float) -> tuple[Group, int]:
@@ -402,9 +415,17 @@ class Group:
 
 
 def _stored_facts(facts: RowFacts) -> Json:
+    outcome, num_tokens, (oldest_epoch, oldest_step), (newest_epoch, newest_step), reason = facts
     return (
-        *(OUTCOMES.index(facts.outcome), facts.num_tokens, facts.oldest.epoch, facts.oldest.step),
-        *(facts.newest.epoch, facts.newest.step, facts.finish_reason),
+        *(OUTCOMES.index(outcome), num_tokens),
+        *(oldest_epoch, oldest_step, newest_epoch, newest_step, reason),
+    )
+
+
+def _stored_frame(frame: StoredFrame) -> Json:
+    return (
+        *(frame.stage, frame.number, frame.rows, frame.nbytes, hexed(frame.live)),
+        *(frame.seal, frame.partial),
     )
 
 

@@ -295,8 +295,7 @@ class Run:
     ) -> None:
         """Columns that `stage` made of `rows` (indices in the frame's order; `mask` is their set) are stored."""
         number = group.next_frame
-        group.next_frame += 1
-        group.frames.append(
+        group.add_frame(
             StoredFrame(
                 *(stage, number, rows, len(frame), mask), seal=seal_of(frame), partial=partial
             )

@@ -10,21 +10,17 @@ from meshrl.contract.frames import seal, unseal
 from meshrl.contract.nouns import Json
 
 
-class Encoded:
-    """A part of a JSON value that is JSON already. No dataclass: orjson would write its fields."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: bytes) -> None:
-        self.text = text
+def fragment(value: Json) -> orjson.Fragment:
+    """A JSON value as a part of others, encoded once for all of them."""
+    return orjson.Fragment(to_json(value))
 
 
 def to_json(value: Json) -> bytes:
     """JSON, also of text that UTF-8 cannot say (reasons may be) and of integers beyond 64 bits."""
     try:
-        return orjson.dumps(value, default=lambda part: orjson.Fragment(part.text))
+        return orjson.dumps(value)
     except TypeError:
-        return json.dumps(value, default=lambda part: json.loads(part.text)).encode()
+        return json.dumps(value, default=lambda part: json.loads(orjson.dumps(part))).encode()
 
 
 def seal_json(value: Json) -> bytes:
