@@ -17,7 +17,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,12 +38,15 @@ _CODES: Final = {name: code for code, name in enumerate(DTYPES)}
 _DTYPES: Final = tuple(np.dtype(name) for name in DTYPES)
 _SUM: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<IHH")
+_LENGTHS: Final = np.dtype("<u4")
 _PADDING: Final = tuple(bytes(-size % 8) for size in range(8))
 _MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeError)
 
 
 def seal(*parts: bytes | memoryview) -> bytes:
     """The concatenation of C-contiguous `parts`, with its checksum in front."""
+    if len(parts) == 1:
+        return _SUM.pack(xxhash.xxh3_64_intdigest(parts[0])) + parts[0]
     checksum = xxhash.xxh3_64()
     for part in parts:
         checksum.update(part)
@@ -119,86 +122,101 @@ class Entry(NamedTuple):
     """Sizes of the axes after the first."""
     step: int
     """Bytes of one entry along the first axis."""
+    told: bytes
+    """All of this, as it stands in the head."""
 
 
-class Column:
-    """A column of a frame: `lengths` has an int for each row (None for rank 0), `values` views the frame's bytes."""
+class Column(NamedTuple):
+    """A column of a frame, whose bytes `values` and `flat` view."""
 
-    __slots__ = ("_at", "_body", "count", "entry", "lengths")
-
-    def __init__(
-        self,
-        entry: Entry,
-        lengths: tuple[int, ...] | None,
-        count: int,
-        body: memoryview,
-        at: int,
-    ) -> None:
-        self.entry = entry
-        self.lengths = lengths
-        self.count = count
-        """Entries of all rows."""
-        self._body = body
-        self._at = at
+    entry: Entry
+    lengths: tuple[int, ...] | None
+    """Entries of each row; None for rank 0."""
+    total: int
+    """Entries of all rows."""
+    body: memoryview
+    """Of the whole frame."""
+    at: int
+    """Where in the body its values begin."""
+    lengths_at: int
+    """Where in the body its lengths begin; for rank 0 this says nothing."""
 
     @property
     def values(self) -> Array:
-        """[count, *axes after the first], read-only."""
-        entry = self.entry
-        found = np.frombuffer(self._body, entry.dtype, self.count * math.prod(entry.tail), self._at)
-        return found.reshape(self.count, *entry.tail) if entry.tail else found
+        """[total, *axes after the first], read-only."""
+        entry, total = self.entry, self.total
+        if not entry.tail:
+            return np.frombuffer(self.body, entry.dtype, total, self.at)
+        found = np.frombuffer(self.body, entry.dtype, total * math.prod(entry.tail), self.at)
+        return found.reshape(total, *entry.tail)
 
     @property
     def flat(self) -> Flat:
-        """The same with its lengths as an array."""
-        own = None if self.lengths is None else np.array(self.lengths, np.uint32)
+        """The same with its lengths as an array, read-only."""
+        if self.lengths is None:
+            return Flat(self.values, None)
+        own = np.frombuffer(self.body, _LENGTHS, len(self.lengths), self.lengths_at)
         return Flat(self.values, own)
 
 
-@lru_cache(maxsize=256)
-def _head(columns: tuple[tuple[str, str, int, tuple[int, ...]], ...]) -> bytes:
-    """The part of a body that depends on nothing but names, dtypes, ranks and axes."""
-    head = bytearray()
-    for name, dtype, rank, tail in columns:
-        encoded = name.encode()
-        head += bytes([len(encoded)]) + encoded + bytes([_CODES[dtype], rank])
-        head += struct.pack(f"<{len(tail)}I", *tail)
-    return bytes(head + _padded(len(head)))
+_column = partial(tuple.__new__, Column)
+"""`Column._make` in C: a frame of three columns is read three times on its way through the queue."""
 
 
 @lru_cache(maxsize=256)
-def _entries(head: bytes, count: int) -> tuple[Entry, ...]:
-    """The inverse of `_head`."""
+def _told(name: str, dtype: str, rank: int, tail: tuple[int, ...]) -> bytes:
+    """What the head says of one column."""
+    encoded = name.encode()
+    told = bytes([len(encoded)]) + encoded + bytes([_CODES[dtype], rank])
+    return told + struct.pack(f"<{len(tail)}I", *tail)
+
+
+@lru_cache(maxsize=256)
+def _entries(head: bytes, count: int) -> tuple[tuple[Entry, ...], int]:
+    """What a head says of its columns, and how many of them have lengths."""
     at = 0
     entries: list[Entry] = []
     for _ in range(count):
+        start = at
         end = at + 1 + head[at]
         name = str(head[at + 1 : end], "utf-8")
         dtype, rank = _DTYPES[head[end]], head[end + 1]
         tail = struct.unpack_from(f"<{max(0, rank - 1)}I", head, end + 2)
         at = end + 2 + 4 * len(tail)
-        entries.append(Entry(name, dtype, rank, tail, dtype.itemsize * math.prod(tail)))
+        step = dtype.itemsize * math.prod(tail)
+        entries.append(Entry(name, dtype, rank, tail, step, head[start:at]))
     if at + -at % 8 != len(head) or len({entry.name for entry in entries}) != count:
         raise ValueError(f"{len(head)} bytes describe {count} columns in {at}")
-    return tuple(entries)
+    return tuple(entries), sum([entry.rank > 0 for entry in entries])
 
 
 def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
     """Columns that lie on end already as one sealed frame: the quick way for a writer of many rows."""
-    described: list[tuple[str, str, int, tuple[int, ...]]] = []
+    told: list[bytes] = []
     lengths: list[bytes] = []
     bodies: list[bytes | memoryview] = []
     for name, column in columns.items():
         values = column.values
         dtype = values.dtype if values.dtype.str in _CODES else _little(values.dtype)
         values = np.ascontiguousarray(values, dtype)
-        described.append((name, dtype.str, column.rank, values.shape[1:]))
+        told.append(_told(name, dtype.str, column.rank, values.shape[1:]))
         if column.lengths is not None:
             lengths.append(np.ascontiguousarray(column.lengths, "<u4").tobytes())
         bodies += (values.reshape(-1).view(np.uint8).data, _padded(values.nbytes))
-    head, sizes = _head(tuple(described)), b"".join(lengths)
-    start = _HEAD.pack(rows, len(described), len(head)) + head + sizes + _padded(len(sizes))
-    return seal(start, *bodies)
+    return _frame(rows, told, lengths, bodies)
+
+
+def _frame(
+    rows: int,
+    told: Sequence[bytes],
+    lengths: Sequence[bytes | memoryview],
+    bodies: Sequence[bytes | memoryview],
+) -> bytes:
+    """A sealed frame of its parts; `bodies` are padded."""
+    head, sizes = b"".join(told), b"".join(lengths)
+    size = len(head) + -len(head) % 8
+    start = _HEAD.pack(rows, len(told), size) + head + _padded(len(head)) + sizes
+    return seal(start + _padded(len(sizes)), *bodies)
 
 
 def pack(rows: Sequence[Columns]) -> bytes:
@@ -282,31 +300,41 @@ class Frame:
         if whole and len(kept) == len(self.columns):
             return bytes(self.value)
         if whole or positions is None:
-            return pack_flat(self.rows, {name: self.columns[name].flat for name in kept})
+            return self._of_columns([self.columns[name] for name in kept])
         split = {name: self.split(name) for name in kept}
         return pack([{name: arrays[row] for name, arrays in split.items()} for row in positions])
+
+    def _of_columns(self, columns: Sequence[Column]) -> bytes:
+        """A sealed frame of some columns: their bytes as they lie here."""
+        lengths, bodies = [], []
+        for entry, own, total, body, at, lengths_at in columns:
+            if own is not None:
+                lengths.append(body[lengths_at : lengths_at + 4 * self.rows])
+            nbytes = total * entry.step
+            bodies.append(body[at : at + nbytes + -nbytes % 8])
+        return _frame(self.rows, [column.entry.told for column in columns], lengths, bodies)
 
 
 def _read(body: memoryview) -> tuple[int, dict[str, Column]]:
     rows, count, size = _HEAD.unpack_from(body)
-    at = _HEAD.size + size
-    entries = _entries(bytes(body[_HEAD.size : at]), count)
-    ragged = sum([entry.rank > 0 for entry in entries])
+    lengths_at = _HEAD.size + size
+    entries, ragged = _entries(bytes(body[_HEAD.size : lengths_at]), count)
     if ragged * rows * 4 > len(body):
         raise ValueError(f"{rows} rows in {len(body)} bytes")
-    lengths = struct.unpack_from(f"<{ragged * rows}I", body, at)
-    at += 4 * len(lengths) + -4 * len(lengths) % 8
+    lengths = struct.unpack_from(f"<{ragged * rows}I", body, lengths_at)
+    at = lengths_at + 4 * len(lengths) + -4 * len(lengths) % 8
     columns: dict[str, Column] = {}
     first = 0
     for entry in entries:
         own: tuple[int, ...] | None = None
-        entries_of_all = rows
+        total = rows
+        own_at = lengths_at + 4 * first
         if entry.rank:
             own = lengths[first : first + rows]
+            total = sum(own)
             first += rows
-            entries_of_all = sum(own)
-        columns[entry.name] = Column(entry, own, entries_of_all, body, at)
-        nbytes = entries_of_all * entry.step
+        columns[entry.name] = _column((entry, own, total, body, at, own_at))
+        nbytes = total * entry.step
         at += nbytes + -nbytes % 8
     if at != len(body):
         raise ValueError(f"{len(body)} bytes of body, {at} described")

@@ -90,10 +90,24 @@ def test_columns_that_lie_on_end_already_make_the_same_frame() -> None:
     assert pack_flat(2, flat) == pack(rows)
 
 
+@given(rows_of_one_signature(), st.randoms())
+@settings(deadline=None)
+def test_some_columns_of_a_frame_are_the_frame_that_packing_them_makes(
+    rows: list[Any], random: Any
+) -> None:
+    frame = Frame(pack(rows))
+    names = random.sample(list(rows[0]), random.randint(0, len(rows[0])))
+    if len(names) < len(rows[0]):
+        flat = {name: frame.columns[name].flat for name in names}
+        assert frame.select(names) == pack_flat(len(rows), flat)
+
+
 def test_reading_copies_nothing_and_arrays_are_aligned_and_read_only() -> None:
     frame = Frame(pack([{"a": np.arange(3, dtype=np.uint8), "b": np.arange(4)}]))
-    array = frame.row(0)["b"]
-    assert array.flags.aligned and not array.flags.owndata and not array.flags.writeable
+    flat = frame.columns["b"].flat
+    for array in (frame.row(0)["b"], flat.values, flat.lengths):
+        assert array is not None
+        assert array.flags.aligned and not array.flags.owndata and not array.flags.writeable
 
 
 def test_big_endian_and_strided_arrays_are_stored_little_endian() -> None:
