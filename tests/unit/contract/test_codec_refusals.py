@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,33 @@ def test_a_malformed_array_is_refused_in_words(fields: dict[str, Any], said: str
 def test_a_bad_uid_is_refused(uid: trajectory_pb2.Uid) -> None:
     with pytest.raises(UserError, match="malformed uid"):
         codec.decode_uid(uid)
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes", "rows", "problem"),
+    [
+        ([1, 1], [1], [0], "1 groups, parts of 2"),
+        ([1], [-1], [], "parts of -1 rows, 0 are named"),
+        ([1], [2], [0], "parts of 2 rows, 1 are named"),
+        ([-1], [], [], "groups with -1 parts, 0 are there"),
+        ([2], [1], [0], "groups with 2 parts, 1 are there"),
+        ([0], [1], [0], "groups with 0 parts, 1 are there"),
+        ([1], [1], [1], "a frame with columns of rows (1,) for a group of 1 rows"),
+    ],
+)
+def test_parts_that_do_not_fit_their_groups_are_refused(
+    counts: list[int], sizes: list[int], rows: list[int], problem: str
+) -> None:
+    named = queue_pb2.GroupRows(tasks=["t"], counts=[1], indices=[0], attempts=[0])
+    parts = queue_pb2.Parts(counts=counts, sizes=sizes, rows=rows)
+    answer = queue_pb2.FetchRowsResponse(num_groups=1, rows=named, parts=parts)
+    with pytest.raises(UserError, match=re.escape(problem)):
+        codec.decode_fetched([codec.Bulk(answer, [b""])], [])
+
+
+def test_what_is_no_member_of_an_enum_cannot_travel() -> None:
+    with pytest.raises(UserError, match="this outcome cannot travel: 'lost' is no Outcome"):
+        codec.encode_outcome("lost")  # type: ignore[arg-type]
 
 
 def test_an_unknown_enum_number_and_a_missing_part_are_refused() -> None:

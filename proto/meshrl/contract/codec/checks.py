@@ -107,8 +107,11 @@ class EnumCodec(Generic[NounEnum, WireEnum]):
         self._from_wire = {int(number): member for member, number in self._to_wire.items()}
 
     def encode(self, member: NounEnum) -> WireEnum:
-        """Raises KeyError for a value that is no member."""
-        return self._to_wire[self._noun(member)]
+        """Raises ValueError for a value that is no member."""
+        number = self._to_wire.get(member)
+        if number is None:
+            malformed(f"{member!r} is no {self._noun.__name__}")
+        return number
 
     def decode(self, number: int) -> NounEnum:
         """Raises ValueError for an unknown number, UNSPECIFIED included."""

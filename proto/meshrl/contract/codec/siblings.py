@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from meshrl.contract.codec.bulk import Frame
 from meshrl.contract.codec.checks import decoder, encoder, malformed, require
 from meshrl.contract.codec.nouns import OUTCOMES
 from meshrl.contract.nouns import BatchGroup, Outcome, Part, RowFacts, Siblings, Version
 from meshrl.v1 import queue_pb2 as pb
+from meshrl.v1 import trajectory_pb2 as wire
 
 T = TypeVar("T")
 
+_facts = partial(tuple.__new__, RowFacts)
+"""`RowFacts._make` in C: every row that is sampled comes by here."""
 
-def per_group(values: Sequence[T], groups: Sequence[Siblings], what: str) -> list[tuple[T, ...]]:
+
+class Rows(NamedTuple):
+    """Rows of several groups as a message names them: lists with an entry per group."""
+
+    tasks: Sequence[str]
+    counts: Sequence[int]
+    """Rows of each group."""
+    indices: Sequence[tuple[int, ...]]
+    attempts: Sequence[tuple[int, ...]]
+
+
+def per_group(values: Sequence[T], counts: Sequence[int], what: str) -> list[tuple[T, ...]]:
     """A list with an entry per row, cut into one tuple per group. Raises ValueError where it does not fit."""
-    if len(values) != sum(map(len, groups)):
-        malformed(f"{sum(map(len, groups))} rows with {len(values)} {what}")
+    if len(values) != sum(counts):
+        malformed(f"{sum(counts)} rows with {len(values)} {what}")
+    return _cut(values[:], counts)
+
+
+def _cut(values: Sequence[T], counts: Sequence[int]) -> list[tuple[T, ...]]:
     entries = iter(values)
-    return [tuple(islice(entries, len(group))) for group in groups]
+    return [tuple(islice(entries, count)) for count in counts]
 
 
 @encoder
@@ -37,8 +56,18 @@ def encode_rows(groups: Sequence[Siblings]) -> pb.GroupRows:
 @decoder
 def decode_rows(message: pb.GroupRows) -> list[Siblings]:
     """Raises UserError for rows that no uid can name."""
-    tasks, counts = message.tasks, message.counts
-    indices, attempts = message.indices, message.attempts
+    rows = named_rows(message)
+    return [
+        Siblings(task=task, indices=indices, attempts=attempts)
+        for task, indices, attempts in zip(rows.tasks, rows.indices, rows.attempts, strict=True)
+    ]
+
+
+def named_rows(message: pb.GroupRows) -> Rows:
+    """What `decode_rows` makes nouns of. Raises ValueError for rows that no uid can name."""
+    # Lists, because a protobuf container makes its numbers anew each time that somebody looks at them.
+    tasks, counts = message.tasks[:], message.counts[:]
+    indices, attempts = message.indices[:], message.attempts[:]
     if len(tasks) != len(counts) or not all(tasks):
         malformed(f"{len(counts)} groups with {len(tasks)} task ids, or an empty one")
     if min(counts, default=0) < 0 or len(indices) != sum(counts) or len(attempts) != len(indices):
@@ -48,15 +77,7 @@ def decode_rows(message: pb.GroupRows) -> list[Siblings]:
         )
     if min(indices, default=0) < 0 or min(attempts, default=0) < 0:
         malformed("a negative index or attempt")
-    index, attempt = iter(indices), iter(attempts)
-    return [
-        Siblings(
-            task=task,
-            indices=tuple(islice(index, count)),
-            attempts=tuple(islice(attempt, count)),
-        )
-        for task, count in zip(tasks, counts, strict=True)
-    ]
+    return Rows(tasks, counts, _cut(indices, counts), _cut(attempts, counts))
 
 
 def encode_parts(parts: Sequence[Sequence[Part]]) -> pb.Parts:
@@ -69,31 +90,23 @@ def encode_parts(parts: Sequence[Sequence[Part]]) -> pb.Parts:
     )
 
 
-def decode_parts(
-    message: pb.Parts, frames: Iterator[Frame], groups: Sequence[Siblings]
-) -> list[tuple[Part, ...]]:
+def decode_parts(message: pb.Parts, frames: Iterator[Frame], of: Rows) -> list[tuple[Part, ...]]:
     """Of each group; takes as many frames as it needs. Raises ValueError."""
-    if len(message.counts) != len(groups):
-        malformed(f"{len(groups)} groups, parts of {len(message.counts)}")
-    if min(message.sizes, default=0) < 0 or len(message.rows) != sum(message.sizes):
-        malformed(f"parts of {sum(message.sizes)} rows, {len(message.rows)} are named")
-    sizes, rows = iter(message.sizes), iter(message.rows)
+    counts, sizes = message.counts[:], message.sizes[:]
+    if len(counts) != len(of.counts):
+        malformed(f"{len(of.counts)} groups, parts of {len(counts)}")
+    if min(sizes, default=0) < 0 or len(message.rows) != sum(sizes):
+        malformed(f"parts of {sum(sizes)} rows, {len(message.rows)} are named")
+    if min(counts, default=0) < 0 or sum(counts) != len(sizes):
+        malformed(f"groups with {sum(counts)} parts, {len(sizes)} are there")
+    named = iter(_cut(message.rows[:], sizes))
     found: list[tuple[Part, ...]] = []
-    for count, group in zip(message.counts, groups, strict=True):
-        parts = [
-            Part(rows=tuple(islice(rows, size)), frame=next_frame(frames))
-            for size in islice(sizes, max(0, count))
-        ]
-        if len(parts) != count:
-            malformed(f"a group with {count} parts, {len(parts)} are there")
+    for count, size in zip(counts, of.counts, strict=True):
+        parts = [Part(rows=rows, frame=next_frame(frames)) for rows in islice(named, count)]
         for part in parts:
-            if part.rows and not 0 <= min(part.rows) <= max(part.rows) < len(group):
-                malformed(
-                    f"a frame with columns of rows {part.rows} for a group of {len(group)} rows"
-                )
+            if part.rows and not 0 <= min(part.rows) <= max(part.rows) < size:
+                malformed(f"a frame with columns of rows {part.rows} for a group of {size} rows")
         found.append(tuple(parts))
-    if next(sizes, None) is not None:
-        malformed("more parts than groups speak of")
     return found
 
 
@@ -106,19 +119,24 @@ def next_frame(frames: Iterator[Frame]) -> Frame:
 
 
 def _encode_versions(versions: Sequence[Version]) -> pb.VersionList:
-    return pb.VersionList(
-        epochs=[version.epoch for version in versions], steps=[version.step for version in versions]
-    )
+    epochs, steps = zip(*versions, strict=True) if versions else ((), ())
+    return pb.VersionList(epochs=epochs, steps=steps)
 
 
 def _decode_versions(message: pb.VersionList, rows: int) -> list[Version]:
-    epochs, steps = message.epochs, message.steps
+    epochs, steps = message.epochs[:], message.steps[:]
     if len(epochs) != rows or len(steps) != rows:
         malformed(f"{rows} rows with {len(epochs)} epochs, {len(steps)} steps of a version")
     if rows and (min(epochs) < 0 or min(steps) < 0):
         malformed("a version with a negative part")
-    known = {pair: Version(*pair) for pair in set(zip(epochs, steps, strict=True))}
-    return [known[pair] for pair in zip(epochs, steps, strict=True)]
+    pairs = list(zip(epochs, steps, strict=True))
+    known = {pair: Version(*pair) for pair in set(pairs)}
+    return [known[pair] for pair in pairs]
+
+
+def _encode_outcomes(outcomes: Sequence[Outcome]) -> list[wire.Outcome.ValueType]:
+    known = {outcome: OUTCOMES.encode(outcome) for outcome in set(outcomes)}
+    return [known[outcome] for outcome in outcomes]
 
 
 def _decode_outcomes(numbers: Sequence[int]) -> list[Outcome]:
@@ -132,37 +150,35 @@ def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
     every = list(chain.from_iterable(facts))
     if not every:
         return None
+    outcomes, num_tokens, oldest, newest, finish_reasons = zip(*every, strict=True)
     return pb.Facts(
         given=[bool(of_group) for of_group in facts],
-        outcomes=[OUTCOMES.encode(fact.outcome) for fact in every],
-        num_tokens=[fact.num_tokens for fact in every],
-        oldest=_encode_versions([fact.oldest for fact in every]),
-        newest=_encode_versions([fact.newest for fact in every]),
-        finish_reasons=[fact.finish_reason for fact in every],
+        outcomes=_encode_outcomes(outcomes),
+        num_tokens=num_tokens,
+        oldest=_encode_versions(oldest),
+        newest=_encode_versions(newest),
+        finish_reasons=finish_reasons,
     )
 
 
 @decoder
-def decode_facts(message: pb.Facts, groups: Sequence[Siblings]) -> list[tuple[RowFacts, ...]]:
-    """Of each group. Raises UserError."""
+def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFacts, ...]]:
+    """Of each group, which has so many rows. Raises UserError."""
     require(message, "oldest", "newest")
-    if len(message.given) != len(groups):
-        malformed(f"{len(groups)} groups, facts of {len(message.given)}")
-    rows = sum(len(group) for group, given in zip(groups, message.given, strict=True) if given)
+    if len(message.given) != len(counts):
+        malformed(f"{len(counts)} groups, facts of {len(message.given)}")
+    given = [count if told else 0 for count, told in zip(counts, message.given, strict=True)]
+    rows = sum(given)
     columns = (
         _decode_outcomes(message.outcomes),
-        message.num_tokens,
+        message.num_tokens[:],
         _decode_versions(message.oldest, rows),
         _decode_versions(message.newest, rows),
-        message.finish_reasons,
+        message.finish_reasons[:],
     )
     if any(len(column) != rows for column in columns):
         malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")
-    facts = map(RowFacts, *columns)
-    return [
-        tuple(islice(facts, len(group))) if given else ()
-        for group, given in zip(groups, message.given, strict=True)
-    ]
+    return _cut([_facts(row) for row in zip(*columns, strict=True)], given)
 
 
 @encoder
@@ -177,36 +193,35 @@ def encode_manifest(batch_id: str, run: str, step: int, groups: Sequence[BatchGr
         num_tokens=chain.from_iterable([group.num_tokens for group in groups]),
         oldest=_encode_versions([version for group in groups for version in group.oldest]),
         newest=_encode_versions([version for group in groups for version in group.newest]),
-        outcomes=[OUTCOMES.encode(outcome) for group in groups for outcome in group.outcomes],
+        outcomes=_encode_outcomes([outcome for group in groups for outcome in group.outcomes]),
     )
 
 
 @decoder
 def decode_manifest(message: pb.Batch) -> tuple[BatchGroup, ...]:
     """Its groups. Raises UserError."""
-    groups = decode_rows(message.rows)
-    if len(message.sizes) != len(groups):
-        malformed(f"{len(groups)} groups with {len(message.sizes)} sizes")
-    rows = sum(map(len, groups))
+    tasks, counts, indices, attempts = named_rows(message.rows)
+    if len(message.sizes) != len(tasks):
+        malformed(f"{len(tasks)} groups with {len(message.sizes)} sizes")
+    rows = sum(counts)
     columns = zip(
-        groups,
-        message.sizes,
-        per_group(message.num_tokens, groups, "lengths"),
-        per_group(_decode_versions(message.oldest, rows), groups, "oldest versions"),
-        per_group(_decode_versions(message.newest, rows), groups, "newest versions"),
-        per_group(_decode_outcomes(message.outcomes), groups, "outcomes"),
+        *(tasks, indices, attempts, message.sizes),
+        per_group(message.num_tokens, counts, "lengths"),
+        per_group(_decode_versions(message.oldest, rows), counts, "oldest versions"),
+        per_group(_decode_versions(message.newest, rows), counts, "newest versions"),
+        per_group(_decode_outcomes(message.outcomes), counts, "outcomes"),
         strict=True,
     )
     return tuple(
         BatchGroup(
-            task=group.task,
-            indices=group.indices,
-            attempts=group.attempts,
+            task=task,
+            indices=indices,
+            attempts=attempts,
             size=size,
             num_tokens=num_tokens,
             oldest=oldest,
             newest=newest,
             outcomes=outcomes,
         )
-        for group, size, num_tokens, oldest, newest, outcomes in columns
+        for task, indices, attempts, size, num_tokens, oldest, newest, outcomes in columns
     )

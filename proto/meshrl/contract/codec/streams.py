@@ -18,10 +18,10 @@ from meshrl.contract.codec.pages import pages, pages_by
 from meshrl.contract.codec.siblings import (
     decode_facts,
     decode_parts,
-    decode_rows,
     encode_facts,
     encode_parts,
     encode_rows,
+    named_rows,
     next_frame,
     per_group,
 )
@@ -128,25 +128,28 @@ def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
 
 def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
     message, frames = bulk.message, iter(bulk.frames)
-    groups = decode_rows(message.rows)
-    if not len(message.tokens) == len(message.prompts) == len(groups):
+    rows = named_rows(message.rows)
+    groups = len(rows.tasks)
+    if not len(message.tokens) == len(message.prompts) == groups:
         malformed(
-            f"{len(groups)} groups with {len(message.tokens)} tokens, {len(message.prompts)} prompts"
+            f"{groups} groups with {len(message.tokens)} tokens, {len(message.prompts)} prompts"
         )
     columns = (
-        groups,
+        *(rows.tasks, rows.indices, rows.attempts),
         map(packed_task, message.prompts),
         message.tokens,
-        per_group(message.deliveries, groups, "deliveries"),
-        decode_parts(message.parts, frames, groups),
-        decode_parts(message.journal, frames, groups),
+        per_group(message.deliveries, rows.counts, "deliveries"),
+        decode_parts(message.parts, frames, rows),
+        decode_parts(message.journal, frames, rows),
     )
     _finished(frames)
-    for rows, prompt, token, deliveries, parts, journal in zip(*columns, strict=True):
+    for task, indices, attempts, prompt, token, deliveries, parts, journal in zip(
+        *columns, strict=True
+    ):
         yield LeasedGroup(
-            task=rows.task,
-            indices=rows.indices,
-            attempts=rows.attempts,
+            task=task,
+            indices=indices,
+            attempts=attempts,
             parts=parts,
             token=token,
             deliveries=deliveries,
@@ -186,27 +189,34 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     return WriteCall(run=header.run, stage=header.stage, groups=groups)
 
 
-def _decode_written(bulk: Bulk[pb.WriteRequest]) -> Iterator[PackedGroup]:
+def _decode_written(bulk: Bulk[pb.WriteRequest]) -> Sequence[PackedGroup]:
     message, frames = bulk.message, iter(bulk.frames)
-    groups = decode_rows(message.rows)
-    if len(message.tokens) != len(groups):
-        malformed(f"{len(groups)} groups with {len(message.tokens)} tokens")
-    facts: list[tuple[RowFacts, ...]] = [()] * len(groups)
+    rows = named_rows(message.rows)
+    if len(message.tokens) != len(rows.tasks):
+        malformed(f"{len(rows.tasks)} groups with {len(message.tokens)} tokens")
+    facts: list[tuple[RowFacts, ...]] = [()] * len(rows.tasks)
     if message.HasField("facts"):
-        facts = decode_facts(message.facts, groups)
-    starts = per_group(message.starts, groups, "starts") if message.starts else None
-    for number, (rows, token) in enumerate(zip(groups, message.tokens, strict=True)):
-        fields: dict[str, Any] = {
-            **vars(rows),
-            "token": token,
-            "frame": bytes(next_frame(frames)),
-            "facts": facts[number],
-        }
-        if starts is None:
-            yield PackedGroup(**fields)
-        else:
-            yield JournalGroup(**fields, starts=starts[number])
+        facts = decode_facts(message.facts, rows.counts)
+    columns = (rows.tasks, rows.indices, rows.attempts, message.tokens, facts)
+    groups = [
+        PackedGroup(
+            task=task,
+            indices=indices,
+            attempts=attempts,
+            token=token,
+            frame=bytes(next_frame(frames)),
+            facts=of_rows,
+        )
+        for task, indices, attempts, token, of_rows in zip(*columns, strict=True)
+    ]
     _finished(frames)
+    if not message.starts:
+        return groups
+    every = per_group(message.starts, rows.counts, "starts")
+    return [
+        JournalGroup(**vars(group), starts=starts)
+        for group, starts in zip(groups, every, strict=True)
+    ]
 
 
 def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
@@ -243,13 +253,13 @@ def decode_fetched(
 
 def _decode_payload(bulk: Bulk[pb.FetchRowsResponse]) -> Iterator[PayloadGroup]:
     message, frames = bulk.message, iter(bulk.frames)
-    groups = decode_rows(message.rows)
-    every = decode_parts(message.parts, frames, groups)
+    rows = named_rows(message.rows)
+    every = decode_parts(message.parts, frames, rows)
     _finished(frames)
-    for rows, parts in zip(groups, every, strict=True):
-        yield PayloadGroup(
-            task=rows.task, indices=rows.indices, attempts=rows.attempts, parts=parts
-        )
+    for task, indices, attempts, parts in zip(
+        *(rows.tasks, rows.indices, rows.attempts, every), strict=True
+    ):
+        yield PayloadGroup(task=task, indices=indices, attempts=attempts, parts=parts)
 
 
 def _header(messages: Sequence[Bulk[Any]]) -> Any:
