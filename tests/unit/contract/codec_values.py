@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,9 @@ def same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(same, left, right))
     if hasattr(left, "__dataclass_fields__"):
         return type(left) is type(right) and all(
-            same(getattr(left, name), getattr(right, name)) for name in left.__dataclass_fields__
+            same(getattr(left, field.name), getattr(right, field.name))
+            for field in fields(left)
+            if field.compare
         )
     return bool(left == right)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
@@ -46,6 +48,18 @@ def test_admitted_tasks_come_back(
 ) -> None:
     call = codec.AdmitCall(run=run, tasks=several, cursor=cursor, wait_s=wait_s)
     assert same(call, codec.decode_admit(over_the_wire(codec.encode_admit(call))))
+
+
+def test_an_admitted_task_is_packed_as_it_came_and_one_made_from_it_is_not() -> None:
+    asked = Task(run="r", task_id="t", prompt_ids=np.arange(3, dtype=np.int32))
+    call = codec.AdmitCall(run="r", tasks=(asked,), cursor="", wait_s=0.0)
+    messages = over_the_wire(codec.encode_admit(call))
+    messages[0].tasks[0].ground_truth_json = '{"a":1}'
+    (task,) = codec.decode_admit(messages).tasks
+    packed = codec.pack_task(task)
+    assert packed.data == messages[0].tasks[0].SerializeToString()
+    assert packed.task.ground_truth == task.ground_truth == {"a": 1}
+    assert codec.pack_task(replace(task, task_id="u")).task.task_id == "u"
 
 
 @st.composite

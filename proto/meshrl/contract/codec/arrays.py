@@ -53,7 +53,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 def byte_count(dtype: np.dtype[Any], shape: Iterable[int]) -> int:
     """Bytes of an array; raises ValueError for a shape that none has."""
     sizes = tuple(shape)
-    if len(sizes) > MAX_AXES or any(size < 0 for size in sizes):
+    if len(sizes) > MAX_AXES or min(sizes, default=0) < 0:
         malformed(f"no array has the shape {list(sizes)}")
     return math.prod(sizes) * dtype.itemsize
 
@@ -64,7 +64,9 @@ def view(data: bytes | memoryview, dtype: np.dtype[Any], shape: Iterable[int]) -
         empty = np.empty(tuple(shape), dtype)
         empty.flags.writeable = False
         return empty
-    return np.frombuffer(data, dtype).reshape(tuple(shape))
+    found = np.frombuffer(data, dtype)
+    sizes = tuple(shape)
+    return found if len(sizes) == 1 else found.reshape(sizes)
 
 
 @encoder
@@ -84,15 +86,13 @@ def decode_array(
         UserError: unknown or other dtype, impossible shape, wrong byte count.
     """
     what = f"{name}: " if name else ""
-    found = dtype_of(message.dtype)
-    wanted = byte_count(found, message.shape)
-    data = message.data
+    given, shape, data = message.dtype, message.shape[:], message.data
+    found = dtype_of(given)
+    wanted = byte_count(found, shape)
     if len(data) != wanted:
-        malformed(
-            f"{what}{message.dtype}{list(message.shape)} takes {wanted} bytes, {len(data)} were sent"
-        )
-    if dtype and message.dtype != dtype:
-        malformed(f"{what}want {dtype}, got {message.dtype}")
-    if axes is not None and len(message.shape) != axes:
-        malformed(f"{what}want {axes} axes, got shape {list(message.shape)}")
-    return view(data, found, message.shape)
+        malformed(f"{what}{given}{shape} takes {wanted} bytes, {len(data)} were sent")
+    if dtype and given != dtype:
+        malformed(f"{what}want {dtype}, got {given}")
+    if axes is not None and len(shape) != axes:
+        malformed(f"{what}want {axes} axes, got shape {shape}")
+    return view(data, found, shape)

@@ -80,7 +80,13 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
     if not messages or not messages[0].HasField("header"):
         malformed("the first message has no header")
     header = messages[0].header
-    tasks = tuple(decode_task(task) for message in messages for task in message.tasks)
+    tasks = tuple(
+        [
+            decode_task(task).came_as(task.SerializeToString())
+            for message in messages
+            for task in message.tasks
+        ]
+    )
     _count("tasks", header.num_tasks, len(tasks))
     return AdmitCall(run=header.run, tasks=tasks, cursor=header.cursor, wait_s=header.wait_s)
 

@@ -12,7 +12,7 @@ from meshrl.v1 import trajectory_pb2 as pb
 
 def pack_task(task: Task) -> PackedTask:
     """Raises UserError when `ground_truth` or `extra_info` is not JSON."""
-    return PackedTask(encode_task(task).SerializeToString(), unpack_task)
+    return PackedTask(task.packed or encode_task(task).SerializeToString(), unpack_task)
 
 
 def packed_task(data: bytes) -> PackedTask:

@@ -57,6 +57,13 @@ class Task:
     deadline_s: float = 600.0
     """Seconds one rollout of this task may take before it counts as `timeout`."""
     priority: int = 0
+    packed: bytes = field(default=b"", init=False, repr=False, compare=False)
+    """The bytes in which it came, where it came in a call of `admit`: the queue stores them as they are."""
+
+    def came_as(self, data: bytes) -> Task:
+        """This task, which was read from `data`."""
+        object.__setattr__(self, "packed", data)
+        return self
 
 
 @dataclass(frozen=True)
