@@ -23,9 +23,10 @@ def a_group() -> Group:
         stages=2,
     )
     group.present = 0b1111
-    group.add_frame(StoredFrame(0, 0, (0, 1), 10, 0b0011, 2**64 - 1))
-    group.add_frame(StoredFrame(0, 1, (3, 2), 20, 0b1100, 12))
-    group.add_frame(StoredFrame(1, 2, (0, 1), 30, 0b0011, 13, partial=True))
+    group.frames.append(StoredFrame(0, 0, (0, 1), 10, 0b0011, 2**64 - 1))
+    group.frames.append(StoredFrame(0, 1, (3, 2), 20, 0b1100, 12))
+    group.frames.append(StoredFrame(1, 2, (0, 1), 30, 0b0011, 13, partial=True))
+    group.next_frame = 3
     group.set_facts(0, FACTS)
     return group
 
@@ -37,7 +38,7 @@ def lease(group: Group) -> None:
 
 CHANGES: dict[str, Callable[[Group], object]] = {
     "nothing": lambda group: None,
-    "a frame comes": lambda group: group.add_frame(StoredFrame(1, 3, (2,), 1, 0b0100, 1)),
+    "a frame comes": lambda group: group.frames.append(StoredFrame(1, 3, (2,), 1, 0b0100, 1)),
     "a frame goes with its rows": lambda group: group.drop_rows(0b0011),
     "rows of a frame go": lambda group: group.drop_rows(0b0001),
     "columns go": lambda group: group.drop_columns({1}, 0b0011, partial=True),

@@ -142,9 +142,6 @@ class Group:
     """Mask of the indices whose row was dead-lettered."""
     grants: list[Grant] = field(default_factory=list)
     frames: list[StoredFrame] = field(default_factory=list)
-    """Changed by the methods below alone: they know what `frames_json` says."""
-    frames_json: Fragment | None = None
-    """Likewise."""
     next_frame: int = 0
     journaled: list[int] = field(default_factory=list)
     """Per index: entries of the first stage's partial columns; empty where nothing was ever appended."""
@@ -309,12 +306,6 @@ class Group:
         if ended:
             self.grants = [grant for grant in self.grants if grant.mask]
 
-    def add_frame(self, frame: StoredFrame) -> None:
-        """Columns of some rows are stored, in the next frame."""
-        self.frames.append(frame)
-        self.frames_json = None
-        self.next_frame += 1
-
     def drop_rows(self, mask: int) -> list[StoredFrame]:
         """Rows in `mask` are here no more; returns the frames that went with the last of their rows."""
         self.present &= ~mask
@@ -334,7 +325,6 @@ class Group:
         return self._dropped()
 
     def _dropped(self) -> list[StoredFrame]:
-        self.frames_json = None
         gone = [frame for frame in self.frames if not frame.live]
         if gone:
             self.frames = [frame for frame in self.frames if frame.live]
@@ -346,8 +336,6 @@ class Group:
         """The record of the group and its rows. Masks are text, because JSON's integers end at 64 bits."""
         if self.facts_json is None:
             self.facts_json = fragment([facts and _stored_facts(facts) for facts in self.facts])
-        if self.frames_json is None:
-            self.frames_json = fragment([_stored_frame(frame) for frame in self.frames])
         return seal_json(
             [
                 self.number,
@@ -364,7 +352,10 @@ class Group:
                 self.writers,
                 self.replacements,
                 self.facts_json,
-                self.frames_json,
+                [
+                    (f.stage, f.number, f.rows, f.nbytes, hexed(f.live), f.seal, f.partial)
+                    for f in self.frames
+                ],
                 self.next_frame,
                 self.journaled,
                 [(g.stage, g.token, g.worker, hexed(g.mask)) for g in self.grants],
@@ -415,18 +406,8 @@ class Group:
 
 
 def _stored_facts(facts: RowFacts) -> Json:
-    outcome, num_tokens, (oldest_epoch, oldest_step), (newest_epoch, newest_step), reason = facts
-    return (
-        *(OUTCOMES.index(outcome), num_tokens),
-        *(oldest_epoch, oldest_step, newest_epoch, newest_step, reason),
-    )
-
-
-def _stored_frame(frame: StoredFrame) -> Json:
-    return (
-        *(frame.stage, frame.number, frame.rows, frame.nbytes, hexed(frame.live)),
-        *(frame.seal, frame.partial),
-    )
+    outcome, num_tokens, (epoch, step), (newest_epoch, newest_step), reason = facts
+    return OUTCOMES.index(outcome), num_tokens, epoch, step, newest_epoch, newest_step, reason
 
 
 def _restored_facts(stored: Json) -> RowFacts:

@@ -295,7 +295,8 @@ class Run:
     ) -> None:
         """Columns that `stage` made of `rows` (indices in the frame's order; `mask` is their set) are stored."""
         number = group.next_frame
-        group.add_frame(
+        group.next_frame += 1
+        group.frames.append(
             StoredFrame(
                 *(stage, number, rows, len(frame), mask), seal=seal_of(frame), partial=partial
             )
