@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
-from typing import Final, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -33,7 +32,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
     from_wire,
 )
-from meshrl.services.interceptor import Context
+from meshrl.services.interceptor import Behavior, Context
 from meshrl.v1 import errors_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -83,18 +82,21 @@ def to_detail(error: MeshError) -> bytes:
     return pb.ErrorDetail(code=error.code, message=message, details=details).SerializeToString()
 
 
-@asynccontextmanager
-async def as_status(method: str, context: Context) -> AsyncIterator[None]:
+def as_status(method: str, behavior: Behavior) -> Behavior:
     """Runs a handler; what it raises leaves as a status. The one place that catches everything."""
-    try:
-        yield
-    except grpc.aio.AbortError:
-        raise
-    except MeshError as error:
-        await _abort(context, error)
-    except Exception as error:
-        log.exception("%s failed", method)
-        await _abort(context, InfraError(f"{method}: {type(error).__name__}: {error}"))
+
+    async def run(request: Any, context: Context) -> Any:
+        try:
+            return await behavior(request, context)
+        except grpc.aio.BaseError:
+            raise  # gRPC's own: aborted already, or the caller has left while it was written to
+        except MeshError as error:
+            await _abort(context, error)
+        except Exception as error:
+            log.exception("%s failed", method)
+            await _abort(context, InfraError(f"{method}: {type(error).__name__}: {error}"))
+
+    return run
 
 
 async def _abort(context: Context, error: MeshError) -> None:

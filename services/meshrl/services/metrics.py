@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import cache, partial
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 from wsgiref.simple_server import WSGIServer
 
 import grpc
@@ -22,7 +21,7 @@ from prometheus_client import (
 )
 
 from meshrl.contract.errors import UserError
-from meshrl.services.interceptor import Context
+from meshrl.services.interceptor import Behavior, Context
 
 # From a write on loopback to a long poll.
 LATENCY_BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -47,21 +46,28 @@ class CallMetrics:
             "meshrl_rpc_running", "Calls running now.", ["method"], registry=registry
         )
 
-    @asynccontextmanager
-    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
+    def around(self, method: str, behavior: Behavior) -> Behavior:
         """Outermost, so that it sees the status that the others have set."""
-        start = time.perf_counter()
-        status = "CANCELLED"
-        with self._running.labels(method).track_inprogress():
+        running, latency = self._running.labels(method), self._latency.labels(method)
+        ended = cache(partial(self._calls.labels, method))
+
+        async def run(request: Any, context: Context) -> Any:
+            start = time.perf_counter()
+            status = "CANCELLED"
+            running.inc()
             try:
-                yield
+                answer = await behavior(request, context)
                 status = "OK"
+                return answer
             except grpc.aio.AbortError:
                 status = _status_name(context)
                 raise
             finally:
-                self._latency.labels(method).observe(time.perf_counter() - start)
-                self._calls.labels(method, status).inc()
+                running.dec()
+                latency.observe(time.perf_counter() - start)
+                ended(status).inc()
+
+        return run
 
 
 def _status_name(context: Context) -> str:

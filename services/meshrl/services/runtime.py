@@ -19,15 +19,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, cast
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
@@ -37,7 +37,7 @@ from meshrl.services import tls
 from meshrl.services.certificates import Certificates
 from meshrl.services.errors import as_status
 from meshrl.services.exits import Exit
-from meshrl.services.interceptor import Around, AroundInterceptor, Context
+from meshrl.services.interceptor import Around, AroundHandlers, Behavior, Context
 from meshrl.services.metrics import CallMetrics, MetricsEndpoint
 from meshrl.services.process import keep_memory
 from meshrl.services.transport import SERVER_OPTIONS
@@ -146,17 +146,9 @@ class Server:
             self._ended_by_draining,
             *self._arounds,
         )
-        self._grpc = grpc.aio.server(
-            interceptors=[
-                AroundInterceptor(arounds, self._methods("parsers"), self._methods("serializers"))
-            ],
-            options=SERVER_OPTIONS,
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        for door in self._doors:
-            door.attach(self._grpc)
-        names = [*(door.service for door in self._doors), health.SERVICE_NAME]
-        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._grpc)
+        handlers = AroundHandlers(arounds, self._methods("parsers"), self._methods("serializers"))
+        names = self._attach_to(cast("grpc.aio.Server", handlers))
+        self._grpc = grpc.aio.server(handlers=[handlers], options=SERVER_OPTIONS)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._grpc.stop, None)
@@ -182,6 +174,18 @@ class Server:
             await self.drain()
         finally:
             self._closing.close()
+
+    def _attach_to(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Health, the doors and reflection; the services' names, without reflection's."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        for door in self._doors:
+            door.attach(server)
+        names = [*(door.service for door in self._doors), health.SERVICE_NAME]
+        reflector = reflection.aio.ReflectionServicer(  # type: ignore[attr-defined] # unknown to its stubs
+            [*names, reflection.SERVICE_NAME]
+        )
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, server)
+        return names
 
     async def ready(self) -> None:
         """Tell whoever asks after our health that work may come."""
@@ -223,24 +227,26 @@ class Server:
         for name in ("", *(door.service for door in self._doors)):
             await self._health.set(name, status)
 
-    @asynccontextmanager
-    async def _ended_by_draining(self, method: str, context: Context) -> AsyncIterator[None]:
+    def _ended_by_draining(self, method: str, behavior: Behavior) -> Behavior:
         if method not in self._waits:
-            yield
-            return
-        if self._draining:
-            raise UnavailableError(f"{method}: the service is draining")
-        try:
-            async with asyncio.timeout(None) as scope:
-                self._waiting.add(scope)
-                try:
-                    yield
-                finally:
-                    self._waiting.discard(scope)
-        except TimeoutError as error:
-            if not scope.expired():
-                raise
-            raise UnavailableError(f"{method}: the service is draining") from error
+            return behavior
+
+        async def run(request: Any, context: Context) -> Any:
+            if self._draining:
+                raise UnavailableError(f"{method}: the service is draining")
+            try:
+                async with asyncio.timeout(None) as scope:
+                    self._waiting.add(scope)
+                    try:
+                        return await behavior(request, context)
+                    finally:
+                        self._waiting.discard(scope)
+            except TimeoutError as error:
+                if not scope.expired():
+                    raise
+                raise UnavailableError(f"{method}: the service is draining") from error
+
+        return run
 
 
 def join_address(host: str, port: int) -> str:

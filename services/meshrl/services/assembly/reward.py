@@ -8,8 +8,8 @@ RewardDoor (gRPC) ──┘
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, closing
+from typing import Any
 
 from meshrl.contract.errors import UserError
 from meshrl.rewardd.registry.config import RegistryConfig
@@ -20,7 +20,7 @@ from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reward import RewardDoor
 from meshrl.services.doors.reward_registry import RewardRegistryDoor, caller_of
-from meshrl.services.interceptor import Around, Context
+from meshrl.services.interceptor import Around, Behavior, Context
 from meshrl.services.queues import queue_of
 from meshrl.services.rewards.app import build_app
 from meshrl.services.rewards.audit import AuditLog
@@ -104,10 +104,14 @@ def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
 def _scoring_needs_a_role(desk: RewardDesk) -> Around:
     """Where tokens are asked for, the Reward door asks for them too; the registry's door does so by itself."""
 
-    @asynccontextmanager
-    async def around(method: str, context: Context) -> AsyncIterator[None]:
-        if method.startswith(f"/{RewardDoor.service}/"):
+    def around(method: str, behavior: Behavior) -> Behavior:
+        if not method.startswith(f"/{RewardDoor.service}/"):
+            return behavior
+
+        async def run(request: Any, context: Context) -> Any:
             desk.require(caller_of(context), Role.READ)
-        yield
+            return await behavior(request, context)
+
+        return run
 
     return around
