@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from meshrl.contract.nouns import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
     Outcome,
+    RowWrite,
     StageSpec,
     Version,
 )
@@ -310,17 +312,23 @@ class WritePromises:
         with pytest.raises(UserError, match="spans is missing"):
             await queue.write("run", "rollout", tokens_of(lease), [replace(good, columns=kept)])
 
-    async def test_a_reward_that_is_no_number_never_gets_in(self, queue: Queue) -> None:
+    @pytest.mark.parametrize("reward", [[np.nan], [-np.inf], [1.0, 1.0], []])
+    async def test_a_reward_that_is_no_number_never_gets_in(
+        self, queue: Queue, reward: list[float]
+    ) -> None:
         actors = Actors(queue)
         stage = StageSpec(name="reward", reads=("response_text",), writes=("reward",))
         await actors.start(spec(stages=(ROLLOUT_STAGE, stage)))
         await actors.feed(tasks(1))
         await actors.write(await actors.lease())
-        lease = await actors.lease("reward", limit=1)
-        good = rollout_of(lease.rows[0], actors.version)
-        nan = replace(good, columns={"reward": np.array([np.nan], np.float32)}, facts=None)
-        with pytest.raises(UserError, match="finite"):
-            await queue.write("run", "reward", tokens_of(lease), [nan])
+        lease = await actors.lease("reward")
+        good, bad = (
+            RowWrite(uid=row.uid, columns={"reward": np.array(given, np.float32)})
+            for row, given in zip(lease.rows, ([1.0], reward), strict=True)
+        )
+        with pytest.raises(UserError, match="finite") as refused:
+            await queue.write("run", "reward", tokens_of(lease), [good, bad])
+        assert refused.value.details["uid"] == str(bad.uid)
 
     @pytest.mark.parametrize("outcome", [o for o in Outcome if not o.trainable])
     async def test_a_fault_can_never_become_a_row(self, queue: Queue, outcome: Outcome) -> None:
@@ -361,3 +369,20 @@ class WritePromises:
             assert refused.value.details["uid"] == str(missing)
         with pytest.raises(UserError, match="toekns"):
             await queue.fetch("run", [uid], ["toekns"])
+
+    @pytest.mark.parametrize(
+        "wrong", [{"outcome": Outcome.TIMEOUT}, {"oldest": Version(9, 9)}, {"num_tokens": 5}]
+    )
+    async def test_facts_that_make_no_sense_are_refused_with_their_row(
+        self, queue: Queue, wrong: dict[str, Any]
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        good, bad = (rollout_of(row, actors.version) for row in lease.rows)
+        told = facts(actors.version, 6)._replace(**wrong)
+        with pytest.raises(UserError) as refused:
+            await queue.write("run", "rollout", tokens_of(lease), [good, replace(bad, facts=told)])
+        assert refused.value.details["uid"] == str(bad.uid)
+        await queue.write("run", "rollout", tokens_of(lease), [good, bad])

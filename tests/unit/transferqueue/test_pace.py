@@ -38,7 +38,7 @@ def measured(**speeds: float) -> Pace:
     books = Pace()
     for name, speed in speeds.items():
         holder = books.holder(name, 0.0)
-        holder.finished(int(speed * 100), 100.0)
+        holder.finished([int(speed * 100)], 100.0)
         holder.slots, holder.waiting = 64, 1
     return books
 
@@ -142,7 +142,7 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
     run = queue.open_runs[0]
     for name, tokens in (("fast", 400), ("slow", 1)):
         holder = run.pace.holder(name, run.clock())
-        holder.finished(tokens, 1.0)
+        holder.finished([tokens], 1.0)
         holder.slots, holder.waiting = 64, 1
     given = await lease(queue, "slow", 8)
     assert len(given.rows) == 1

@@ -138,7 +138,7 @@ async def test_a_worker_that_has_its_share_waits_without_asking_again(
     run = mesh.shards[0].shard._runs["run"]
     for name, tokens in (("fast", 400), ("slow", 1)):
         holder = run.pace.holder(name, run.clock())
-        holder.finished(tokens, 1.0)
+        holder.finished([tokens], 1.0)
         holder.slots, holder.waiting = 64, 1
     given = await mesh.actors.lease(limit=8, worker="slow")
     assert len(given.rows) == 1

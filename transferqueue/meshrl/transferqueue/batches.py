@@ -114,29 +114,30 @@ def _put_in(run: Run, batch: TakenBatch, group: Group) -> None:
         run.ready_to_taken.add(run.clock() - group.since, group.present.bit_count())
         group.position = run.next_position
         run.next_position += 1
-    run.refresh(group)
+    # Its rows have every column: no stage could lease one.
+    run.recount(group)
 
 
 def _manifest(group: Group) -> BatchGroup:
     named = group.siblings(group.present)
-    facts = group.facts_of(group.present)
+    outcomes, num_tokens, oldest, newest, _ = zip(*group.facts_of(group.present), strict=True)
     return BatchGroup(
         task=named.task,
         indices=named.indices,
         attempts=named.attempts,
         size=group.size,
-        num_tokens=tuple([fact.num_tokens for fact in facts]),
-        oldest=tuple([fact.oldest for fact in facts]),
-        newest=tuple([fact.newest for fact in facts]),
-        outcomes=tuple([fact.outcome for fact in facts]),
+        num_tokens=num_tokens,
+        oldest=oldest,
+        newest=newest,
+        outcomes=outcomes,
     )
 
 
 def _stored(group: BatchGroup) -> Json:
     return (
         *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
-        [(version.epoch, version.step) for version in group.oldest],
-        [(version.epoch, version.step) for version in group.newest],
+        # Plain tuples: orjson takes no others.
+        *(list(map(tuple, group.oldest)), list(map(tuple, group.newest))),
         group.outcomes,
     )
 
@@ -204,7 +205,7 @@ def settle(run: Run, *, step: int, batch_id: str) -> None:
         return
     batch.settled = True
     for group in batch.groups.values():
-        run.refresh(group)
+        run.recount(group)
     run.journal.touch(batch)
     run.save()
     admission.recount(run)

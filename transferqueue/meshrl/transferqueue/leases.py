@@ -11,7 +11,7 @@ from meshrl.contract.frames import Frame
 from meshrl.contract.nouns import Outcome, PackedGroup, RowFacts, Uid, Version
 from meshrl.transferqueue import admission, columns, dead, partial, policies
 from meshrl.transferqueue.group import Grant, Group, bits
-from meshrl.transferqueue.payload import Extract, extract
+from meshrl.transferqueue.payload import Extract, located
 from meshrl.transferqueue.stages import Stage
 
 if TYPE_CHECKING:
@@ -89,31 +89,27 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
     """Hand at most `limit` rows to `worker`."""
     number = stage.number
     run.last_token += 1
+    token = run.last_token
     now = run.clock()
     deadline = run.expiry.now() + run.spec.lease_ttl_s
     granted: list[Granted] = []
     rows = run.ready[number].pop(limit, worker, now)
     holder = run.pace.holder(worker, now) if stage.first else None
     for group, mask in rows:
-        given = Grant(group, number, run.last_token, worker, mask, now, deadline, holder)
+        given = Grant(group, number, token, worker, mask, now, deadline, holder)
         if holder is not None:
             holder.rows += mask.bit_count()
         group.grants.append(given)
         group.held[number] |= mask
         group.since = now
+        indices = bits(mask)
         deliveries = group.deliveries[number]
-        for index in bits(mask):
+        for index in indices:
             deliveries[index] += 1
         run.expiry.watch(given)
         run.refresh(group)
-        named = group.siblings(mask)
-        granted.append(
-            Granted(
-                extract(group, named, run.stages.after(stage), stage.reads, journal_of=stage),
-                run.last_token,
-                tuple([deliveries[index] for index in named.indices]),
-            )
-        )
+        wanted = located(group, group.siblings(mask), mask, stage.after, journal_of=number)
+        granted.append(Granted(wanted, token, tuple([deliveries[index] for index in indices])))
     run.save([group for group, _ in rows])
     return granted
 
@@ -223,12 +219,13 @@ def read_frame(run: Run, write: PackedGroup) -> Frame:
     """The frame, with as many rows as are named. Raises UserError, with `uid`."""
     if not write.indices:
         raise UserError(f"a write to task {write.task!r} names no row", task=write.task)
-    uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
     try:
         frame = Frame(write.frame)
     except CorruptError as error:
+        uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
         raise UserError(f"row {uid}: {error.message}", uid=uid) from error
     if frame.rows != len(write.indices) or len(set(write.indices)) != frame.rows:
+        uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
         raise UserError(
             f"row {uid}: {len(write.indices)} rows are named, the frame has {frame.rows}", uid=uid
         )
@@ -263,8 +260,8 @@ def _measure(group: Group, stage: Stage, item: CheckedWrite, now: float) -> None
     """How fast its holder made these rows."""
     for held in group.grants:
         if held.holder is not None and held.stage == stage.number and held.token == item.token:
-            for facts in item.facts:
-                held.holder.finished(facts.num_tokens, now - held.since)
+            tokens = [facts.num_tokens for facts in item.facts]
+            held.holder.finished(tokens, now - held.since)
 
 
 def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from operator import add, sub
 
 from meshrl.contract.nouns import Json, Ledger
 
@@ -61,8 +62,7 @@ class Books:
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
         """A group's rows by state, as they were counted and as they are."""
-        sums = zip(self.resident, old, new, strict=True)
-        self.resident = [rows - was + is_ for rows, was, is_ in sums]
+        self.resident = list(map(add, self.resident, map(sub, new, old)))
 
     def leave(self, rows: int, exit_: Exit, reason: str) -> None:
         """`rows` left; where they were resident is told by `move`."""

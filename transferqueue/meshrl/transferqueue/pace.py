@@ -36,10 +36,11 @@ class Holder:
     waiting: int = 0
     """Leases that it waits for now."""
 
-    def finished(self, tokens: int, seconds: float) -> None:
-        """It wrote a row of so many tokens, which it had for so long."""
-        speed = tokens / max(seconds, 1e-3)
-        self.speed += (speed - self.speed) * (WEIGHT if self.speed else 1.0)
+    def finished(self, tokens: Sequence[int], seconds: float) -> None:
+        """It wrote rows of so many tokens each, which it had for so long."""
+        took = max(seconds, 1e-3)
+        for of_row in tokens:
+            self.speed += (of_row / took - self.speed) * (WEIGHT if self.speed else 1.0)
 
 
 class Pace:

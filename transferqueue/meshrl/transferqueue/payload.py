@@ -42,21 +42,13 @@ class Extract(NamedTuple):
 
 
 def extract(
-    group: Group,
-    rows: Siblings,
-    stages: Sequence[Stage],
-    names: Sequence[str],
-    *,
-    journal_of: Stage | None = None,
+    group: Group, rows: Siblings, mask: int, stages: Sequence[Stage], names: Sequence[str]
 ) -> Extract:
-    """Where the columns `names`, which `stages` write, lie for `rows`, all of which are here.
-
-    With `journal_of` also what was appended for that stage.
+    """Where the columns `names`, which `stages` write, lie for `rows`, whose set is `mask`; all are here.
 
     Raises:
         NotFoundError: with `uid`; a stage has not written a row yet.
     """
-    mask = group.mask_of(rows)
     for stage in stages:
         if absent := mask & ~group.done[stage.number]:
             uid, missing = (
@@ -64,16 +56,18 @@ def extract(
                 next(n for n in names if n in stage.writes),
             )
             raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
-    wanted = frozenset([stage.number for stage in stages])
+    return located(group, rows, mask, [stage.number for stage in stages])
+
+
+def located(
+    group: Group, rows: Siblings, mask: int, stages: Sequence[int], *, journal_of: int = -1
+) -> Extract:
+    """Where what `stages` (numbers) have written of `rows` lies, and what was appended for `journal_of`."""
     found: list[Wanted] = []
     journal: list[Wanted] = []
     for frame in group.frames:
-        if frame.partial:
-            if journal_of is None or frame.stage != journal_of.number:
-                continue
-        elif frame.stage not in wanted:
-            continue
-        if frame.live & mask:
+        wanted = frame.stage == journal_of if frame.partial else frame.stage in stages
+        if wanted and frame.live & mask:
             rows_, positions = _overlap(rows.indices, frame, mask)
             (journal if frame.partial else found).append(
                 Wanted(group.frame_key(frame.number), frame.stage, rows_, positions, frame.seal)
@@ -149,7 +143,7 @@ class PayloadReader:
     ) -> list[LeasedGroup]:
         """The same with the tasks, tokens and deliveries; groups that left in the meantime are left out."""
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
-        keys = [*missing, *(f.key for each in extracts for f in (*each.frames, *each.journal))]
+        keys = [*missing, *[f.key for each in extracts for f in (*each.frames, *each.journal)]]
         stored = await self._stored(keys)
         wanted = frozenset(names)
         found: list[LeasedGroup] = []

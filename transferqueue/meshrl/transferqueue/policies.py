@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.nouns import GroupPolicy, StalePolicy
 from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.ledger import Exit
+from meshrl.transferqueue.ledger import Exit, State
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.run import Run
@@ -17,16 +17,18 @@ SPARE = "k_of_n"
 """Why unfinished rows leave when the k that were asked for are taken."""
 REISSUED, DROPPED = "reissued", "dropped"
 
+READY = list(State).index(State.READY)
+
 
 def is_complete(run: Run, group: Group) -> bool:
-    """True when the group may be taken.
+    """True when a group that is in no batch may be taken.
 
     `all` and `replace_sibling` want every row. `k_of_n` wants k; its unfinished rows go on until the group is taken.
     """
     wanted = group.size
     if run.spec.group_policy is GroupPolicy.K_OF_N:
         wanted = run.spec.group_k
-    return group.finished.bit_count() >= wanted
+    return group.counts[READY] >= wanted
 
 
 def rows_finished(run: Run, group: Group) -> None:
@@ -51,7 +53,7 @@ def lost_row(run: Run, group: Group, index: int) -> None:
 
 def too_old(run: Run, group: Group, step: int) -> bool:
     """True when a row of the group was sampled more than `max_staleness` steps before `step`."""
-    oldest = min((facts.oldest.step for facts in group.facts_of(group.present)), default=step)
+    oldest = min([facts.oldest.step for facts in group.facts_of(group.present)], default=step)
     return step - oldest > run.spec.max_staleness
 
 

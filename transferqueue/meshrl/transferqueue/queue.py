@@ -290,7 +290,7 @@ class TransferQueue(RowVerbs):
         spec = state.stages[stage]
         writes = leases.checked(state, spec, groups)
         if writes:
-            self._space.check(run, f"stage {stage}", sum(len(item.frame) for item in writes))
+            self._space.check(run, f"stage {stage}", sum([len(item.frame) for item in writes]))
             leases.write(state, spec, writes)
         await self._journal.flush()
 
@@ -359,7 +359,10 @@ class TransferQueue(RowVerbs):
         """See the port. Arrays are read-only. Raises UserError for a column of no stage."""
         state = self._run(run)
         stages = state.stages.of_columns(columns)
-        wanted = [payload.extract(state.resident(rows), rows, stages, columns) for rows in groups]
+        wanted: list[payload.Extract] = []
+        for rows in groups:
+            group, mask = state.resident(rows)
+            wanted.append(payload.extract(group, rows, mask, stages, columns))
         await self._journal.flush()
         try:
             return await self._payload.read(wanted, columns, state.stages.writes)

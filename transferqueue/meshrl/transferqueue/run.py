@@ -189,11 +189,11 @@ class Run:
         group = self.by_task.get(uid.task)
         return group if group is not None and group.has(uid.index, uid.attempt) else None
 
-    def resident(self, rows: Siblings) -> Group:
-        """The group of rows that are all here. Raises NotFoundError, with `uid`."""
+    def resident(self, rows: Siblings) -> tuple[Group, int]:
+        """The group of rows that are all here, and the rows' mask. Raises NotFoundError, with `uid`."""
         group = self.by_task.get(rows.task)
-        if group is not None and (group.mask_of(rows) or not rows.indices):
-            return group
+        if group is not None and ((mask := group.mask_of(rows)) or not rows.indices):
+            return group, mask
         for uid in rows.uids(self.name):
             if group is None or not group.has(uid.index, uid.attempt):
                 raise NotFoundError(f"no row {uid} in run {self.name}", uid=uid)
@@ -244,10 +244,12 @@ class Run:
         if group.batch is not None:
             return (0, 0, 0, 0, 0, here) if group.batch.settled else (0, 0, 0, 0, here, 0)
         some = held = 0
+        every = group.present
         for done, granted in zip(group.done, group.held, strict=True):
             some |= done
+            every &= done
             held |= granted
-        ready = group.finished.bit_count()
+        ready = every.bit_count()
         pending = (some & group.present).bit_count() - ready
         leased = (held & ~some).bit_count()
         return (here - ready - pending - leased, leased, pending, ready, 0, 0)
@@ -262,12 +264,16 @@ class Run:
             return State.PENDING
         return State.LEASED if any(held >> index & 1 for held in group.held) else State.QUEUED
 
-    def refresh(self, group: Group) -> None:
-        """Bring the books and the ready sets in line with the group."""
+    def recount(self, group: Group) -> None:
+        """Bring the books in line with the group."""
         counts = self.counts(group)
         if counts != group.counts:
             self.books.move(group.counts, counts)
             group.counts = counts
+
+    def refresh(self, group: Group) -> None:
+        """Bring the books and the ready sets in line with the group."""
+        self.recount(group)
         free = group.batch is None
         for stage in self.stages:
             mask = group.leasable(stage.number, stage.after) if free else 0
@@ -279,7 +285,7 @@ class Run:
         self.books.leave(mask.bit_count(), exit_, reason)
         self.trail.note(group.task_id, mask.bit_count(), exit_, reason)
         if not (group.batch and group.batch.consumed):
-            self.open_tokens -= sum(facts.num_tokens for facts in group.facts_of(mask))
+            self.open_tokens -= sum([facts.num_tokens for facts in group.facts_of(mask)])
         self.drop_frames(group, group.drop_rows(mask))
         self.refresh(group)
 
@@ -346,6 +352,7 @@ class Run:
             self.replay.add(group.number, (group.position,))
         else:
             facts = group.facts_of(group.finished)
+            _, num_tokens, oldest, newest, _ = zip(*facts, strict=True)
             self.sampler.add(
                 sampling.CompleteGroup(
                     number=group.number,
@@ -353,9 +360,9 @@ class Run:
                     priority=group.traits.priority,
                     data_source=group.traits.data_source,
                     difficulty=group.traits.difficulty,
-                    num_tokens=tuple([fact.num_tokens for fact in facts]),
-                    oldest=min(fact.oldest for fact in facts),
-                    newest=max(fact.newest for fact in facts),
+                    num_tokens=num_tokens,
+                    oldest=min(oldest),
+                    newest=max(newest),
                 )
             )
         self.complete_bell.ring()
