@@ -150,9 +150,7 @@ class Peer:
         wait_s: float | None = None,
     ) -> Noun:
         """A stream there, one message back; the whole stream is sent again if it breaks."""
-        for question in questions:
-            self.check_size(question)
-        sending_s = sum(question.ByteSize() for question in questions) / SLOWEST_BYTES_PER_S
+        sending_s = sum(map(self.check_size, questions)) / SLOWEST_BYTES_PER_S
 
         async def attempt() -> Answer:
             deadline_s = _deadline_s(wait_s) + sending_s
@@ -223,8 +221,8 @@ class Peer:
         except UserError as error:
             raise CorruptError(f"{self.name} answered nonsense: {error}") from error
 
-    def check_size(self, message: Sized) -> None:
-        """Raises CapacityError for a message that gRPC would refuse to send."""
+    def check_size(self, message: Sized) -> int:
+        """Its bytes. Raises CapacityError for a message that gRPC would refuse to send."""
         size = message.ByteSize()
         if size > MAX_MESSAGE_BYTES:
             raise CapacityError(
@@ -232,6 +230,7 @@ class Peer:
                 size=size,
                 limit=MAX_MESSAGE_BYTES,
             )
+        return size
 
 
 class Wire:
@@ -271,13 +270,12 @@ def _deadline_s(wait_s: float | None) -> float:
 async def _collected(messages: AsyncIterable[Answer], silence_s: float) -> list[Answer]:
     """All of a stream. Raises TimeoutError when the next message takes longer than `silence_s`."""
     found: list[Answer] = []
-    stream = aiter(messages)
-    while True:
-        async with asyncio.timeout(silence_s):
-            try:
-                found.append(await anext(stream))
-            except StopAsyncIteration:
-                return found
+    clock = asyncio.get_running_loop().time
+    async with asyncio.timeout(silence_s) as silence:
+        async for message in messages:
+            found.append(message)
+            silence.reschedule(clock() + silence_s)
+    return found
 
 
 def nothing(_: Message) -> None:

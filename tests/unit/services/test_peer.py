@@ -1,0 +1,51 @@
+"""How a streamed answer is waited for: each message within the deadline, the whole as long as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from meshrl.services.wires import peer
+
+SILENCE_S = 30.0
+
+
+class Clock:
+    """The event loop's, which jumps ahead when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop = asyncio.get_running_loop()
+        time = loop.time
+        self.ahead_s = 0.0
+        monkeypatch.setattr(loop, "time", lambda: time() + self.ahead_s)
+
+    async def pass_by(self, seconds: float) -> None:
+        self.ahead_s += seconds
+        for _ in range(3):  # the loop looks at its timers
+            await asyncio.sleep(0)
+
+
+async def spoken(clock: Clock, pauses: list[float]) -> AsyncIterator[int]:
+    for number, seconds in enumerate(pauses):
+        await clock.pass_by(seconds)
+        yield number
+
+
+async def test_an_answer_may_take_long_if_it_is_never_silent_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses = [0.8 * SILENCE_S] * 5
+    answer = spoken(Clock(monkeypatch), pauses)
+    assert await peer._collected(answer, SILENCE_S) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("before", [0, 1, 4])
+async def test_silence_ends_the_wait_wherever_it_falls(
+    monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    pauses = [0.8 * SILENCE_S] * before + [1.2 * SILENCE_S]
+    answer = spoken(Clock(monkeypatch), pauses)
+    with pytest.raises(TimeoutError):
+        await peer._collected(answer, SILENCE_S)
