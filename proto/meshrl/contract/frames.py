@@ -67,17 +67,23 @@ def unseal(value: bytes | memoryview, what: str) -> memoryview:
     Raises:
         CorruptError: the checksum does not fit; names `what`.
     """
-    if not intact(value):
+    body = _body(value)
+    if body is None:
         raise CorruptError(f"{what}: {len(value)} bytes do not match their checksum")
-    return memoryview(value)[_SUM.size :]
+    return body
 
 
 def intact(value: bytes | memoryview) -> bool:
     """Whether a value is sealed, and its checksum fits."""
+    return _body(value) is not None
+
+
+def _body(value: bytes | memoryview) -> memoryview | None:
+    """None where the checksum does not fit."""
     if len(value) < _SUM.size:
-        return False
-    seal: int = _SUM.unpack_from(value)[0]
-    return seal == xxhash.xxh3_64_intdigest(memoryview(value)[_SUM.size :])
+        return None
+    body = memoryview(value)[_SUM.size :]
+    return body if _SUM.unpack_from(value)[0] == xxhash.xxh3_64_intdigest(body) else None
 
 
 def storable(array: object) -> bool:

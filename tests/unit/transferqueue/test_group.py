@@ -27,7 +27,7 @@ def a_group() -> Group:
     group.frames.append(StoredFrame(0, 1, (3, 2), 20, 0b1100, 12))
     group.frames.append(StoredFrame(1, 2, (0, 1), 30, 0b0011, 13, partial=True))
     group.next_frame = 3
-    group.set_facts(0, FACTS)
+    group.set_facts([0], [FACTS])
     return group
 
 
@@ -44,7 +44,7 @@ CHANGES: dict[str, Callable[[Group], object]] = {
     "columns go": lambda group: group.drop_columns({1}, 0b0011, partial=True),
     "columns of some rows go": lambda group: group.drop_columns({0}, 0b0100, partial=False),
     "a row comes again": lambda group: group.add_row(0, 0.0),
-    "facts come": lambda group: group.set_facts(2, FACTS),
+    "facts come": lambda group: group.set_facts([2], [FACTS]),
     "rows are leased": lease,
 }
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
 from meshrl.contract.nouns import Batch, BatchGroup, Json, Outcome, Uid, Version
 from meshrl.transferqueue import admission, policies
-from meshrl.transferqueue.group import Group
+from meshrl.transferqueue.group import Group, bits
 from meshrl.transferqueue.ledger import Exit
 from meshrl.transferqueue.sealed import seal_json, unseal_json
 from meshrl.transferqueue.store import Table
@@ -119,12 +119,12 @@ def _put_in(run: Run, batch: TakenBatch, group: Group) -> None:
 
 
 def _manifest(group: Group) -> BatchGroup:
-    named = group.siblings(group.present)
+    indices = bits(group.present)
     outcomes, num_tokens, oldest, newest, _ = zip(*group.facts_of(group.present), strict=True)
     return BatchGroup(
-        task=named.task,
-        indices=named.indices,
-        attempts=named.attempts,
+        task=group.task_id,
+        indices=indices,
+        attempts=group.attempts_at(indices),
         size=group.size,
         num_tokens=num_tokens,
         oldest=oldest,

@@ -100,7 +100,9 @@ def _check_each(write: PackedGroup) -> None:
 
 def _lengths_in(group: Group | None, write: PackedGroup) -> tuple[int, ...]:
     """T of each row; 0 where no stage has given its facts."""
-    known = [group.facts[index] if group else None for index in write.indices]
+    if group is None:
+        return (0,) * len(write.indices)
+    known = map(group.facts.__getitem__, write.indices)
     return tuple([facts.num_tokens if facts else 0 for facts in known])
 
 

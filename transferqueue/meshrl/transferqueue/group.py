@@ -203,11 +203,9 @@ class Group:
         """The name of the row at `index`."""
         return Uid(self.run, self.task_id, index, self.attempts[index])
 
-    def siblings(self, mask: int) -> Siblings:
-        """The names of the rows in `mask`."""
-        indices = bits(mask)
-        attempts = tuple([self.attempts[index] for index in indices])
-        return Siblings(task=self.task_id, indices=indices, attempts=attempts)
+    def attempts_at(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """The attempt of each of these rows."""
+        return tuple([self.attempts[index] for index in indices])
 
     # --- sets of rows
 
@@ -261,12 +259,12 @@ class Group:
     @property
     def nbytes(self) -> int:
         """Payload of the group."""
-        return self.task_bytes + sum(frame.nbytes for frame in self.frames)
+        return self.task_bytes + sum([frame.nbytes for frame in self.frames])
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the rows whose number is known."""
-        return sum(facts.num_tokens for facts in self.facts_of(self.present))
+        return sum([facts.num_tokens for facts in self.facts_of(self.present)])
 
     def facts_of(self, mask: int) -> list[RowFacts]:
         """The facts of those rows in `mask` that have some."""
@@ -274,9 +272,10 @@ class Group:
 
     # --- changes
 
-    def set_facts(self, index: int, facts: RowFacts | None) -> None:
-        """What is known of the row at `index`."""
-        self.facts[index] = facts
+    def set_facts(self, indices: Sequence[int], facts: Sequence[RowFacts | None]) -> None:
+        """What is known of the rows at `indices`."""
+        for index, of_row in zip(indices, facts, strict=True):
+            self.facts[index] = of_row
         self.facts_json = None
 
     def add_row(self, index: int, now: float) -> None:
@@ -286,7 +285,7 @@ class Group:
         for stage in range(len(self.done)):
             self.done[stage] &= ~bit
             self.deliveries[stage][index] = self.writers[stage][index] = 0
-        self.set_facts(index, None)
+        self.set_facts([index], [None])
         self.replacements[index] = 0
         if self.journaled:
             self.journaled[index] = 0

@@ -108,7 +108,9 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
             deliveries[index] += 1
         run.expiry.watch(given)
         run.refresh(group)
-        wanted = located(group, group.siblings(mask), mask, stage.after, journal_of=number)
+        wanted = located(
+            *(group, indices, group.attempts_at(indices), mask, stage.after), journal_of=number
+        )
         granted.append(Granted(wanted, token, tuple([deliveries[index] for index in indices])))
     run.save([group for group, _ in rows])
     return granted
@@ -246,9 +248,9 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
         writers = group.writers[number]
         for index in item.rows:
             writers[index] = item.token
-        for index, facts in zip(item.rows, item.facts, strict=False):
-            group.set_facts(index, facts)
-            run.open_tokens += facts.num_tokens
+        if item.facts:
+            group.set_facts(item.rows, item.facts)
+            run.open_tokens += sum([facts.num_tokens for facts in item.facts])
         group.since = now
         run.refresh(group)
         policies.rows_finished(run, group)

@@ -34,11 +34,18 @@ class Wanted(NamedTuple):
 class Extract(NamedTuple):
     """What to read for some rows of one group; it stays right whatever becomes of the group meanwhile."""
 
-    rows: Siblings
+    task: str
+    indices: tuple[int, ...]
+    attempts: tuple[int, ...]
     task_key: bytes
     frames: tuple[Wanted, ...]
     journal: tuple[Wanted, ...] = ()
     """What was appended of the rows, in order."""
+
+    @property
+    def rows(self) -> Siblings:
+        """Their names."""
+        return Siblings(task=self.task, indices=self.indices, attempts=self.attempts)
 
 
 def extract(
@@ -56,23 +63,30 @@ def extract(
                 next(n for n in names if n in stage.writes),
             )
             raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
-    return located(group, rows, mask, [stage.number for stage in stages])
+    numbers = [stage.number for stage in stages]
+    return located(group, rows.indices, rows.attempts, mask, numbers)
 
 
 def located(
-    group: Group, rows: Siblings, mask: int, stages: Sequence[int], *, journal_of: int = -1
+    group: Group,
+    indices: tuple[int, ...],
+    attempts: tuple[int, ...],
+    mask: int,
+    stages: Sequence[int],
+    *,
+    journal_of: int = -1,
 ) -> Extract:
-    """Where what `stages` (numbers) have written of `rows` lies, and what was appended for `journal_of`."""
+    """Where what `stages` (numbers) have written of the rows lies, and what was appended for `journal_of`."""
     found: list[Wanted] = []
     journal: list[Wanted] = []
     for frame in group.frames:
         wanted = frame.stage == journal_of if frame.partial else frame.stage in stages
         if wanted and frame.live & mask:
-            rows_, positions = _overlap(rows.indices, frame, mask)
+            rows_, positions = _overlap(indices, frame, mask)
             (journal if frame.partial else found).append(
                 Wanted(group.frame_key(frame.number), frame.stage, rows_, positions, frame.seal)
             )
-    return Extract(rows, group.task_key, tuple(found), tuple(journal))
+    return Extract(group.task_id, indices, attempts, group.task_key, tuple(found), tuple(journal))
 
 
 def _overlap(
@@ -80,7 +94,7 @@ def _overlap(
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """What of a frame belongs to `indices` (whose set is `mask`), as Wanted has it."""
     if frame.rows == indices and frame.live & mask == mask:
-        return tuple(range(len(indices))), None
+        return bits((1 << len(indices)) - 1), None
     place = {index: at for at, index in enumerate(indices)}
     pairs = [
         (place[index], position)
@@ -122,13 +136,13 @@ class PayloadReader:
         for each in extracts:
             parts = _parts(each.frames, stored, wanted, writes)
             if parts is None:
-                task = each.rows.task
+                task = each.task
                 raise NotFoundError(f"rows of task {task} left while they were read", task=task)
             found.append(
                 PayloadGroup(
-                    task=each.rows.task,
-                    indices=each.rows.indices,
-                    attempts=each.rows.attempts,
+                    task=each.task,
+                    indices=each.indices,
+                    attempts=each.attempts,
                     parts=parts,
                 )
             )
@@ -155,9 +169,9 @@ class PayloadReader:
                 continue
             found.append(
                 LeasedGroup(
-                    task=each.rows.task,
-                    indices=each.rows.indices,
-                    attempts=each.rows.attempts,
+                    task=each.task,
+                    indices=each.indices,
+                    attempts=each.attempts,
                     parts=parts,
                     token=token,
                     deliveries=deliveries,
@@ -173,9 +187,9 @@ class PayloadReader:
     def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
         if task is None and value is not None:
-            what = f"task {each.rows.task}"
+            what = f"task {each.task}"
             task = codec.packed_task(bytes(unseal(value, what)))
-            if task.task.task_id != each.rows.task:
+            if task.task.task_id != each.task:
                 raise CorruptError(f"{what}: the store returns {task.task.task_id}")
             self.remember(each.task_key, task)
         return task

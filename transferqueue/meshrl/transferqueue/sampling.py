@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from meshrl.contract.extend import load
 from meshrl.contract.nouns import Version
@@ -12,8 +11,7 @@ from meshrl.contract.nouns import Version
 PACKAGE = "meshrl.transferqueue.samplers"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompleteGroup:
+class CompleteGroup(NamedTuple):
     """What a sampler may know of a group."""
 
     number: int

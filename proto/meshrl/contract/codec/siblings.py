@@ -127,21 +127,21 @@ def _decode_versions(message: pb.VersionList, rows: int) -> list[Version]:
     epochs, steps = message.epochs[:], message.steps[:]
     if len(epochs) != rows or len(steps) != rows:
         malformed(f"{rows} rows with {len(epochs)} epochs, {len(steps)} steps of a version")
-    if rows and (min(epochs) < 0 or min(steps) < 0):
-        malformed("a version with a negative part")
     pairs = list(zip(epochs, steps, strict=True))
     known = {pair: Version(*pair) for pair in set(pairs)}
-    return [known[pair] for pair in pairs]
+    if min(map(min, known), default=0) < 0:
+        malformed("a version with a negative part")
+    return list(map(known.__getitem__, pairs))
 
 
 def _encode_outcomes(outcomes: Sequence[Outcome]) -> list[wire.Outcome.ValueType]:
     known = {outcome: OUTCOMES.encode(outcome) for outcome in set(outcomes)}
-    return [known[outcome] for outcome in outcomes]
+    return list(map(known.__getitem__, outcomes))
 
 
 def _decode_outcomes(numbers: Sequence[int]) -> list[Outcome]:
     known = {number: OUTCOMES.decode(number) for number in set(numbers)}
-    return [known[number] for number in numbers]
+    return list(map(known.__getitem__, numbers))
 
 
 @encoder
@@ -170,7 +170,7 @@ def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFact
     given = [count if told else 0 for count, told in zip(counts, message.given, strict=True)]
     rows = sum(given)
     columns = (
-        _decode_outcomes(message.outcomes),
+        _decode_outcomes(message.outcomes[:]),
         message.num_tokens[:],
         _decode_versions(message.oldest, rows),
         _decode_versions(message.newest, rows),
@@ -209,7 +209,7 @@ def decode_manifest(message: pb.Batch) -> tuple[BatchGroup, ...]:
         per_group(message.num_tokens, counts, "lengths"),
         per_group(_decode_versions(message.oldest, rows), counts, "oldest versions"),
         per_group(_decode_versions(message.newest, rows), counts, "newest versions"),
-        per_group(_decode_outcomes(message.outcomes), counts, "outcomes"),
+        per_group(_decode_outcomes(message.outcomes[:]), counts, "outcomes"),
         strict=True,
     )
     return tuple(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.frames import FRAME_BYTES, Array, Flat, Frame, pack, signature
+from meshrl.contract.frames import FRAME_BYTES, Array, Column, Flat, Frame, pack, signature
 from meshrl.contract.nouns.names import Outcome, Uid, Version
 from meshrl.contract.nouns.rows import LeasedRow, RowFacts, RowWrite
 from meshrl.contract.nouns.tasks import PackedTask, Task
@@ -156,10 +156,18 @@ class PayloadGroup(Siblings):
             if name in part.read.columns:
                 for row, array in zip(part.rows, part.read.split(name), strict=True):
                     found[row] = array
-        whole = [array for array in found if array is not None]
-        if len(whole) != len(found):
+        every = [array for array in found if array is not None]
+        if len(every) != len(found):
             raise CorruptError(f"task {self.task}: not every row has column {name}")
-        return whole
+        return every
+
+    def whole(self, name: str) -> Column | None:
+        """One column where a frame has it of all rows, in order. Raises CorruptError."""
+        for part in self.parts:
+            column = part.read.columns.get(name)
+            if column is not None:
+                return column if part.rows == tuple(range(len(self.indices))) else None
+        return None
 
 
 def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
@@ -171,9 +179,9 @@ def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
     values: list[Array] = []
     lengths: list[Array] = []
     for group in groups:
-        first = next((part for part in group.parts if name in part.read.columns), None)
-        if first is not None and first.rows == tuple(range(len(group))):
-            flat = first.read.columns[name].flat
+        whole = group.whole(name)
+        if whole is not None:
+            flat = whole.flat
             values.append(flat.values)
             lengths.append(np.ones(len(group), "<u4") if flat.lengths is None else flat.lengths)
         else:
