@@ -197,6 +197,20 @@ def test_a_column_is_gathered_over_groups_and_frames_in_the_order_of_the_rows() 
         mixed.column("y")
 
 
+@pytest.mark.parametrize(("shape", "length"), [((), 1), ((3,), 3), ((3, 2), 3)])
+def test_a_gathered_row_is_as_long_as_its_first_axis_however_its_frames_lie(
+    shape: tuple[int, ...], length: int
+) -> None:
+    arrays = [np.full(shape, row, np.int32) for row in range(2)]
+    rows = {"task": "a", "indices": (0, 1), "attempts": (0, 0)}
+    together = Part(rows=(0, 1), frame=pack([{"x": array} for array in arrays]))
+    apart = tuple(Part(rows=(row,), frame=pack([{"x": array}])) for row, array in enumerate(arrays))
+    groups = [PayloadGroup(**rows, parts=(together,)), PayloadGroup(**rows, parts=apart)]
+    flat = gathered(groups, "x")
+    assert flat.lengths is not None and flat.lengths.tolist() == [length] * 4
+    assert flat.values.tolist() == np.concatenate([*map(np.atleast_1d, arrays)] * 2).tolist()
+
+
 def test_rows_are_named_by_their_groups() -> None:
     uids = [Uid("r", "a", 1), Uid("r", "a", 0, 2), Uid("r", "b", 0), Uid("r", "a", 3)]
     found = siblings("r", uids)

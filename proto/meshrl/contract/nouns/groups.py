@@ -177,18 +177,17 @@ def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
         CorruptError: a row lacks it.
     """
     values: list[Array] = []
-    lengths: list[Array] = []
+    lengths: list[int] = []
     for group in groups:
         whole = group.whole(name)
         if whole is not None:
-            flat = whole.flat
-            values.append(flat.values)
-            lengths.append(np.ones(len(group), "<u4") if flat.lengths is None else flat.lengths)
+            values.append(whole.values)
+            lengths += (1,) * len(group) if whole.lengths is None else whole.lengths
         else:
-            rows = group.column(name)
-            values += [np.atleast_1d(row) for row in rows]
-            lengths.append(np.fromiter(map(np.size, rows), np.uint32, len(rows)))
-    return Flat(np.concatenate(values), np.concatenate(lengths))
+            rows = [np.atleast_1d(row) for row in group.column(name)]
+            values += rows
+            lengths += map(len, rows)
+    return Flat(np.concatenate(values), np.array(lengths, np.uint32))
 
 
 @dataclass(frozen=True, kw_only=True)
