@@ -98,6 +98,7 @@ class Run:
         self.publishes = 0
         """Calls of `publish` since the queue opened: tells a waiting lease that its engine's version is old news."""
         self.rows_bell = tuple(Bell() for _ in self.stages)
+        self._ready_by_stage = tuple(zip(self.stages, self.ready, self.rows_bell, strict=True))
         self.complete_bell = Bell()
         self.room_bell = Bell()
 
@@ -240,17 +241,18 @@ class Run:
 
     def counts(self, group: Group) -> Counts:
         """The group's rows by state: queued, leased, pending, ready, taken, settled."""
-        here = group.present.bit_count()
-        if group.batch is not None:
-            return (0, 0, 0, 0, 0, here) if group.batch.settled else (0, 0, 0, 0, here, 0)
+        present, batch = group.present, group.batch
+        here = present.bit_count()
+        if batch is not None:
+            return (0, 0, 0, 0, 0, here) if batch.settled else (0, 0, 0, 0, here, 0)
         some = held = 0
-        every = group.present
+        every = present
         for done, granted in zip(group.done, group.held, strict=True):
             some |= done
             every &= done
             held |= granted
         ready = every.bit_count()
-        pending = (some & group.present).bit_count() - ready
+        pending = (some & present).bit_count() - ready
         leased = (held & ~some).bit_count()
         return (here - ready - pending - leased, leased, pending, ready, 0, 0)
 
@@ -275,10 +277,10 @@ class Run:
         """Bring the books and the ready sets in line with the group."""
         self.recount(group)
         free = group.batch is None
-        for stage in self.stages:
+        for stage, ready, bell in self._ready_by_stage:
             mask = group.leasable(stage.number, stage.after) if free else 0
-            if self.ready[stage.number].set(group, mask):
-                self.rows_bell[stage.number].ring()
+            if ready.set(group, mask):
+                bell.ring()
 
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
         """Rows of the group leave; their payload goes, whoever holds one is fenced."""
