@@ -21,7 +21,7 @@ from child import Timer, serve
 from floor_server import SERVICE
 from work import BATCH, GROUP, annotate, group
 
-from meshrl.services.process import keep_memory
+from meshrl.services.process import keep_memory, set_aside_start
 from meshrl.services.transport import CHANNEL_OPTIONS
 
 PAGE = 16
@@ -140,7 +140,9 @@ ROLES = {"producer": Producer, "annotator": Annotator, "consumer": Consumer}
 
 
 async def main(role: str, number: str, address: str, seed: str, tuning: str) -> None:
-    await serve(ROLES[role](int(number), address, int(seed), json.loads(tuning)))
+    client = ROLES[role](int(number), address, int(seed), json.loads(tuning))
+    set_aside_start()
+    await serve(client)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from child import Timer, serve
 from work import BATCH, GROUP, digest, digests, group
 
 from meshrl.contract.nouns import Version
-from meshrl.services.process import keep_memory
+from meshrl.services.process import keep_memory, set_aside_start
 
 WAIT_S = 300.0
 
@@ -176,9 +176,10 @@ ROLES = {"producer": Producer, "annotator": Annotator, "consumer": Consumer}
 
 async def main(role: str, number: str, address: str, seed: str, tuning: str) -> None:
     client = ROLES[role](int(number), address, int(seed), json.loads(tuning))
+    set_aside_start()
     await serve(client)
 
 
 if __name__ == "__main__":
-    keep_memory()  # as every service does
+    keep_memory()  # this and what `main` sets aside: as every service does
     uvloop.run(main(*sys.argv[1:]))
