@@ -114,8 +114,7 @@ def _put_in(run: Run, batch: TakenBatch, group: Group) -> None:
         run.ready_to_taken.add(run.clock() - group.since, group.present.bit_count())
         group.position = run.next_position
         run.next_position += 1
-    # Its rows have every column: no stage could lease one.
-    run.recount(group)
+    run.refresh(group)
 
 
 def _manifest(group: Group) -> BatchGroup:
@@ -205,7 +204,7 @@ def settle(run: Run, *, step: int, batch_id: str) -> None:
         return
     batch.settled = True
     for group in batch.groups.values():
-        run.recount(group)
+        run.refresh(group)
     run.journal.touch(batch)
     run.save()
     admission.recount(run)

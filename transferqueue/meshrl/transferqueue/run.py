@@ -266,20 +266,16 @@ class Run:
             return State.PENDING
         return State.LEASED if any(held >> index & 1 for held in group.held) else State.QUEUED
 
-    def recount(self, group: Group) -> None:
-        """Bring the books in line with the group."""
+    def refresh(self, group: Group) -> None:
+        """Bring the books and the ready sets in line with the group."""
         counts = self.counts(group)
         if counts != group.counts:
             self.books.move(group.counts, counts)
             group.counts = counts
-
-    def refresh(self, group: Group) -> None:
-        """Bring the books and the ready sets in line with the group."""
-        self.recount(group)
-        free = group.batch is None
+        if group.batch is not None:
+            return  # its rows have every column, so they have left the ready sets
         for stage, ready, bell in self._ready_by_stage:
-            mask = group.leasable(stage.number, stage.after) if free else 0
-            if ready.set(group, mask):
+            if ready.set(group, group.leasable(stage.number, stage.after)):
                 bell.ring()
 
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
