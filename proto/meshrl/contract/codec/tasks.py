@@ -1,4 +1,4 @@
-"""Tasks in the bytes in which they are stored and sent: a serialised meshrl.v1.Task, packed once by the queue."""
+"""Tasks in the bytes in which they are stored and sent: a serialised meshrl.v1.Task, packed by whoever admits it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.v1 import trajectory_pb2 as pb
 
 
 def pack_task(task: Task) -> PackedTask:
-    """Raises UserError when `ground_truth` or `extra_info` is not JSON."""
+    """In the bytes in which it came, if it did. Raises UserError when `ground_truth` or `extra_info` is not JSON."""
     return PackedTask(task.packed or encode_task(task).SerializeToString(), unpack_task)
 
 
