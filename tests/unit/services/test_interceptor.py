@@ -167,7 +167,9 @@ async def test_a_caller_who_leaves_in_the_middle_of_an_answer_is_no_failure(
         assert await say(channel, b"b") == b"b"
     assert counted(server, "meshrl_rpc_total", method="/test.Echo/Wait", status="CANCELLED") == 1
     assert counted(server, "meshrl_rpc_running", method="/test.Echo/Wait") == 0
-    assert [each for each in caplog.records if each.levelno >= logging.ERROR] == []
+    # gRPC itself may say that its write failed, where it has not heard yet that the caller is gone.
+    said = [each for each in caplog.records if each.name.startswith("meshrl")]
+    assert [each for each in said if each.levelno >= logging.ERROR] == []
 
 
 async def test_draining_ends_an_answer_that_is_being_written() -> None:
