@@ -40,6 +40,8 @@ class HeldLease:
         self._port = port
         self._ask = ask
         self._lease: Lease | None = None
+        self._rows: dict[Uid, LeasedRow] = {}
+        """All that were granted."""
         self._held: dict[Uid, int] = {}
         self._writing: set[Uid] = set()
         self._lost: LeaseLostError | None = None
@@ -67,7 +69,8 @@ class HeldLease:
         if self._lease is not None:
             raise UserError("a lease is entered once; ask the run for another one")
         self._lease = await self._ask()
-        self._held = {row.uid: row.token for row in self._lease.rows}
+        self._rows = {row.uid: row for row in self._lease.rows}
+        self._held = {uid: row.token for uid, row in self._rows.items()}
         self._body = asyncio.current_task()
         self._cancelling = self._body.cancelling() if self._body else 0
         self._holding = Holding(self._lease.stage, self._lease.worker, self._forget)
@@ -87,16 +90,16 @@ class HeldLease:
         """
         if self._lost is not None:
             raise self._lost
-        granted = {row.uid for row in self._granted.rows}
+        stage = self._granted.stage
         for row in rows:
-            if row.uid not in granted:
+            if row.uid not in self._rows:
                 raise UserError(f"row {row.uid} is not in this lease", uid=row.uid)
         mine = {row.uid: row for row in rows if row.uid in self._held}
         self._writing |= mine.keys()
 
         async def write(tokens: Mapping[Uid, int]) -> None:
             chosen = [mine[uid] for uid in tokens]
-            await self._port.write(chosen[0].uid.run, self._granted.stage, tokens, chosen)
+            await self._port.write(chosen[0].uid.run, stage, tokens, chosen)
 
         try:
             written = await _without_fenced({uid: self._held[uid] for uid in mine}, write)
@@ -104,7 +107,7 @@ class HeldLease:
             self._writing -= mine.keys()
         for uid in mine:
             self._held.pop(uid, None)
-        self._holding.drop(row for row in self._granted.rows if row.uid in mine)
+        self._holding.drop(self._rows[uid] for uid in mine)
         return tuple(row.uid for row in rows if row.uid not in written)
 
     async def fail(self, uid: Uid, reason: str, *, outcome: Outcome = Outcome.INFRA_FAULT) -> None:
