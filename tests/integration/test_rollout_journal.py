@@ -120,10 +120,21 @@ async def left_by_a_drained_worker(queue: Recorded, engine: Any, **options: Any)
     worker = worker_of(queue, engine, **options)
     running = asyncio.create_task(worker.run(grace_s=60))
     await until_true(lambda: journal_of(worker).stats.tokens >= 8 * 8)
+    # What is on its way from the engine when its program ends would be sampled again: it arrives first.
+    engine.behave(Behaviour.STALL)
+    await until_true(lambda: recorded(worker) == engine.stats().tokens_generated)
     worker.drain()
     async with asyncio.timeout(120):
         await running
     assert (await queue.ledger(RUN)).resident["queued"] == 8
+
+
+def recorded(worker: RolloutWorker) -> int:
+    """Tokens of running responses that the worker knows of."""
+    return sum(
+        entry.kept + sum(len(delta.tokens) for delta in (*entry.sending, *entry.unsent))
+        for entry in journal_of(worker)._entries.values()
+    )
 
 
 async def finished(queue: Recorded, engine: Any, **options: Any) -> tuple[RolloutWorker, list[Any]]:
