@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from meshrl.contract.nouns import Version
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.group import Group, Traits, bits, lowest
+from meshrl.transferqueue.group import Group, Traits
+from meshrl.transferqueue.masks import bits, lowest
 from meshrl.transferqueue.ready import ReadyRows
 from meshrl.transferqueue.sampling import CompleteGroup
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import unseal
 from meshrl.contract.nouns import Ledger, RunSpec
-from meshrl.transferqueue.group import bits, task_key
+from meshrl.transferqueue.group import task_key
 from meshrl.transferqueue.journal import Journal
+from meshrl.transferqueue.masks import bits
 from meshrl.transferqueue.restore import restore
 from meshrl.transferqueue.run import Run
 from meshrl.transferqueue.store import Operation, Table

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
 from meshrl.contract.nouns import Batch, BatchGroup, Json, Outcome, Uid, Version
 from meshrl.transferqueue import admission, policies
-from meshrl.transferqueue.group import Group, bits
+from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.ledger import Exit
+from meshrl.transferqueue.masks import bits
 from meshrl.transferqueue.sealed import seal_json, unseal_json
 from meshrl.transferqueue.store import Table
 

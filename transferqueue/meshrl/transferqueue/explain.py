@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.nouns import Uid, Waiting
 from meshrl.transferqueue import admission
-from meshrl.transferqueue.group import Grant, Group, bits
+from meshrl.transferqueue.group import Grant, Group
+from meshrl.transferqueue.masks import bits
 from meshrl.transferqueue.waiting import Wait
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from orjson import Fragment
 
 from meshrl.contract.nouns import Json, Outcome, RowFacts, Siblings, Uid, Version
+from meshrl.transferqueue.masks import bits, hexed
 from meshrl.transferqueue.sealed import fragment, seal_json
 
 if TYPE_CHECKING:
@@ -28,35 +28,6 @@ OUTCOMES = tuple(Outcome)
 Counts = tuple[int, int, int, int, int, int]
 """Rows by state, in the order of ledger.State."""
 NONE: Counts = (0, 0, 0, 0, 0, 0)
-
-
-@lru_cache(maxsize=4096)
-def bits(mask: int) -> tuple[int, ...]:
-    """The indices in `mask`, lowest first. Remembered: nearly all masks are of whole groups."""
-    found = []
-    while mask:
-        low = mask & -mask
-        found.append(low.bit_length() - 1)
-        mask ^= low
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def hexed(mask: int) -> str:
-    """`mask` as it is stored. Remembered, for the same reason."""
-    return f"{mask:x}"
-
-
-def lowest(mask: int, count: int) -> int:
-    """The `count` lowest bits of `mask`; all of them if it has fewer."""
-    if mask.bit_count() <= count:
-        return mask
-    found = 0
-    for _ in range(count):
-        low = mask & -mask
-        found |= low
-        mask ^= low
-    return found
 
 
 def task_key(run_number: int, number: int) -> bytes:

@@ -10,7 +10,8 @@ from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, Us
 from meshrl.contract.frames import Frame
 from meshrl.contract.nouns import Outcome, PackedGroup, RowFacts, Uid, Version
 from meshrl.transferqueue import admission, columns, dead, partial, policies
-from meshrl.transferqueue.group import Grant, Group, bits
+from meshrl.transferqueue.group import Grant, Group
+from meshrl.transferqueue.masks import bits
 from meshrl.transferqueue.payload import Extract, located
 from meshrl.transferqueue.stages import Stage
 

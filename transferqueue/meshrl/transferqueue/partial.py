@@ -14,7 +14,8 @@ from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.nouns import JournalGroup, Uid
 from meshrl.transferqueue import leases
-from meshrl.transferqueue.group import Group, bits
+from meshrl.transferqueue.group import Group
+from meshrl.transferqueue.masks import bits
 from meshrl.transferqueue.stages import Stage
 
 if TYPE_CHECKING:
