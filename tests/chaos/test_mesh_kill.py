@@ -227,6 +227,7 @@ async def test_ctrl_c_drains_while_the_queues_disk_is_full(tmp_path: Path) -> No
             await until_said(mesh, "space in the store")
             process.send_signal(signal.SIGINT)
             mesh.wait(process, code=128 + signal.SIGINT)
+        assert "did not drain" not in mesh.output, mesh.output[-3000:]
         ballast.unlink()
         assert (await mesh.ledger()).balanced
         mesh.run()

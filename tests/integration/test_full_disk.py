@@ -15,6 +15,7 @@ from meshrl.contract.stage import StageLoop
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.wires import QueueWire
+from meshrl.services.wires.space import Shortage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation
 from meshrl.transferqueue.stores.disk import DiskStore
@@ -44,7 +45,7 @@ class SmallStore(DiskStore):
 
 @asynccontextmanager
 async def meshed(
-    path: Path, *, waits: bool = True
+    path: Path, shortage: Shortage | None
 ) -> AsyncIterator[tuple[SmallStore, Actors, QueueWire]]:
     """The store of a queue, actors beside it, and a service's way to it."""
     store = SmallStore(path)
@@ -53,7 +54,7 @@ async def meshed(
     try:
         async with (
             Server(settings, [QueueDoor(queue)]) as server,
-            QueueWire(server.address, patience_s=1, waits_for_space=waits) as wire,
+            QueueWire(server.address, patience_s=1, shortage=shortage) as wire,
         ):
             actors = Actors(queue)
             stages = (ROLLOUT_STAGE, REWARD_STAGE)
@@ -87,7 +88,7 @@ async def until_told(actors: Actors, what: str) -> None:
 async def test_a_stage_waits_for_space_and_writes_each_row_once(
     tmp_path: Path, full: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with meshed(tmp_path) as (store, actors, wire):
+    async with meshed(tmp_path, Shortage()) as (store, actors, wire):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
         loop = rolling(wire, go)
@@ -114,7 +115,7 @@ async def test_a_stage_waits_for_space_and_writes_each_row_once(
 
 
 async def test_a_feeder_waits_for_space_no_longer_than_it_asked_to(tmp_path: Path) -> None:
-    async with meshed(tmp_path) as (store, actors, wire):
+    async with meshed(tmp_path, Shortage()) as (store, actors, wire):
         store.full = "rows"
         given = tasks(ROWS, group_size=1)
         with pytest.raises(WaitTimeoutError, match="waiting for space"):
@@ -130,7 +131,7 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.contract.stage.RELEASE_S", 0.2)
-    async with meshed(tmp_path) as (store, actors, wire):
+    async with meshed(tmp_path, Shortage()) as (store, actors, wire):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
         go.set()
@@ -147,8 +148,27 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
         assert sum((await actors.resident()).values()) == ROWS
 
 
+async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.services.wires.space.LEAVE_S", 0.2)
+    shortage = Shortage()
+    async with meshed(tmp_path, shortage) as (store, actors, wire):
+        await actors.feed(tasks(1, group_size=1))
+        store.full = "nothing"
+        publishing = asyncio.create_task(wire.publish("run", Version(1, 1)))
+        done, _ = await asyncio.wait({publishing}, timeout=0.5)
+        assert not done and not shortage.leaving
+        shortage.leave()
+        async with asyncio.timeout(PLENTY_S):
+            with pytest.raises(CapacityError, match="the disk took no more"):
+                await publishing
+        store.full = ""
+        assert (await wire.run_state("run")).published == NOW
+
+
 async def test_a_client_that_does_not_wait_gets_a_clear_error(tmp_path: Path) -> None:
-    async with meshed(tmp_path, waits=False) as (store, _, wire):
+    async with meshed(tmp_path, None) as (store, _, wire):
         store.full = "rows"
         with pytest.raises(CapacityError, match="no space for"):
             await wire.admit("run", tasks(1, group_size=1), cursor="", wait_s=PLENTY_S)

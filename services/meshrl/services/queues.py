@@ -15,6 +15,7 @@ from meshrl.services.site import Site
 from meshrl.services.wires.peer import STAGE_PATIENCE_S
 from meshrl.services.wires.queue import QueueWire, WireOptions
 from meshrl.services.wires.shard import ShardWire
+from meshrl.services.wires.space import Shortage
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
@@ -29,7 +30,7 @@ async def connect_queue(
     compression: Mode = "auto",
     shared_memory_bytes: int = 0,
     logprob_precision: Precision = "fp32",
-    waits_for_space: bool = False,
+    shortage: Shortage | None = None,
 ) -> AsyncIterator[Queue]:
     """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas.
 
@@ -40,7 +41,7 @@ async def connect_queue(
         "patience_s": patience_s,
         "compression": compression,
         "shared_memory_bytes": shared_memory_bytes,
-        "waits_for_space": waits_for_space,
+        "shortage": shortage,
     }
     if len(found) == 1:
         async with QueueWire(found[0], **manner) as queue:
@@ -58,14 +59,16 @@ async def connect_queue(
         yield router
 
 
-def queue_of(recipe: Recipe, site: Site) -> AbstractAsyncContextManager[Queue]:
-    """The queue of a service's own mesh, as its recipe says. While its disk is full, calls wait."""
+def queue_of(
+    recipe: Recipe, site: Site, shortage: Shortage | None = None
+) -> AbstractAsyncContextManager[Queue]:
+    """The queue of a service's own mesh, as its recipe says. While its disk is full, calls wait (see `shortage`)."""
     return connect_queue(
         site.peer("queue"),
         compression=recipe.queue.compression,
         shared_memory_bytes=recipe.queue.shared_memory_bytes,
         logprob_precision=recipe.queue.logprob_precision,
-        waits_for_space=True,
+        shortage=shortage or Shortage(),
     )
 
 

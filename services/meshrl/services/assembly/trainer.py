@@ -10,6 +10,7 @@ Every rank learns; rank 0 alone has doors, a plane and an evaluator.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -17,6 +18,7 @@ import socket
 from contextlib import AsyncExitStack
 from functools import partial
 
+from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
 from meshrl.services.assembly._parts import open_run, open_runs, work_until_stopped
 from meshrl.services.assembly._ranks import is_rank, run_ranks
@@ -37,6 +39,7 @@ from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane
 from meshrl.services.wires.reward import JudgeWire
+from meshrl.services.wires.space import Shortage
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
@@ -47,6 +50,8 @@ from meshrl.trainer.one_reward import OneReward
 from meshrl.trainer.resume import resume
 from meshrl.trainer.setting import Setting
 from meshrl.trainer.step import Learner
+
+log = logging.getLogger(__name__)
 
 LAST_WORD_S = 0.5
 """How long the doors stay open after the end, so that who watches hears of it."""
@@ -66,13 +71,14 @@ async def run(recipe: Recipe, site: Site) -> None:
     )
     compute = Compute(world.device)
     try:
-        async with queue_of(recipe, site) as queue:
+        shortage = Shortage()
+        async with queue_of(recipe, site, shortage) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, site)
             learner = await compute.run(partial(build_learner, recipe, setting, world))
             state = await resume(setting, queue, learner, compute)
             if world.is_main:
-                await _lead(recipe, site, setting, state, learner, compute, queue)
+                await _lead(recipe, site, setting, state, learner, compute, queue, shortage)
             else:
                 rewards = _rewards(recipe, queue, None)
                 await _follow(
@@ -91,6 +97,7 @@ async def _lead(
     learner: Learner,
     compute: Compute,
     queue: Queue,
+    shortage: Shortage,
 ) -> None:
     """Rank 0: train, with doors open."""
     plane = WeightPlane(
@@ -118,12 +125,17 @@ async def _lead(
         metrics=MetricsLog(recipe.metrics_path, sinks),
         rewards=_rewards(recipe, queue, judge),
     )
+
+    def drain() -> None:
+        trainer.drain()
+        shortage.leave()
+
     doors: list[Door] = [TrainerDoor(trainer.control), WeightsDoor(plane)]
     async with AsyncExitStack() as stack, Server(site.settings, doors) as server, plane:
         if judge is not None:
             stack.push_async_callback(judge.close)
         await server.ready()
-        await work_until_stopped(server, _to_the_end(trainer), trainer.drain)
+        await work_until_stopped(server, _to_the_end(trainer, shortage), drain)
         await asyncio.sleep(LAST_WORD_S)
 
 
@@ -141,8 +153,17 @@ async def _follow(trainer: Trainer) -> None:
     await trainer.run()
 
 
-async def _to_the_end(trainer: Trainer) -> None:
-    await trainer.run()
+async def _to_the_end(trainer: Trainer, shortage: Shortage) -> None:
+    try:
+        await trainer.run()
+    except CapacityError as error:
+        if not shortage.leaving:
+            raise
+        log.warning(
+            "drained; the queue cannot put step %d on record, the last checkpoint is gone on from: %s",
+            trainer.step,
+            error,
+        )
 
 
 class _Mute:

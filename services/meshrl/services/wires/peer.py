@@ -90,14 +90,14 @@ class Peer:
         patience_s: float,
         metadata: Sequence[tuple[str, str]] = (),
         *,
-        waits_for_space: bool = False,
+        shortage: Shortage | None = None,
     ) -> None:
-        """`waits_for_space`: what a full disk refuses is asked again until there is space (space.py)."""
+        """With a `shortage`, what a full disk refuses is asked again until there is space (space.py)."""
         self.name = f"{service} at {address}"
         self.channel = tls.channel(address, CHANNEL_OPTIONS)
         self.metadata = (*tls.call_metadata(), *metadata)
         self.patience_s = patience_s
-        self._shortage = Shortage() if waits_for_space else None
+        self._shortage = shortage
 
     async def close(self) -> None:
         """Cancel what runs and hang up; idempotent."""
@@ -243,9 +243,9 @@ class Wire:
         patience_s: float,
         metadata: Sequence[tuple[str, str]] = (),
         *,
-        waits_for_space: bool = False,
+        shortage: Shortage | None = None,
     ) -> None:
-        self._peer = Peer(service, address, patience_s, metadata, waits_for_space=waits_for_space)
+        self._peer = Peer(service, address, patience_s, metadata, shortage=shortage)
 
     async def __aenter__(self) -> Self:
         return self

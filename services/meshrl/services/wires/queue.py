@@ -29,6 +29,7 @@ from meshrl.contract.rowwise import RowVerbs
 from meshrl.services.wires.keeper import Keeper
 from meshrl.services.wires.lending import BulkCalls
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire, nothing
+from meshrl.services.wires.space import Shortage
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
@@ -43,8 +44,8 @@ class WireOptions(TypedDict, total=False):
     """Of payload on the way."""
     shared_memory_bytes: int
     """Lent to a queue on this host for payload to go through; 0 lends nothing."""
-    waits_for_space: bool
-    """While its disk is full, instead of CapacityError."""
+    shortage: Shortage | None
+    """Of space on its disk: with it calls wait while the disk is full, without they raise CapacityError."""
 
 
 class QueueWire(Wire, RowVerbs):
@@ -60,7 +61,7 @@ class QueueWire(Wire, RowVerbs):
         squeezes = wanted(compression, address)
         super().__init__(
             *("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ()),
-            waits_for_space=options.get("waits_for_space", False),
+            shortage=options.get("shortage"),
         )
         self._stub = rpc.QueueStub(self._peer.channel)
         self._keeper = Keeper(self._peer.name, address, self._peer.metadata)

@@ -3,14 +3,15 @@
     call ── refused for want of space ── pause, 0.1 to 2 s ──▶ call …   until it is taken, or the call's wait is over
 
 consumes: refusals. waits for: space, which nobody announces. unblocked by: the service's next answer, the end of the
-call's own wait, cancellation. A refused call has done nothing, so it is asked again as it was; leases are renewed
-meanwhile by another thread (keeper.py).
+call's own wait, `Shortage.leave`, cancellation. A refused call has done nothing, so it is asked again as it was;
+leases are renewed meanwhile by another thread (keeper.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from typing import Final
 
@@ -22,6 +23,8 @@ FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 SAY_EVERY_S: Final = 60.0
 """Between two lines about the same full disk."""
+LEAVE_S: Final = 10.0
+"""What callers that are to end still wait for space."""
 
 
 def is_full(error: MeshError) -> bool:
@@ -30,16 +33,31 @@ def is_full(error: MeshError) -> bool:
 
 
 class Shortage:
-    """What the callers of one service know of its full disk."""
+    """What the callers in one process know of another's full disk."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._said = False
         self._say_at = 0.0
+        self._leave_at = math.inf
+
+    @property
+    def leaving(self) -> bool:
+        """`leave` was called."""
+        return self._leave_at < math.inf
+
+    def leave(self) -> None:
+        """The callers are to end: nobody waits for longer than LEAVE_S from now on."""
+        self._leave_at = asyncio.get_running_loop().time() + LEAVE_S
 
     def met(self, error: MeshError) -> None:
-        """A call was refused: said at first, and now and then, however often calls get through in between."""
+        """A call was refused: said at first, and now and then, however often calls get through in between.
+
+        Raises `error` when there is no more time to wait.
+        """
         now = asyncio.get_running_loop().time()
+        if now >= self._leave_at:
+            raise error
         if self._since is None:
             self._since = now
         if now >= self._say_at:
@@ -67,7 +85,7 @@ class SpaceWait:
         self._waited = False
 
     async def pause(self, error: MeshError) -> None:
-        """Raises WaitTimeoutError once the call's own wait is over."""
+        """Raises WaitTimeoutError once the call's own wait is over, `error` once the callers are to end."""
         self._waited = True
         self._shortage.met(error)
         # Jitter, so that a fleet does not come back in step.
