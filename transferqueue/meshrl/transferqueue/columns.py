@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from operator import le
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import Column, Frame
-from meshrl.contract.nouns import Outcome, PackedGroup, Uid
+from meshrl.contract.nouns import PackedGroup, Uid
 from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.stages import Stage
 
@@ -35,9 +34,6 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
 }
 """Name to (dtype, rank); a column that is not named here may have any storable type."""
 PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs", "token_rewards"})
-
-
-_TRAINABLE = frozenset(outcome for outcome in Outcome if outcome.trainable)
 
 
 class _Refused(Exception):
@@ -83,19 +79,12 @@ def _check_names(frame: Frame, stage: Stage) -> None:
 def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
     if len(write.facts) != len(write.indices):
         raise _Refused(f"stage {stage.name} must give the row's facts")
-    outcomes, num_tokens, oldest, newest, _ = zip(*write.facts, strict=True)
-    right = _TRAINABLE.issuperset(outcomes) and all(map(le, oldest, newest))
-    if not right or min(num_tokens) < 0:
-        _check_each(write)
-    return num_tokens
-
-
-def _check_each(write: PackedGroup) -> None:
     for position, facts in enumerate(write.facts):
         if not facts.outcome.trainable:
             raise _Refused(f"outcome {facts.outcome} can never be trained on: use fail", position)
         if facts.newest < facts.oldest or facts.num_tokens < 0:
             raise _Refused(f"facts make no sense: {facts}", position)
+    return tuple([facts.num_tokens for facts in write.facts])
 
 
 def _lengths_in(group: Group | None, write: PackedGroup) -> tuple[int, ...]:

@@ -222,13 +222,12 @@ def read_frame(run: Run, write: PackedGroup) -> Frame:
     """The frame, with as many rows as are named. Raises UserError, with `uid`."""
     if not write.indices:
         raise UserError(f"a write to task {write.task!r} names no row", task=write.task)
+    uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
     try:
         frame = Frame(write.frame)
     except CorruptError as error:
-        uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
         raise UserError(f"row {uid}: {error.message}", uid=uid) from error
     if frame.rows != len(write.indices) or len(set(write.indices)) != frame.rows:
-        uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
         raise UserError(
             f"row {uid}: {len(write.indices)} rows are named, the frame has {frame.rows}", uid=uid
         )

@@ -84,10 +84,6 @@ class Stages:
             raise UserError(f"no stage named {name!r} (the run has {', '.join(self._by_name)})")
         return stage
 
-    def after(self, stage: Stage) -> list[Stage]:
-        """The stages that write what `stage` reads."""
-        return [self._ordered[number] for number in stage.after]
-
     def depending_on(self, stage: Stage) -> set[int]:
         """Numbers of `stage` and of all that read, directly or not, what it writes."""
         found = {stage.number}
