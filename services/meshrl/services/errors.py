@@ -32,7 +32,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
     from_wire,
 )
-from meshrl.services.interceptor import Behavior, Context
+from meshrl.services.handlers import Behavior, Context
 from meshrl.v1 import errors_pb2 as pb
 
 log = logging.getLogger(__name__)

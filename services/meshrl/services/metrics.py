@@ -21,7 +21,7 @@ from prometheus_client import (
 )
 
 from meshrl.contract.errors import UserError
-from meshrl.services.interceptor import Behavior, Context
+from meshrl.services.handlers import Behavior, Context
 
 # From a write on loopback to a long poll.
 LATENCY_BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

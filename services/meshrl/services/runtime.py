@@ -37,7 +37,7 @@ from meshrl.services import tls
 from meshrl.services.certificates import Certificates
 from meshrl.services.errors import as_status
 from meshrl.services.exits import Exit
-from meshrl.services.interceptor import Around, AroundHandlers, Behavior, Context
+from meshrl.services.handlers import Around, AroundHandlers, Behavior, Context
 from meshrl.services.metrics import CallMetrics, MetricsEndpoint
 from meshrl.services.process import keep_memory
 from meshrl.services.transport import SERVER_OPTIONS

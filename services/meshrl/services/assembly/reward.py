@@ -20,7 +20,7 @@ from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.doors.reward import RewardDoor
 from meshrl.services.doors.reward_registry import RewardRegistryDoor, caller_of
-from meshrl.services.interceptor import Around, Behavior, Context
+from meshrl.services.handlers import Around, Behavior, Context
 from meshrl.services.queues import queue_of
 from meshrl.services.rewards.app import build_app
 from meshrl.services.rewards.audit import AuditLog

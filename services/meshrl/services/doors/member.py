@@ -12,7 +12,7 @@ from meshrl.contract import codec
 from meshrl.contract.nouns import EngineStats
 from meshrl.rollout.report import WorkerReport
 from meshrl.services.doors.base import full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.v1 import member_pb2 as pb
 from meshrl.v1 import member_pb2_grpc as rpc
 

@@ -18,7 +18,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.nouns import JournalGroup
 from meshrl.contract.ports import AttendedQueue
 from meshrl.services.doors.base import bounded, collected, full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack

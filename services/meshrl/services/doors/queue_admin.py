@@ -11,7 +11,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.services.doors.base import full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2 as pb

@@ -10,7 +10,7 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.ports import LogProbs
 from meshrl.services.doors.base import full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.v1 import reference_pb2 as pb
 from meshrl.v1 import reference_pb2_grpc as rpc
 

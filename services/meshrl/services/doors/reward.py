@@ -13,7 +13,7 @@ from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Judge
 from meshrl.rewardd.registry.switch import SwitchJudge
 from meshrl.services.doors.base import full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.v1 import reward_pb2 as pb
 from meshrl.v1 import reward_pb2_grpc as rpc
 

@@ -9,7 +9,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.services.doors.base import full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.services.rewards import codec as registry_codec
 from meshrl.services.rewards.desk import Caller, RewardDesk
 from meshrl.v1 import reward_pb2

@@ -11,7 +11,7 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.nouns import EngineStats, GenerateDelta, GenerateRequest
 from meshrl.services.doors.base import closing, full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as rpc
 

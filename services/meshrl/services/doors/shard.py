@@ -11,7 +11,7 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.errors import UserError
 from meshrl.services.doors.base import bounded, collected, full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.services.wires.shard import decode_rows, encode_rows
 from meshrl.transferqueue.sharding.port import Shard
 from meshrl.v1 import queue_pb2

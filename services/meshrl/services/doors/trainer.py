@@ -11,7 +11,7 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.ports import TrainerControl
 from meshrl.services.doors.base import bounded, closing, full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack

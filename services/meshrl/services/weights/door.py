@@ -9,7 +9,7 @@ import grpc
 
 from meshrl.contract.errors import UnavailableError
 from meshrl.services.doors.base import full_name
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.services.weights.fleet import encode_fleet
 from meshrl.services.weights.plane import WeightPlane
 from meshrl.services.weights.wire import Line

@@ -38,7 +38,7 @@ from meshrl.contract.ports import WeightSource
 from meshrl.services import tls
 from meshrl.services.doors.base import full_name
 from meshrl.services.errors import from_rpc
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.transport import CHANNEL_OPTIONS
 from meshrl.services.weights.carrier import Cell, Link, Place

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from meshrl.contract.errors import CapacityError, NotFoundError
 from meshrl.services.errors import DETAIL_KEY
-from meshrl.services.interceptor import Context
+from meshrl.services.handlers import Context
 from meshrl.services.runtime import Server, ServerSettings
 
 
