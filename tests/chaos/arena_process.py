@@ -12,7 +12,7 @@ from meshrl.contract.codec.arena import Arena
 from meshrl.contract.frames import pack
 
 arena = Arena.create(1 << 20, Path(sys.argv[1]))
-slot = arena.put(pack([{"tokens": np.arange(1000, dtype=np.int32)}]))
+slot = arena.put([pack([{"tokens": np.arange(1000, dtype=np.int32)}])])
 assert slot is not None
-print(arena.offer.boot_id, arena.offer.name, slot.offset, slot.size, slot.seal, flush=True)
+print(arena.offer.boot_id, arena.offer.name, slot.offset, slot.size, slot.checksum, flush=True)
 signal.pause()

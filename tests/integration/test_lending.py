@@ -34,16 +34,16 @@ async def produce(actors: Actors, count: int, start: int = 0) -> None:
 
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The arena of every frame that a queue has got by reference."""
+    """The arena of every message whose frames a queue has got by reference."""
     found: list[bytes] = []
-    plain = Borrower.plain
+    fields = Borrower.fields
 
     def spied(self: Borrower, frame: Any) -> Any:
         if (where := referred(frame)) is not None:
             found.append(where[0])
-        return plain(self, frame)
+        return fields(self, frame)
 
-    monkeypatch.setattr(Borrower, "plain", spied)
+    monkeypatch.setattr(Borrower, "fields", spied)
     return found
 
 

@@ -1,21 +1,21 @@
-"""Frames between processes of one host through memory that the client lends: bytes go once, around gRPC.
+"""Bytes between processes of one host through memory that the client lends: they go around gRPC, a page at a time.
 
     client                                            queue
-    Arena: a file in /dev/shm, mapped                 Lent: opens it by name, pread and pwrite, never maps
-    write:  put(frame) ── Slot in the message ──────▶ take(slot): a copy, checked against its seal, then as ever:
+    Arena: a file in /dev/shm                         Lent: opens it by name
+    write:  put(page) ── Slot in the message ───────▶ take(slot): a copy, checked against its checksum, then as ever:
             free(slot) ◀────────── acknowledged ───── stored as durably as the run asks, before the answer
-    fetch:  reserve(bytes) ── Region in the request ▶ give(region, frames): Slots in the answer; what does not
-            copy(slot), checked as well ◀──────────── fit comes inline
+    fetch:  reserve(bytes) ── Region in the request ▶ give(region, page): a Slot in the answer; what does not
+            take(slot) ◀───────────────────────────── fit comes inline
             free(region) once the answer is parsed
 
 **Who owns what.** The client owns all of it; the queue keeps nothing but open files, so a queue that is killed
 leaves nothing behind, and nothing has to be counted across processes. A client that is killed leaves its file; its
 lock on it ends with it (`flock`), so `sweep`, at the start of every queue and every arena, knows it and unlinks it.
 
-**Who may believe what.** A slot names the frame's seal (xxh3_64), so bytes that were overwritten, cut or never
-written are CorruptError, never another row's. After a call whose end is unknown the other side may still write: such
-a region is abandoned, not reused. Files are 0600 and of the caller's own user. The queue never maps them, since a
-file that shrinks would kill it with SIGBUS; the client's pages are allocated ahead, since a full /dev/shm would too.
+**Who may believe what.** A slot names the checksum of its bytes (xxh3_64), so those that were overwritten, cut or
+never written are CorruptError, never another row's. After a call whose end is unknown the other side may still write:
+such a region is abandoned, not reused. Files are 0600 and of the caller's own user. Both sides pread and pwritev, and
+neither maps: a file that shrinks, or pages that a full /dev/shm has no room for, would be a SIGBUS.
 
 **Same host?** The client offers `Arena.offer`: boot id, name, and it knows a secret in the file's head. The queue
 answers with what `Lent.accept` read there. Equal secrets mean one kernel and one /dev/shm, containers included.
@@ -24,19 +24,21 @@ answers with what `Lent.accept` read there. Equal secrets mean one kernel and on
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import re
 import secrets
-import struct
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
+
+import xxhash
 
 from meshrl.contract.errors import CapacityError, CorruptError, UserError
-from meshrl.contract.frames import unseal
+
+Parts: TypeAlias = Sequence[bytes | memoryview]
+"""Bytes on end."""
 
 FOLDER: Final = Path("/dev/shm")
 ARENA_BYTES: Final = 256 << 20
@@ -44,7 +46,8 @@ HEAD_BYTES: Final = 64
 SECRET_BYTES: Final = 16
 ALIGNMENT: Final = 64
 _NAME: Final = re.compile(r"meshrl-[0-9a-f]{16}\.arena")
-_SEAL: Final = struct.Struct("<Q")
+_AT_ONCE: Final = 1024
+"""Parts that one pwritev takes (IOV_MAX)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,11 +60,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a frame lies, and its seal."""
+    """Where bytes lie, and their checksum."""
 
     offset: int
     size: int
-    seal: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +100,59 @@ def arena_id(name: str) -> bytes:
     return bytes.fromhex(name[len("meshrl-") : -len(".arena")])
 
 
-class Arena:
+class Memory:
+    """An open arena, whoever has made it."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._descriptor = descriptor
+        self._name = name
+
+    def take(self, slot: Slot) -> bytes:
+        """A copy of what lies in a slot.
+
+        Raises:
+            CorruptError: other bytes are there.
+        """
+        if slot.size < 0 or slot.offset < HEAD_BYTES:
+            raise CorruptError(f"{self._name}: {slot} is outside of the arena")
+        # Not more than there is: a size is the sender's word.
+        size = min(slot.size, os.fstat(self._descriptor).st_size)
+        found = os.pread(self._descriptor, size, slot.offset)
+        if len(found) != slot.size or xxhash.xxh3_64_intdigest(found) != slot.checksum:
+            raise CorruptError(f"{self._name}: {slot} holds other bytes than were written there")
+        return found
+
+    def _write(self, offset: int, parts: Parts) -> Slot | None:
+        """None where there was no room after all: somebody has cut the file."""
+        checksum = xxhash.xxh3_64()
+        for part in parts:
+            checksum.update(part)
+        written = 0
+        try:
+            for start in range(0, len(parts), _AT_ONCE):
+                some = parts[start : start + _AT_ONCE]
+                written += os.pwritev(self._descriptor, some, offset + written)
+        except OSError:
+            return None
+        size = sum(map(len, parts))
+        return Slot(offset, size, checksum.intdigest()) if written == size else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Arena(Memory):
     """Memory that this process lends. Made by `create`; use it as a context manager, or `close` it."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
+        super().__init__(descriptor, path.name)
         self._path = path
         self.size = size
-        self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, size)
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._map[:SECRET_BYTES] = self._secret
+        os.pwrite(descriptor, self._secret, 0)
         self._free = [Region(HEAD_BYTES, size - HEAD_BYTES)]
         self._used: dict[int, Region] = {}
         self._abandoned = 0
@@ -127,7 +173,7 @@ class Arena:
             raise CapacityError(f"no shared memory in {folder}: {error.strerror}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # at most a sweeper's moment
-            # All pages now: one that is missing later would be a SIGBUS.
+            # All pages now: whoever writes later has room.
             os.posix_fallocate(descriptor, 0, size)
             return cls(path, descriptor, size)
         except OSError as error:
@@ -151,13 +197,15 @@ class Arena:
         """Abandoned after calls whose end is unknown; a large part of the arena is a reason to make another."""
         return self._abandoned
 
-    def put(self, frame: bytes | memoryview) -> Slot | None:
-        """Copy a sealed frame in; None when it does not fit now, and has to travel inline."""
-        region = self.reserve(len(frame))
+    def put(self, parts: Parts) -> Slot | None:
+        """Copy bytes in; None when they do not fit now, and have to travel inline."""
+        region = self.reserve(sum(map(len, parts)))
         if region is None:
             return None
-        self._map[region.offset : region.offset + len(frame)] = bytes(frame)
-        return Slot(region.offset, len(frame), _SEAL.unpack_from(frame)[0])
+        slot = self._write(region.offset, parts)
+        if slot is None:
+            self.free(region)
+        return slot
 
     def reserve(self, size: int) -> Region | None:
         """Memory for `size` bytes, first fit; None when there is none."""
@@ -170,12 +218,6 @@ class Arena:
                 self._used[used.offset] = used
                 return used
         return None
-
-    def copy(self, slot: Slot) -> bytes:
-        """The frame in a slot of any region that is in use. Raises CorruptError."""
-        if slot.offset < HEAD_BYTES or slot.size < 0 or slot.offset + slot.size > self.size:
-            raise CorruptError(f"{slot} is outside of the arena")
-        return _checked(self._map[slot.offset : slot.offset + slot.size], slot)
 
     def free(self, held: Slot | Region) -> None:
         """The memory may be used again: the call was answered. Twice is once."""
@@ -198,12 +240,9 @@ class Arena:
 
     def close(self) -> None:
         """Unlink; idempotent."""
-        if self._descriptor < 0:
-            return
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
-        self._descriptor = -1
-        self._map.close()
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+        super().close()
 
     def __enter__(self) -> Self:
         return self
@@ -212,12 +251,8 @@ class Arena:
         self.close()
 
 
-class Lent:
+class Lent(Memory):
     """An arena of somebody else, by its file. Made by `accept`."""
-
-    def __init__(self, descriptor: int, name: str) -> None:
-        self._descriptor = descriptor
-        self._name = name
 
     @classmethod
     def accept(cls, offer: Offer, folder: Path = FOLDER) -> tuple[Self, bytes] | None:
@@ -239,18 +274,6 @@ class Lent:
             return None
         return cls(descriptor, offer.name), os.pread(descriptor, SECRET_BYTES, 0)
 
-    def take(self, slot: Slot) -> bytes:
-        """A copy of the frame in a slot.
-
-        Raises:
-            CorruptError: other bytes are there.
-        """
-        if slot.size < 0 or slot.offset < HEAD_BYTES:
-            raise CorruptError(f"{self._name}: {slot} is outside of the arena")
-        # Not more than there is: a size is the sender's word.
-        size = min(slot.size, os.fstat(self._descriptor).st_size)
-        return _checked(os.pread(self._descriptor, size, slot.offset), slot)
-
     def check(self, region: Region) -> None:
         """Raises CorruptError for a region outside of the arena."""
         end = region.offset + region.size
@@ -261,35 +284,18 @@ class Lent:
         ):
             raise CorruptError(f"{self._name}: {region} is outside of the arena")
 
-    def give(
-        self, region: Region, frames: Iterable[bytes | memoryview]
-    ) -> tuple[list[Slot | bytes | memoryview], Region]:
-        """Write frames into a region, one after the other; those that do not fit come back as they are.
-
-        Returns:
-            For each frame its slot or itself, and what is left of the region.
+    def give(self, region: Region, parts: Parts) -> tuple[Slot, Region] | None:
+        """Write bytes at the start of a region: where they lie, and what is left of it; None when they do not fit.
 
         Raises:
             CorruptError: the region is outside of the arena.
         """
         self.check(region)
-        end = region.offset + region.size
-        given: list[Slot | bytes | memoryview] = []
-        at = region.offset
-        for frame in frames:
-            if at + len(frame) > end:
-                given.append(frame)
-                continue
-            os.pwrite(self._descriptor, frame, at)
-            given.append(Slot(at, len(frame), _SEAL.unpack_from(frame)[0]))
-            at += _aligned(len(frame))
-        return given, Region(at, end - at)
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        size = _aligned(sum(map(len, parts)))
+        if size > region.size:
+            return None
+        slot = self._write(region.offset, parts)
+        return None if slot is None else (slot, Region(region.offset + size, region.size - size))
 
 
 def sweep(folder: Path = FOLDER, pattern: str = "meshrl-*.arena") -> list[str]:
@@ -315,14 +321,3 @@ def sweep(folder: Path = FOLDER, pattern: str = "meshrl-*.arena") -> list[str]:
 
 def _aligned(size: int) -> int:
     return size + -size % ALIGNMENT
-
-
-def _checked(frame: bytes, slot: Slot) -> bytes:
-    if (
-        len(frame) != slot.size
-        or slot.size < _SEAL.size
-        or _SEAL.unpack_from(frame)[0] != slot.seal
-    ):
-        raise CorruptError(f"{slot} holds other bytes than were written there")
-    unseal(memoryview(frame), str(slot))
-    return frame

@@ -1,11 +1,11 @@
-"""Frames by reference: what a message has in the place of a frame that lies in an arena (arena.py).
+"""Frames by reference: what a message has in the place of its frames where these lie in an arena (arena.py).
 
-reference = magic, arena 8 bytes, offset u64, bytes u64, seal u64
+reference = magic, arena 8 bytes, offset u64, bytes u64, checksum u64: of the frames, encoded as in the message
 
 Lender (client)                                      Borrower (queue)
-sending: frames into the arena, references sent ───▶ plain: a copy of the frame, checked against its seal
-answered: a region named in the request ───────────▶ Page.refer: frames into the region, references answered
-plain: a copy of the frame ◀────────────────────────
+sending: frames into the arena, reference sent ────▶ fields: a copy of them, checked
+answered: a region named in the request ───────────▶ Page.refer: frames into the region, reference answered
+fields: a copy of them, checked ◀───────────────────
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from meshrl.contract.codec.arena import Arena, Lent, Offer, Region, Slot, arena_id, arena_name
+from meshrl.contract.codec.arena import (
+    Arena,
+    Lent,
+    Memory,
+    Offer,
+    Region,
+    Slot,
+    arena_id,
+    arena_name,
+)
 from meshrl.contract.codec.bulk import Bulk, Frame
 from meshrl.contract.errors import CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.frames import intact
@@ -29,15 +38,15 @@ WORN: Final = 0.5
 """The part of an arena that may be lost to calls whose end is unknown before another one is made."""
 OPEN_ARENAS: Final = 256
 """That a queue keeps open; one that is asked for again is opened again."""
-_MAGIC: Final = b"ml1\0"
+_MAGIC: Final = b"ml2\0"
 _REFERENCE: Final = struct.Struct("<4s8sQQQ")
 
 M = TypeVar("M", bound=Message)
 
 
 def reference(arena: bytes, slot: Slot) -> bytes:
-    """What stands for the frame in `slot`."""
-    return _REFERENCE.pack(_MAGIC, arena, slot.offset, slot.size, slot.seal)
+    """What stands for the frames in `slot`."""
+    return _REFERENCE.pack(_MAGIC, arena, slot.offset, slot.size, slot.checksum)
 
 
 def referred(frame: Frame) -> tuple[bytes, Slot] | None:
@@ -64,21 +73,21 @@ class Lender:
     def sending(self, bulks: Sequence[Bulk[M]]) -> Iterator[list[Bulk[M]]]:
         """The same messages with references for the frames that there is room for, until the call has ended.
 
-        A queue that reads a slot later than that finds another seal there.
+        A queue that reads a slot later than that finds other bytes there.
         """
         slots: list[Slot] = []
         try:
-            yield [Bulk(bulk.message, [self._put(f, slots) for f in bulk.frames]) for bulk in bulks]
+            yield [self._put(bulk, slots) for bulk in bulks]
         finally:
             for slot in slots:
                 self._arena.free(slot)
 
-    def _put(self, frame: Frame, slots: list[Slot]) -> Frame:
-        slot = self._arena.put(frame)
+    def _put(self, bulk: Bulk[M], slots: list[Slot]) -> Bulk[M]:
+        slot = self._arena.put(bulk.fields) if bulk.frames else None
         if slot is None:
-            return frame
+            return bulk
         slots.append(slot)
-        return reference(self.arena, slot)
+        return Bulk(bulk.message, [reference(self.arena, slot)])
 
     @contextmanager
     def answered(self) -> Iterator[Region | None]:
@@ -96,18 +105,15 @@ class Lender:
                 # Whoever has not answered may still write there.
                 (self._arena.free if ended else self._arena.abandon)(region)
 
-    def plain(self, frame: Frame) -> Frame:
-        """The frame itself. Raises DecodeError for a reference to what is not there."""
+    def fields(self, frame: Frame) -> bytes | None:
+        """What a reference stands for, None for a frame. Raises DecodeError for a reference to what is not there."""
         found = referred(frame)
         if found is None:
-            return frame
+            return None
         arena, slot = found
         if arena != self.arena:
-            raise DecodeError(f"a frame in arena {arena.hex()}, which is not ours")
-        try:
-            return self._arena.copy(slot)
-        except CorruptError as error:
-            raise DecodeError(str(error)) from error
+            raise DecodeError(f"frames in arena {arena.hex()}, which is not ours")
+        return _taken(self._arena, slot)
 
     def close(self) -> None:
         """Unlink the arena; idempotent."""
@@ -129,19 +135,16 @@ class Borrower:
         self._keep(arena_id(offer.name), lent)
         return proof
 
-    def plain(self, frame: Frame) -> Frame:
-        """The frame itself. Raises DecodeError for a reference to what is not there."""
+    def fields(self, frame: Frame) -> bytes | None:
+        """As `Lender.fields`."""
         found = referred(frame)
         if found is None:
-            return frame
+            return None
         arena, slot = found
         lent = self._lent(arena)
         if lent is None:
             raise DecodeError(f"arena {arena.hex()} is not on this host")
-        try:
-            return lent.take(slot)
-        except CorruptError as error:
-            raise DecodeError(str(error)) from error
+        return _taken(lent, slot)
 
     def page(self, arena: bytes, region: Region) -> Page | None:
         """Where an answer goes; None for an arena that cannot be reached from here.
@@ -191,9 +194,16 @@ class Page:
         self._left = region
 
     def refer(self, bulk: Bulk[M]) -> Bulk[M]:
-        """The same message with references for the frames that fit."""
-        given, self._left = self._lent.give(self._left, bulk.frames)
-        frames = [
-            reference(self._arena, each) if isinstance(each, Slot) else each for each in given
-        ]
-        return Bulk(bulk.message, frames)
+        """The same message with a reference for its frames, if they fit."""
+        given = self._lent.give(self._left, bulk.fields) if bulk.frames else None
+        if given is None:
+            return bulk
+        slot, self._left = given
+        return Bulk(bulk.message, [reference(self._arena, slot)])
+
+
+def _taken(memory: Memory, slot: Slot) -> bytes:
+    try:
+        return memory.take(slot)
+    except CorruptError as error:
+        raise DecodeError(str(error)) from error

@@ -38,7 +38,7 @@ class QueueDoor(rpc.QueueServicer):
         self._queue = queue
         self._borrower = Borrower()
         self._compressor = FrameCompressor(dictionary=dictionary)
-        parse = codec.parser(pb.WriteRequest, self._borrower.plain, lambda: self._compressor)
+        parse = codec.parser(pb.WriteRequest, self._borrower.fields, lambda: self._compressor)
         self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
     def attach(self, server: grpc.aio.Server) -> None:

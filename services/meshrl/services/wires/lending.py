@@ -43,9 +43,9 @@ class BulkCalls:
         self._lends_bytes = lends_bytes
         self._lender: Lender | None = None
 
-    def plain(self, frame: Frame) -> Frame:
-        """For the parsers of answers: the frame that a reference stands for."""
-        return frame if self._lender is None else self._lender.plain(frame)
+    def fields(self, frame: Frame) -> bytes | None:
+        """For the parsers of answers: what a reference stands for."""
+        return None if self._lender is None else self._lender.fields(frame)
 
     def expander(self) -> FrameCompressor | None:
         """For the parsers of answers: what has the queue's dictionary."""

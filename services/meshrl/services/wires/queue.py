@@ -72,7 +72,7 @@ class QueueWire(Wire, RowVerbs):
         self._lease = channel.unary_stream(
             "/meshrl.v1.Queue/Lease",
             pb.LeaseRequest.SerializeToString,
-            codec.parser(pb.LeaseResponse, self._bulk.plain, self._bulk.expander),
+            codec.parser(pb.LeaseResponse, self._bulk.fields, self._bulk.expander),
         )
         self._write = channel.stream_unary(
             "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
@@ -83,7 +83,7 @@ class QueueWire(Wire, RowVerbs):
         self._fetch = channel.unary_stream(
             "/meshrl.v1.Queue/Fetch",
             pb.FetchRowsRequest.SerializeToString,
-            codec.parser(pb.FetchRowsResponse, self._bulk.plain, self._bulk.expander),
+            codec.parser(pb.FetchRowsResponse, self._bulk.fields, self._bulk.expander),
         )
 
     async def close(self) -> None:
