@@ -162,6 +162,59 @@ async def test_a_batch_that_was_half_taken_is_the_same_batch_when_taken_again(
         assert await again.resident() == {"settled": 18, "ready": 18}
 
 
+class Late:
+    """A shard whose answer to one question comes only once it is let through."""
+
+    def __init__(self, shard: ShardQueue, method: str) -> None:
+        self._shard, self._method = shard, method
+        self.asked, self.through = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._shard, name)
+        if name != self._method:
+            return found
+
+        async def call(*given: Any, **named: Any) -> Any:
+            answer = await found(*given, **named)
+            self.asked.set()
+            await self.through.wait()
+            return answer
+
+        return call
+
+
+@pytest.mark.parametrize("late", [0, 1])
+async def test_ranks_that_ask_for_a_batch_at_once_get_the_same_one(
+    shards: list[ShardQueue], late: int
+) -> None:
+    """One rank hears what shard 0 has, the other what both have by then: their plans differ."""
+    two: list[Any] = shards[:2]
+    seen: list[Any] = [*two]
+    seen[late] = Late(two[late], "groups")
+    slow, fast = ShardedQueue(seen), ShardedQueue(two)
+    actors, others = Actors(fast), Actors(slow)
+    await actors.start(spec(batch_groups=9, max_staleness=1.0))
+    others.epoch = actors.epoch
+    here, there = ([t for t in tasks(40) if owner(t.task_id, 2) == number] for number in (0, 1))
+    await actors.feed([*here[:3]])
+    await actors.work()
+    one = asyncio.ensure_future(others.take(1, groups=2))
+    await seen[late].asked.wait()
+    await actors.feed(there[:3])
+    await actors.work()
+    given = await actors.take(1, groups=2)
+    seen[late].through.set()
+    assert batch_uids(await one) == batch_uids(given)
+    await actors.settle(1)
+    await actors.publish(2)
+    await actors.commit(2)
+    ledger = await fast.ledger("run")
+    assert ledger.trained == len(batch_uids(given))
+    assert not ledger.resident["taken"], "rows are in a batch that nobody has"
+    for router in (slow, fast):
+        await router.close()
+
+
 async def test_after_a_rewind_batches_of_uneven_shares_come_again_as_they_were(
     shards: list[ShardQueue],
 ) -> None:

@@ -334,6 +334,12 @@ class TransferQueue(RowVerbs):
         """See the port."""
         if groups < 1 or not batch_id:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
+        return await self._take(run, epoch, step, groups, batch_id, wait_s)
+
+    async def _take(
+        self, run: str, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """`take` of any number of groups."""
         deadline = self._deadline(wait_s)
 
         def reason() -> str:

@@ -2,9 +2,9 @@
 
     batch id on a shard:  <batch id>#<round>/<shard>:<groups>.<shard>:<groups>. ...
 
-The plan is part of the id under which a shard records its groups of a batch. So the first shard that has recorded
-them has recorded the plan, in the same transaction and under the trainer's epoch: whoever asks for the batch again
-finds it, whatever died in between.
+The plan is part of the id under which a shard records its groups of a batch, in the same transaction and under the
+trainer's epoch. Shard 0 does so before any other, even where it gives none, and records one plan for a batch: so all
+who ask for a batch at once follow the same, and whoever asks again finds it, whatever died in between.
 
 A round is a number that grows from batch to batch, the same on all shards. A group keeps the round in which it was
 first taken in its position, so that shards agree on the order in which groups come again after a rewind.
@@ -39,8 +39,8 @@ class Plan:
 
     @property
     def shares(self) -> dict[int, int]:
-        """Groups of each shard that gives any."""
-        found: dict[int, int] = {}
+        """Groups of shard 0, and of each other that gives any."""
+        found = {0: 0}
         for shard, groups in self.runs:
             found[shard] = found.get(shard, 0) + groups
         return found

@@ -190,15 +190,24 @@ class ShardQueue(TransferQueue):
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """See Queue. What a round takes first stands behind everything that earlier rounds took first."""
+        """See Queue. What a round takes first stands behind everything that earlier rounds took first.
+
+        A batch's share may be empty. Raises ConflictError, with `plan`, where another one is recorded for it.
+        """
+        name, plan = planned(batch_id)
+        if plan is None:
+            return await super().take(
+                run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
+            )
         state = self._run(run)
         state.check_epoch(epoch)
-        _, plan = planned(batch_id)
-        if plan is not None:
-            state.next_position = max(state.next_position, plan.round << ROUND_BITS)
-        return await super().take(
-            run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
-        )
+        recorded = _plan(state, name)
+        if recorded not in ("", str(plan)):
+            raise ConflictError(
+                f"batch {name} is taken under plan {recorded}, not {plan}", plan=recorded
+            )
+        state.next_position = max(state.next_position, plan.round << ROUND_BITS)
+        return await self._take(run, epoch, step, groups, batch_id, wait_s)
 
     async def publish_and_tell(self, run: str, version: Version) -> str:
         """See the port."""

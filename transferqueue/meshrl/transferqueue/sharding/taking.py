@@ -1,12 +1,13 @@
 """Batches over several shards: a plan says how many groups each gives, and is recorded with them (plan.py).
 
-    shards tell their complete groups ──▶ enough? ──▶ plan ──▶ each shard takes its share under the plan
+    shards tell their complete groups ──▶ enough? ──▶ plan ──▶ shard 0 takes its share under it, then the others
 
 **Exactly once, whatever dies.** A group that is complete and fresh enough for a step stays so until it is taken, so
-the shares of a plan can always be taken. The first share that a shard records carries the plan: whoever asks for the
-batch again, before or after a kill, follows it, and a shard that has given its share gives the same one again. Shares
-of an older epoch that were not settled come back at `acquire`, as from a single queue. Shard 0 says with its figures
-which shards the run is on, so nobody plans, or comes to the end of the data, without those that were added.
+the shares of a plan can always be taken. Shard 0 records its share first, empty or not, and with it the plan: ranks
+that ask for a batch at once and have planned differently are told of the one that is recorded. Whoever asks for the
+batch again, before or after a kill, follows it too, and a shard that has given its share gives the same one again.
+Shares of an older epoch that were not settled come back at `acquire`, as from a single queue. Shard 0 says with its
+figures which shards the run is on, so nobody plans, or comes to the end of the data, without those that were added.
 
 **Order.** What was taken before is taken first: by the round that first took it, then by shard, then in its old
 order there. That is the order in which it stood, so a rewound trainer gets the same batches. What is new is taken in
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from meshrl.contract.errors import EndOfDataError, UserError, WaitTimeoutError
+from meshrl.contract.errors import ConflictError, EndOfDataError, UserError, WaitTimeoutError
 from meshrl.contract.nouns import Batch, BatchGroup
 from meshrl.transferqueue.sharding.asking import all_of, any_of
 from meshrl.transferqueue.sharding.placing import Grown, Members
@@ -74,22 +76,32 @@ class Taking:
         plan = self.plans.get(batch_id)
         if plan is None:
             plan = await self._agree(epoch, step, groups, batch_id, wait_s)
-        shares = self._shares(plan)
-        parts = await all_of(
-            self.shards[shard].take(
-                self.run,
-                epoch=epoch,
-                step=step,
-                groups=share,
-                batch_id=plan.name(batch_id),
-                wait_s=0.0,
-            )
-            for shard, share in shares.items()
-        )
+        try:
+            first = await self._share(0, plan, epoch, step, batch_id)
+        except ConflictError as error:
+            if "plan" not in error.details:
+                raise
+            plan = Plan.parse(error.details["plan"])
+            first = await self._share(0, plan, epoch, step, batch_id)
+        others = [shard for shard in self._shares(plan) if shard]
+        parts = await all_of(self._share(n, plan, epoch, step, batch_id) for n in others)
         self._keep(batch_id, plan)
-        taken = {shard: part.groups for shard, part in zip(shares, parts, strict=True)}
+        taken = {0: first.groups}
+        taken.update((shard, part.groups) for shard, part in zip(others, parts, strict=True))
         in_order = plan.in_order(taken)
         return Batch(batch_id=batch_id, run=self.run, step=step, groups=in_order), taken
+
+    def _share(
+        self, shard: int, plan: Plan, epoch: int, step: int, batch_id: str
+    ) -> Coroutine[Any, Any, Batch]:
+        return self.shards[shard].take(
+            self.run,
+            epoch=epoch,
+            step=step,
+            groups=self._shares(plan)[shard],
+            batch_id=plan.name(batch_id),
+            wait_s=0.0,
+        )
 
     async def settle(self, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""

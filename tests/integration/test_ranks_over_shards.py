@@ -1,0 +1,63 @@
+"""Ranks of one trainer, each with a router of its own, over queue processes that get rows all the while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from meshrl.services.doors.queue import QueueDoor
+from meshrl.services.doors.shard import ShardDoor
+from meshrl.services.queues import connect_queue
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ..contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
+
+STEPS = 12
+GROUPS = 3
+
+
+@pytest.fixture
+async def addresses() -> AsyncIterator[str]:
+    """Of three empty shards."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(3):
+            shard = await ShardQueue.open(MemoryStore())
+            stack.push_async_callback(shard.close)
+            settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+            doors = [QueueDoor(shard), ShardDoor(shard)]
+            server = await stack.enter_async_context(Server(settings, doors))
+            found.append(server.address)
+        yield ",".join(found)
+
+
+async def test_ranks_get_the_same_batches_and_every_row_is_trained_once(addresses: str) -> None:
+    async with connect_queue(addresses) as queue, connect_queue(addresses) as another:
+        first, second = Actors(queue), Actors(another)
+        await first.start(spec(batch_groups=STEPS * GROUPS, max_staleness=float(STEPS)))
+        second.epoch = first.epoch
+
+        async def make() -> None:
+            for number in range(STEPS * GROUPS):
+                await first.feed(tasks(1, number))
+                await first.work()
+
+        making = asyncio.create_task(make())
+        seen: list[str] = []
+        for step in range(STEPS):
+            ranks = (actors.take(step, GROUPS, WAIT_S) for actors in (first, second))
+            one, other = map(batch_uids, await asyncio.gather(*ranks))
+            assert one == other
+            seen += one
+            await first.settle(step)
+        await making
+        await first.publish(STEPS)
+        await first.commit(STEPS)
+        ledger = await first.ledger()
+        assert len(set(seen)) == len(seen) == ledger.trained
+        assert sum(ledger.resident.values()) == 0
