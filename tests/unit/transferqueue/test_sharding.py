@@ -215,6 +215,42 @@ async def test_ranks_that_ask_for_a_batch_at_once_get_the_same_one(
         await router.close()
 
 
+async def test_two_batches_may_be_asked_for_at_once(shards: list[ShardQueue]) -> None:
+    """The second is planned when the first has been taken, and waits where that left too little."""
+    router = ShardedQueue(shards[:2])
+    actors = Actors(router)
+    await actors.start(spec(batch_groups=9, max_staleness=1.0))
+    here, there = ([t for t in tasks(40) if owner(t.task_id, 2) == number] for number in (0, 1))
+    await actors.feed([*here[:5], *there[:2]])
+    await actors.work()
+    both = [asyncio.ensure_future(actors.take(step, 4, WAIT_S)) for step in (0, 1)]
+    first = await both[0]
+    done, _ = await asyncio.wait(both[1:], timeout=0.05)
+    assert not done, "three groups are no batch of four"
+    await actors.feed(here[5:6])
+    await actors.work()
+    second = await both[1]
+    assert len({*batch_uids(first), *batch_uids(second)}) == 2 * len(batch_uids(first)) == 16
+    await router.close()
+
+
+async def test_a_share_that_is_done_again_is_waited_for(shards: list[ShardQueue]) -> None:
+    dying = ShardedQueue([shards[0], Failing(shards[1], "take")])  # type: ignore[list-item]
+    actors = Actors(dying)
+    await actors.start(spec(batch_groups=9, max_staleness=1.0))
+    await actors.feed(tasks(12))
+    await actors.work()
+    with pytest.raises(UnavailableError):
+        await actors.take(0, groups=8)
+    assert await dying.redo("run", "reward", ()) > 0
+    again = asyncio.ensure_future(actors.take(0, 8, WAIT_S))
+    done, _ = await asyncio.wait([again], timeout=0.05)
+    assert not done
+    await actors.write(await actors.lease("reward"))
+    assert len((await again).groups) == 8
+    await dying.close()
+
+
 async def test_after_a_rewind_batches_of_uneven_shares_come_again_as_they_were(
     shards: list[ShardQueue],
 ) -> None:

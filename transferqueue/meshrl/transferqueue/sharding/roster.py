@@ -222,6 +222,7 @@ class Roster:
                 watch=self.watch,
                 since=since,
                 plans=known.taking.plans if known else OrderedDict(),
+                planning=known.taking.planning if known else asyncio.Lock(),
             )
             known = self._runs[spec.run] = Known(spec, members, taking)
         return known

@@ -66,16 +66,76 @@ class Taking:
     """The roll that was learned when this was made."""
     plans: OrderedDict[str, Plan] = field(default_factory=OrderedDict)
     """Of batches whose shares are all taken."""
+    planning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held from the look at the shards until the batch is taken: no two plans count on the same groups."""
 
     async def take(
         self, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
-        """See Queue; also which shard gave which groups. Raises Grown."""
+        """See Queue; also which shard gave which groups. Raises Grown.
+
+        A shard is heard of again when it has its share of what is missing: when enough have come in, some shard has.
+        """
         if groups < 1 or not batch_id:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
-        plan = self.plans.get(batch_id)
-        if plan is None:
-            plan = await self._agree(epoch, step, groups, batch_id, wait_s)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + max(0.0, wait_s)
+        asked = {"epoch": epoch, "step": step, "batch_id": batch_id, "groups": groups}
+        while True:
+            told: Sequence[Groups] = ()
+            async with self.planning:
+                plan = self.plans.get(batch_id)
+                if plan is None:
+                    told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)  # type: ignore[arg-type]
+                    plan = self._plan(told, groups, step)
+                if plan is not None:
+                    return await self._taken(plan, epoch, step, batch_id, deadline)
+            left = deadline - clock()
+            why = self._why(told, groups, step)
+            if left <= 0:
+                raise WaitTimeoutError(f"timed out waiting for {why}")
+            share = -(-(groups - sum(one.complete for one in told)) // len(told))
+            questions = (
+                shard.groups(
+                    self.run,
+                    **asked,  # type: ignore[arg-type]
+                    more_than=one.complete + share - 1,
+                    done=one.done,
+                    why=why,
+                    wait_s=left,
+                )
+                for shard, one in zip(self.shards, told, strict=True)
+            )
+            await any_of([*questions, self.watch.news(self.since)])
+
+    def _plan(self, told: Sequence[Groups], groups: int, step: int) -> Plan | None:
+        """The plan on record, or a new one if there are enough groups.
+
+        Raises:
+            EndOfDataError. Grown: the run is on more shards.
+        """
+        self.members.check(told[0].members)
+        recorded = next((one.plan for one in told if one.plan), "")
+        if recorded:
+            return Plan.parse(recorded)
+        complete = sum(one.complete for one in told)
+        done = all(one.done for one in told)
+        if complete >= groups or (done and complete):
+            return split(told, groups, step)
+        if done:
+            raise EndOfDataError(
+                f"run {self.run}: the feed is closed and every group is taken or has left"
+            )
+        return None
+
+    async def _taken(
+        self, plan: Plan, epoch: int, step: int, batch_id: str, deadline: float
+    ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
+        """The batch, by this plan or the one that shard 0 has recorded for it.
+
+        Raises:
+            WaitTimeoutError: rows of a share are being done again. Grown.
+        """
         try:
             first = await self._share(0, plan, epoch, step, batch_id)
         except ConflictError as error:
@@ -83,8 +143,12 @@ class Taking:
                 raise
             plan = Plan.parse(error.details["plan"])
             first = await self._share(0, plan, epoch, step, batch_id)
+        # Once it is on record there is no other plan to be made: what a share lacks is waited for.
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
         others = [shard for shard in self._shares(plan) if shard]
-        parts = await all_of(self._share(n, plan, epoch, step, batch_id) for n in others)
+        parts = await all_of(
+            self._share(shard, plan, epoch, step, batch_id, wait_s=left) for shard in others
+        )
         self._keep(batch_id, plan)
         taken = {0: first.groups}
         taken.update((shard, part.groups) for shard, part in zip(others, parts, strict=True))
@@ -92,7 +156,7 @@ class Taking:
         return Batch(batch_id=batch_id, run=self.run, step=step, groups=in_order), taken
 
     def _share(
-        self, shard: int, plan: Plan, epoch: int, step: int, batch_id: str
+        self, shard: int, plan: Plan, epoch: int, step: int, batch_id: str, wait_s: float = 0.0
     ) -> Coroutine[Any, Any, Batch]:
         return self.shards[shard].take(
             self.run,
@@ -100,7 +164,7 @@ class Taking:
             step=step,
             groups=self._shares(plan)[shard],
             batch_id=plan.name(batch_id),
-            wait_s=0.0,
+            wait_s=wait_s,
         )
 
     async def settle(self, *, epoch: int, step: int, batch_id: str) -> None:
@@ -131,51 +195,6 @@ class Taking:
         self.plans[batch_id] = plan
         while len(self.plans) > PLANS:
             self.plans.popitem(last=False)
-
-    async def _agree(
-        self, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
-    ) -> Plan:
-        """The plan on record, or a new one once there are enough groups.
-
-        A shard is heard of again when it has its share of what is missing: when enough have come in, some shard has.
-
-        Raises:
-            WaitTimeoutError, EndOfDataError, FencedError. Grown: the run is on more shards, or the queue has more.
-        """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + max(0.0, wait_s)
-        asked = {"epoch": epoch, "step": step, "batch_id": batch_id, "groups": groups}
-        while True:
-            told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)  # type: ignore[arg-type]
-            self.members.check(told[0].members)
-            plan = next((one.plan for one in told if one.plan), "")
-            if plan:
-                return Plan.parse(plan)
-            complete = sum(one.complete for one in told)
-            done = all(one.done for one in told)
-            if complete >= groups or (done and complete):
-                return split(told, groups, step)
-            if done:
-                raise EndOfDataError(
-                    f"run {self.run}: the feed is closed and every group is taken or has left"
-                )
-            left = deadline - clock()
-            why = self._why(told, groups, step)
-            if left <= 0:
-                raise WaitTimeoutError(f"timed out waiting for {why}")
-            share = -(-(groups - complete) // len(told))
-            questions = (
-                shard.groups(
-                    self.run,
-                    **asked,  # type: ignore[arg-type]
-                    more_than=one.complete + share - 1,
-                    done=one.done,
-                    why=why,
-                    wait_s=left,
-                )
-                for shard, one in zip(self.shards, told, strict=True)
-            )
-            await any_of([*questions, self.watch.news(self.since)])
 
     @staticmethod
     def _why(told: Sequence[Groups], groups: int, step: int) -> str:
