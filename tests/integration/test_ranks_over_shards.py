@@ -12,7 +12,9 @@ from meshrl.services.doors.queue import QueueDoor
 from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Server, ServerSettings
+from meshrl.transferqueue.sharding.plan import Plan
 from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding.taking import Taking
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
@@ -61,3 +63,17 @@ async def test_ranks_get_the_same_batches_and_every_row_is_trained_once(addresse
         ledger = await first.ledger()
         assert len(set(seen)) == len(seen) == ledger.trained
         assert sum(ledger.resident.values()) == 0
+
+
+async def test_a_rank_that_has_planned_otherwise_is_told_of_the_plan_on_record(
+    addresses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect_queue(addresses) as queue, connect_queue(addresses) as another:
+        first, second = Actors(queue), Actors(another)
+        await first.start(spec(batch_groups=9))
+        second.epoch = first.epoch
+        await first.feed(tasks(9))
+        await first.work()
+        given = await first.take(0, GROUPS)
+        monkeypatch.setattr(Taking, "_plan", lambda *_: Plan(9, ((1, GROUPS),)))
+        assert batch_uids(await second.take(0, GROUPS)) == batch_uids(given)

@@ -14,6 +14,7 @@ import pytest
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.nouns import Lease, RunSpec
 from meshrl.transferqueue import admission
+from meshrl.transferqueue.sharding import feeding
 from meshrl.transferqueue.sharding.placing import Members, owner
 from meshrl.transferqueue.sharding.plan import Plan, planned
 from meshrl.transferqueue.sharding.port import Groups
@@ -275,7 +276,10 @@ async def test_after_a_rewind_batches_of_uneven_shares_come_again_as_they_were(
         await actors.settle(step, name=f"again-{step}")
 
 
-async def test_the_cursor_never_runs_ahead_of_a_task_that_is_lost(shards: list[ShardQueue]) -> None:
+async def test_the_cursor_never_runs_ahead_of_a_task_that_is_lost(
+    shards: list[ShardQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeding, "TURN_S", 0.1)
     for number in range(3):
         for after in (False, True):
             run = f"run-{number}-{after}"
