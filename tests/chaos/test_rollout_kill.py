@@ -55,7 +55,9 @@ class Worker:
     def responses(self) -> dict[str, tuple[int, int]]:
         """By uid: tokens that it went on from, tokens in the end."""
         found: dict[str, tuple[int, int]] = {}
-        for line in self._log.read_text().splitlines() if self._log.exists() else ():
+        written = self._log.read_text() if self._log.exists() else ""
+        whole, _, _ = written.rpartition("\n")  # the last line may be half written
+        for line in whole.splitlines():
             event = json.loads(line)
             if "continued" in event:
                 found[event["uid"]] = (event["continued"], event["continued"])
