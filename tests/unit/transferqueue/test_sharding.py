@@ -247,6 +247,9 @@ async def test_a_share_that_is_done_again_is_waited_for(shards: list[ShardQueue]
     again = asyncio.ensure_future(actors.take(0, 8, WAIT_S))
     done, _ = await asyncio.wait([again], timeout=0.05)
     assert not done
+    async with asyncio.timeout(WAIT_S / 2):  # and nobody else waits with it
+        with pytest.raises(WaitTimeoutError):
+            await actors.take(1, groups=1)
     await actors.write(await actors.lease("reward"))
     assert len((await again).groups) == 8
     await dying.close()

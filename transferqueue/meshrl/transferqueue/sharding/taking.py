@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,8 @@ class Taking:
     plans: OrderedDict[str, Plan] = field(default_factory=OrderedDict)
     """Of batches whose shares are all taken."""
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from the look at the shards until the batch is taken: no two plans count on the same groups."""
+    """Held from the look at the shards until the batch is taken, so that no two plans count on the same groups; never
+    while rows are waited for."""
 
     async def take(
         self, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
@@ -89,8 +91,13 @@ class Taking:
                     told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)  # type: ignore[arg-type]
                     plan = self._plan(told, groups, step)
                 if plan is not None:
-                    return await self._taken(plan, epoch, step, batch_id, deadline)
+                    plan, first = await self._record(plan, epoch, step, batch_id)
+                    with suppress(WaitTimeoutError):
+                        return await self._taken(plan, first, epoch, step, batch_id)
             left = deadline - clock()
+            if plan is not None:
+                # There is no other plan to be made: rows of a share that are being done again are waited for.
+                return await self._taken(plan, first, epoch, step, batch_id, max(0.0, left))
             why = self._why(told, groups, step)
             if left <= 0:
                 raise WaitTimeoutError(f"timed out waiting for {why}")
@@ -128,26 +135,29 @@ class Taking:
             )
         return None
 
-    async def _taken(
-        self, plan: Plan, epoch: int, step: int, batch_id: str, deadline: float
-    ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
-        """The batch, by this plan or the one that shard 0 has recorded for it.
-
-        Raises:
-            WaitTimeoutError: rows of a share are being done again. Grown.
-        """
+    async def _record(self, plan: Plan, epoch: int, step: int, batch_id: str) -> tuple[Plan, Batch]:
+        """The plan that shard 0 has on record, this one or another's, and its share. Raises Grown."""
         try:
-            first = await self._share(0, plan, epoch, step, batch_id)
+            return plan, await self._share(0, plan, epoch, step, batch_id)
         except ConflictError as error:
             if "plan" not in error.details:
                 raise
             plan = Plan.parse(error.details["plan"])
-            first = await self._share(0, plan, epoch, step, batch_id)
-        # Once it is on record there is no other plan to be made: what a share lacks is waited for.
-        left = max(0.0, deadline - asyncio.get_running_loop().time())
+            return plan, await self._share(0, plan, epoch, step, batch_id)
+
+    async def _taken(
+        self,
+        plan: Plan,
+        first: Batch,
+        epoch: int,
+        step: int,
+        batch_id: str,
+        wait_s: float = 0.0,
+    ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
+        """The batch: shard 0's share and those of the others. Raises WaitTimeoutError where rows are lacking."""
         others = [shard for shard in self._shares(plan) if shard]
         parts = await all_of(
-            self._share(shard, plan, epoch, step, batch_id, wait_s=left) for shard in others
+            self._share(shard, plan, epoch, step, batch_id, wait_s) for shard in others
         )
         self._keep(batch_id, plan)
         taken = {0: first.groups}
