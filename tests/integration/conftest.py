@@ -1,10 +1,18 @@
-"""What several integration tests ask for: a model that talks, and each carrier of weights in turn."""
+"""What several integration tests ask for: a model that talks, each carrier of weights in turn, queue processes."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+
+from meshrl.services.doors.queue import QueueDoor
+from meshrl.services.doors.shard import ShardDoor
+from meshrl.services.runtime import Server, ServerSettings
+from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..talking import write_talking_model
 
@@ -20,3 +28,18 @@ def talking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["gloo", "disk", "shm", "cuda_ipc", "auto", "nccl", "delta", "object"])
 def carrier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+async def addresses() -> AsyncIterator[list[str]]:
+    """Of three empty queues."""
+    async with AsyncExitStack() as stack:
+        found = []
+        for _ in range(3):
+            shard = await ShardQueue.open(MemoryStore())
+            stack.push_async_callback(shard.close)
+            settings = ServerSettings(metrics_port=None, drain_grace_s=1)
+            doors = [QueueDoor(shard), ShardDoor(shard)]
+            server = await stack.enter_async_context(Server(settings, doors))
+            found.append(server.address)
+        yield found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -17,31 +15,13 @@ from meshrl.services.cli.mesh import Mesh
 from meshrl.services.cli.operator import shards_of
 from meshrl.services.config import load_recipe
 from meshrl.services.config.recipe import train_spec
-from meshrl.services.doors.queue import QueueDoor
-from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.queues import connect_queue
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.up.ports import free_port
-from meshrl.transferqueue.sharding.shard import ShardQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..contract.queue_actors import Actors, spec, tasks
 
 SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
-
-
-@pytest.fixture
-async def addresses() -> AsyncIterator[list[str]]:
-    """Of three empty queues."""
-    async with AsyncExitStack() as stack:
-        found = []
-        for _ in range(3):
-            shard = await ShardQueue.open(MemoryStore())
-            stack.push_async_callback(shard.close)
-            doors = [QueueDoor(shard), ShardDoor(shard)]
-            server = await stack.enter_async_context(Server(SETTINGS, doors))
-            found.append(server.address)
-        yield found
 
 
 async def add(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

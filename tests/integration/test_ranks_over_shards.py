@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 
 import pytest
 
-from meshrl.services.doors.queue import QueueDoor
-from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.queues import connect_queue
-from meshrl.services.runtime import Server, ServerSettings
 from meshrl.transferqueue.sharding.plan import Plan
-from meshrl.transferqueue.sharding.shard import ShardQueue
 from meshrl.transferqueue.sharding.taking import Taking
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 
@@ -23,23 +16,13 @@ STEPS = 12
 GROUPS = 3
 
 
-@pytest.fixture
-async def addresses() -> AsyncIterator[str]:
-    """Of three empty shards."""
-    async with AsyncExitStack() as stack:
-        found = []
-        for _ in range(3):
-            shard = await ShardQueue.open(MemoryStore())
-            stack.push_async_callback(shard.close)
-            settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-            doors = [QueueDoor(shard), ShardDoor(shard)]
-            server = await stack.enter_async_context(Server(settings, doors))
-            found.append(server.address)
-        yield ",".join(found)
-
-
-async def test_ranks_get_the_same_batches_and_every_row_is_trained_once(addresses: str) -> None:
-    async with connect_queue(addresses) as queue, connect_queue(addresses) as another:
+async def test_ranks_get_the_same_batches_and_every_row_is_trained_once(
+    addresses: list[str],
+) -> None:
+    async with (
+        connect_queue(",".join(addresses)) as queue,
+        connect_queue(",".join(addresses)) as another,
+    ):
         first, second = Actors(queue), Actors(another)
         await first.start(spec(batch_groups=STEPS * GROUPS, max_staleness=float(STEPS)))
         second.epoch = first.epoch
@@ -66,9 +49,12 @@ async def test_ranks_get_the_same_batches_and_every_row_is_trained_once(addresse
 
 
 async def test_a_rank_that_has_planned_otherwise_is_told_of_the_plan_on_record(
-    addresses: str, monkeypatch: pytest.MonkeyPatch
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with connect_queue(addresses) as queue, connect_queue(addresses) as another:
+    async with (
+        connect_queue(",".join(addresses)) as queue,
+        connect_queue(",".join(addresses)) as another,
+    ):
         first, second = Actors(queue), Actors(another)
         await first.start(spec(batch_groups=9))
         second.epoch = first.epoch
