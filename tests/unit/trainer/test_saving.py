@@ -3,8 +3,11 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +102,31 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
     assert good is not None and good[1].step == 1
 
 
+class EnumsByName(pickle.Pickler):
+    """As Python 3.11.2 pickles them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_the_index_of_a_python_that_stores_enums_by_name_is_read(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    learner = rank_work.make(tiny_path, world)
+    frozen = checkpoint.freeze(learner.policy, learner.optimizers)
+    path = checkpoint.write(tmp_path, frozen, state(1), world, keep=Keep(newest=1)) / "tensors"
+    index = SafeReader(path).read_metadata()
+    with (path / INDEX).open("wb") as file:
+        EnumsByName(file).dump(index)
+    assert b"getattr" in (path / INDEX).read_bytes()
+    assert SafeReader(path).read_metadata().state_dict_metadata == index.state_dict_metadata
+
+
+class OfWhatIsNoEnum:
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (OrderedDict, "fromkeys")
+
+
 class Planted:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, (str(Path(__file__).parent / "planted"),)
@@ -109,3 +137,18 @@ def test_an_index_with_code_in_it_is_refused_and_not_run(tmp_path: Path) -> None
     with pytest.raises(CorruptError, match=r"not an index that DCP wrote \(posix.mkdir\)"):
         SafeReader(tmp_path).read_metadata()
     assert not (Path(__file__).parent / "planted").exists()
+    (tmp_path / INDEX).write_bytes(pickle.dumps(OfWhatIsNoEnum()))
+    with pytest.raises(CorruptError, match=r"getattr of <class 'collections.OrderedDict'>, 'from"):
+        SafeReader(tmp_path).read_metadata()
+
+
+def test_an_index_that_is_refused_is_named_by_who_loads(
+    tmp_path: Path, tiny_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = rank_work.make(tiny_path, world)
+    frozen = checkpoint.freeze(learner.policy, learner.optimizers)
+    path = checkpoint.write(tmp_path, frozen, state(1), world, keep=Keep(newest=1))
+    (path / "tensors" / INDEX).write_bytes(pickle.dumps(Planted()))
+    monkeypatch.setattr(checkpoint, "read_state", lambda path: state(1))  # its hashes are right
+    with pytest.raises(CorruptError, match=r"tensors/\.metadata: not an index that DCP wrote"):
+        checkpoint.load(path, learner.policy, learner.optimizers)

@@ -241,9 +241,9 @@ def load(
         )
     _check_adapter(path, state.adapter, policy.adapter)
     tensors = _tensors(policy, optimizers, beside)
-    state_dict_loader.load(
-        tensors, storage_reader=SafeReader(path / "tensors"), planner=SafePlanner()
-    )
+    reader = SafeReader(path / "tensors")
+    reader.read_metadata()  # DCP reads it too, and drops what is raised
+    state_dict_loader.load(tensors, storage_reader=reader, planner=SafePlanner())
     _fill(policy, tensors["model"])
     if optimizers is not None:
         set_optimizer_state_dict(policy, optimizers.parts, tensors["optimizer"])
