@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -122,7 +122,8 @@ class WeakCell:
     def launch(self) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-cell-"))
-        user = NOBODY if os.geteuid() == 0 and _readable_for_others() else None
+        seen = (*python_paths(), *self.readable, *self.search)
+        user = NOBODY if os.geteuid() == 0 and _readable_for_others(seen) else None
         if user is not None:
             os.chown(folder, user, user)
         return Launch(
@@ -130,10 +131,7 @@ class WeakCell:
             env=_environment(str(folder)),
             how=_how(Isolation.WEAK, user, self.search)
             | {
-                "readable": [
-                    str(path)
-                    for path in (*system_paths(), *python_paths(), *self.readable, *self.search)
-                ],
+                "readable": [str(path) for path in (*system_paths(), *seen)],
                 "writable": [str(folder), "/dev/null", "/dev/urandom"],
             },
             folder=folder,
@@ -205,10 +203,11 @@ def open_cell(
     if level is Isolation.OFF:
         return OpenCell(limits=limits, search=tuple(search), prepare=prepare)
     if level is Isolation.WEAK:
-        if os.geteuid() == 0 and not landlock.version() and not _readable_for_others():
+        others_read = _readable_for_others((*python_paths(), *readable))
+        if os.geteuid() == 0 and not landlock.version() and not others_read:
             raise ConfigError(
                 "reward sandbox 'weak' would run functions as root: this kernel has no Landlock, and others cannot "
-                "read this Python; run the service as an ordinary user"
+                "read this Python and the functions' folders; run the service as an ordinary user"
             )
         return WeakCell(
             limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
@@ -321,10 +320,12 @@ def _environment(home: str) -> dict[str, str]:
     }
 
 
-def _readable_for_others() -> bool:
-    """Whether nobody could still import modules: no folder above them is closed to others."""
+def _readable_for_others(paths: Iterable[Path]) -> bool:
+    """Whether nobody could still import modules from there: no folder above them is closed to others."""
     return all(
-        _open_to_others(folder) for path in python_paths() for folder in (path, *path.parents)
+        _open_to_others(folder)
+        for path in map(Path.absolute, paths)
+        for folder in (path, *path.parents)
     )
 
 

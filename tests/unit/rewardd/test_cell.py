@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrl.rewardd.sandbox import cell
+from meshrl.rewardd.sandbox.cell import NOBODY, WeakCell
+from meshrl.rewardd.sandbox.limits import Limits
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not pytest's own: these are closed to others."""
+    made = Path(tempfile.mkdtemp())
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("mode", "user"), [(0o755, NOBODY), (0o700, None)])
+def test_a_weak_cell_of_roots_becomes_nobody_where_nobody_can_read_the_function(
+    folder: Path, mode: int, user: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell, "python_paths", set)
+    function = folder / "versions" / "1"
+    function.mkdir(parents=True)
+    folder.chmod(mode)
+    launch = WeakCell(limits=Limits(), readable=(function,)).launch()
+    launch.discard()
+    assert launch.how["user"] == user
