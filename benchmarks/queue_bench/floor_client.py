@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,16 +116,16 @@ class Annotator(Client):
 
 
 class Consumer(Client):
-    """Takes batches, one ahead; every column of a batch on end in one array."""
+    """Takes batches, two on their way at a time; every column of a batch on end in one array."""
 
     async def work(self) -> None:
-        last = self.count * GROUP // BATCH - 1
+        steps = self.count * GROUP // BATCH
         self.batches: list[Any] = []
-        ahead = asyncio.create_task(self.batch())
-        for step in range(last + 1):
-            self.batches.append(await ahead)
-            if step < last:
-                ahead = asyncio.create_task(self.batch())
+        coming = deque(asyncio.create_task(self.batch()) for _ in range(min(2, steps)))
+        for step in range(steps):
+            self.batches.append(await coming.popleft())
+            if step + 2 < steps:
+                coming.append(asyncio.create_task(self.batch()))
             for name in (b"settle", b"publish", b"commit"):
                 await self.call(name)
 
