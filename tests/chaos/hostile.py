@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from meshrl.contract.nouns import Outcome
 
 OK, FAULT, TIMEOUT = Outcome.OK, Outcome.INFRA_FAULT, Outcome.TIMEOUT
 SECRET = "MESHRL_TEST_SECRET"
+NEWER = sys.version_info >= (3, 12)
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,19 @@ class Attack:
     outcome: Outcome
     reason: str = ""
     """Occurs in the reason."""
+    reason_from_3_12: str = ""
+    """Instead of it, from Python 3.12 on."""
     score: float = 0.0
     """Of the bad sample, where it is scored: the attack had no effect."""
     head: str = ""
     """Runs at import."""
     weak: bool = True
     """Holds without bubblewrap too."""
+
+    @property
+    def expected(self) -> str:
+        """Of the reason, by this Python."""
+        return self.reason_from_3_12 if self.reason_from_3_12 and NEWER else self.reason
 
     @property
     def source(self) -> str:
@@ -109,6 +118,7 @@ ATTACKS = [
         "sys.setrecursionlimit(1 << 30)\nclass Nest:\n    def __repr__(self):\n        return repr(self)\nrepr(Nest())",
         FAULT,
         "SIGSEGV",
+        reason_from_3_12="RecursionError",
     ),
     Attack(
         "leaves a spinning child",
@@ -219,6 +229,8 @@ def table() -> str:
             if attack.reason
             else "it has no effect: the score is the function's own"
         )
+        if attack.reason_from_3_12:
+            reason += f", from Python 3.12 on … {attack.reason_from_3_12} …"
         lines.append(
             f"| {attack.name} | {outcome} | {reason} | {'the same' if attack.weak else 'not tried'} |"
         )

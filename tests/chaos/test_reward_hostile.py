@@ -161,7 +161,7 @@ def check(attack: Attack, ended: Ended) -> None:
     assert ended.refused == ""
     before, bad, after = ended.scores
     assert (bad.outcome, bad.reason) == (attack.outcome, bad.reason), bad.reason
-    assert attack.reason in bad.reason
+    assert attack.expected in bad.reason
     assert bad.score == attack.score
     assert [(s.outcome, s.score) for s in (before, after)] == [(Outcome.OK, 1.0)] * 2
     assert ended.left_over == 0
