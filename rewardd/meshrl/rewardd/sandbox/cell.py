@@ -203,8 +203,11 @@ def open_cell(
     if level is Isolation.OFF:
         return OpenCell(limits=limits, search=tuple(search), prepare=prepare)
     if level is Isolation.WEAK:
-        others_read = _readable_for_others((*python_paths(), *readable))
-        if os.geteuid() == 0 and not landlock.version() and not others_read:
+        if (
+            os.geteuid() == 0
+            and not landlock.version()
+            and not _readable_for_others((*python_paths(), *readable))
+        ):
             raise ConfigError(
                 "reward sandbox 'weak' would run functions as root: this kernel has no Landlock, and others cannot "
                 "read this Python and the functions' folders; run the service as an ordinary user"
