@@ -17,8 +17,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
 
 
@@ -47,6 +49,16 @@ class Timer:
         began = time.perf_counter()
         yield
         self.ms.append(1e3 * (time.perf_counter() - began))
+
+
+async def in_order(calls: Iterable[Coroutine[Any, Any, Any]], at_a_time: int) -> AsyncIterator[Any]:
+    """The answers of `calls`, so many of which are on their way at a time."""
+    left = iter(calls)
+    coming = deque(map(asyncio.create_task, islice(left, at_a_time)))
+    while coming:
+        answer = await coming.popleft()
+        coming.extend(map(asyncio.create_task, islice(left, 1)))
+        yield answer
 
 
 def tell(**answer: Any) -> None:

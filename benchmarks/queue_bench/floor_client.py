@@ -11,14 +11,13 @@ import asyncio
 import json
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 import uvloop
-from child import Timer, serve
+from child import Timer, in_order, serve
 from floor_server import SERVICE
 from work import BATCH, GROUP, annotate, group
 
@@ -121,11 +120,8 @@ class Consumer(Client):
     async def work(self) -> None:
         steps = self.count * GROUP // BATCH
         self.batches: list[Any] = []
-        coming = deque(asyncio.create_task(self.batch()) for _ in range(min(2, steps)))
-        for step in range(steps):
-            self.batches.append(await coming.popleft())
-            if step + 2 < steps:
-                coming.append(asyncio.create_task(self.batch()))
+        async for batch in in_order((self.batch() for _ in range(steps)), at_a_time=2):
+            self.batches.append(batch)
             for name in (b"settle", b"publish", b"commit"):
                 await self.call(name)
 

@@ -12,12 +12,11 @@ import asyncio
 import json
 import sys
 import time
-from collections import deque
 from typing import Any
 
 import ours_calls as calls
 import uvloop
-from child import Timer, serve
+from child import Timer, in_order, serve
 from work import BATCH, GROUP, digest, digests, group
 
 from meshrl.contract.nouns import Version
@@ -131,11 +130,9 @@ class Consumer(Client):
 
     async def work(self) -> None:
         steps = self.tasks * GROUP // BATCH
-        coming = deque(asyncio.create_task(self.receive(step)) for step in range(min(2, steps)))
+        batches = in_order(map(self.receive, range(steps)), at_a_time=2)
         for step in range(steps):
-            self.keep(await coming.popleft())
-            if step + 2 < steps:
-                coming.append(asyncio.create_task(self.receive(step + 2)))
+            self.keep(await anext(batches))
             await self.finish(step)
 
     def keep(self, fetched: Any) -> None:
