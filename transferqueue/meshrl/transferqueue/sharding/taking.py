@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, UserError, WaitTimeoutError
 from meshrl.contract.nouns import Batch, BatchGroup
@@ -55,6 +55,15 @@ def split(told: Sequence[Groups], count: int, step: int) -> Plan:
     return Plan.of(max(one.next_round for one in told), [*runs, *enumerate(fresh)])
 
 
+class Wanted(NamedTuple):
+    """The batch that is asked for, as shards are asked for it."""
+
+    epoch: int
+    step: int
+    groups: int
+    batch_id: str
+
+
 @dataclass(slots=True, eq=False)
 class Taking:
     """One run's batches."""
@@ -82,30 +91,31 @@ class Taking:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
         clock = asyncio.get_running_loop().time
         deadline = clock() + max(0.0, wait_s)
-        asked = {"epoch": epoch, "step": step, "batch_id": batch_id, "groups": groups}
+        wanted = Wanted(epoch, step, groups, batch_id)
+        asked = wanted._asdict()
         while True:
             told: Sequence[Groups] = ()
             async with self.planning:
                 plan = self.plans.get(batch_id)
                 if plan is None:
-                    told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)  # type: ignore[arg-type]
-                    plan = self._plan(told, groups, step)
+                    told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)
+                    plan = self._plan(told, wanted)
                 if plan is not None:
-                    plan, first = await self._record(plan, epoch, step, batch_id)
+                    plan, first = await self._record(plan, wanted)
                     with suppress(WaitTimeoutError):
-                        return await self._taken(plan, first, epoch, step, batch_id)
+                        return await self._taken(plan, first, wanted)
             left = deadline - clock()
             if plan is not None:
                 # There is no other plan to be made: rows of a share that are being done again are waited for.
-                return await self._taken(plan, first, epoch, step, batch_id, max(0.0, left))
-            why = self._why(told, groups, step)
+                return await self._taken(plan, first, wanted, max(0.0, left))
+            why = self._why(told, wanted)
             if left <= 0:
                 raise WaitTimeoutError(f"timed out waiting for {why}")
             share = -(-(groups - sum(one.complete for one in told)) // len(told))
             questions = (
                 shard.groups(
                     self.run,
-                    **asked,  # type: ignore[arg-type]
+                    **asked,
                     more_than=one.complete + share - 1,
                     done=one.done,
                     why=why,
@@ -115,7 +125,7 @@ class Taking:
             )
             await any_of([*questions, self.watch.news(self.since)])
 
-    def _plan(self, told: Sequence[Groups], groups: int, step: int) -> Plan | None:
+    def _plan(self, told: Sequence[Groups], wanted: Wanted) -> Plan | None:
         """The plan on record, or a new one if there are enough groups.
 
         Raises:
@@ -127,55 +137,44 @@ class Taking:
             return Plan.parse(recorded)
         complete = sum(one.complete for one in told)
         done = all(one.done for one in told)
-        if complete >= groups or (done and complete):
-            return split(told, groups, step)
+        if complete >= wanted.groups or (done and complete):
+            return split(told, wanted.groups, wanted.step)
         if done:
             raise EndOfDataError(
                 f"run {self.run}: the feed is closed and every group is taken or has left"
             )
         return None
 
-    async def _record(self, plan: Plan, epoch: int, step: int, batch_id: str) -> tuple[Plan, Batch]:
+    async def _record(self, plan: Plan, wanted: Wanted) -> tuple[Plan, Batch]:
         """The plan that shard 0 has on record, this one or another's, and its share. Raises Grown."""
         try:
-            return plan, await self._share(0, plan, epoch, step, batch_id)
+            return plan, await self._share(0, plan, wanted)
         except ConflictError as error:
             if "plan" not in error.details:
                 raise
             plan = Plan.parse(error.details["plan"])
-            return plan, await self._share(0, plan, epoch, step, batch_id)
+            return plan, await self._share(0, plan, wanted)
 
     async def _taken(
-        self,
-        plan: Plan,
-        first: Batch,
-        epoch: int,
-        step: int,
-        batch_id: str,
-        wait_s: float = 0.0,
+        self, plan: Plan, first: Batch, wanted: Wanted, wait_s: float = 0.0
     ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
         """The batch: shard 0's share and those of the others. Raises WaitTimeoutError where rows are lacking."""
         others = [shard for shard in self._shares(plan) if shard]
-        parts = await all_of(
-            self._share(shard, plan, epoch, step, batch_id, wait_s) for shard in others
-        )
-        self._keep(batch_id, plan)
+        parts = await all_of(self._share(shard, plan, wanted, wait_s) for shard in others)
+        self._keep(wanted.batch_id, plan)
         taken = {0: first.groups}
         taken.update((shard, part.groups) for shard, part in zip(others, parts, strict=True))
         in_order = plan.in_order(taken)
-        return Batch(batch_id=batch_id, run=self.run, step=step, groups=in_order), taken
+        batch = Batch(batch_id=wanted.batch_id, run=self.run, step=wanted.step, groups=in_order)
+        return batch, taken
 
     def _share(
-        self, shard: int, plan: Plan, epoch: int, step: int, batch_id: str, wait_s: float = 0.0
+        self, shard: int, plan: Plan, wanted: Wanted, wait_s: float = 0.0
     ) -> Coroutine[Any, Any, Batch]:
-        return self.shards[shard].take(
-            self.run,
-            epoch=epoch,
-            step=step,
-            groups=self._shares(plan)[shard],
-            batch_id=plan.name(batch_id),
-            wait_s=wait_s,
+        share = wanted._replace(
+            groups=self._shares(plan)[shard], batch_id=plan.name(wanted.batch_id)
         )
+        return self.shards[shard].take(self.run, **share._asdict(), wait_s=wait_s)
 
     async def settle(self, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
@@ -207,12 +206,12 @@ class Taking:
             self.plans.popitem(last=False)
 
     @staticmethod
-    def _why(told: Sequence[Groups], groups: int, step: int) -> str:
+    def _why(told: Sequence[Groups], wanted: Wanted) -> str:
         complete = sum(one.complete for one in told)
         open_groups = complete + sum(one.unfinished for one in told)
         feeds = "closed" if all(one.feed_closed for one in told) else "open"
         shards = ", ".join(str(one.complete) for one in told)
         return (
-            f"{groups} complete groups for step {step}: {complete} are (by shard: {shards}),"
+            f"{wanted.groups} complete groups for step {wanted.step}: {complete} are (by shard: {shards}),"
             f" of {open_groups} open; the feed is {feeds}"
         )
