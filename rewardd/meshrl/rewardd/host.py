@@ -96,8 +96,8 @@ class Host:
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             # The user's code may raise anything at all; each becomes the result of this sample alone.
             if isinstance(error, TimeoutError) and limit_s.expired():
-                # The cancelled await knows its line; before Python 3.11.4 it is no cause, but what was under way.
-                line = where(error.__cause__ or error.__context__ or error)
+                # The cancelled await, which the timeout was raised for, knows its line.
+                line = where(error.__context__ or error)
                 reason = f"no score after {self._deadline_s:g} s{line}"
                 return {"id": number, "fault": Outcome.TIMEOUT, "reason": reason}
             return {"id": number, "fault": Outcome.INFRA_FAULT, "reason": describe(error)}
