@@ -1,0 +1,66 @@
+"""A run directory made by 0.1 (commit 84f5608) is listed, read, exported and resumed: `fixtures/run-0.1.tar.gz`.
+
+Its recipe names keys that later versions may drop, so each of them must be dropped in words and never end the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run-0.1.tar.gz"
+STEPS_DONE, STEPS = 5, 6
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "old-run"
+
+
+def meshrl(folder: Path, *words: str) -> str:
+    """What a command prints; it must succeed."""
+    command = [sys.executable, "-m", "meshrl.services.cli", *words]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_a_run_of_0_1_is_listed_and_read(folder: Path) -> None:
+    ledger = json.loads(meshrl(folder, "ledger", "--run-dir", "run", "--json"))["tiny"]
+    assert ledger["balanced"]
+    assert "no row was given up" in meshrl(folder, "dead-letters", "--run-dir", "run")
+    assert "no problems" in meshrl(folder, "queue", "verify", "run/queue")
+    assert "is good" in meshrl(folder, "config", "check", "run/recipe.yaml")
+
+
+def test_a_run_of_0_1_is_exported(folder: Path) -> None:
+    meshrl(folder, "export", "exported", "--run-dir", "run")
+    assert (folder / "exported" / "model.safetensors").exists()
+
+
+def test_a_run_of_0_1_is_resumed_and_ends(folder: Path) -> None:
+    before = len((folder / "run" / "metrics.jsonl").read_text().splitlines())
+    told = meshrl(folder, "up", "recipe.yaml", "--plain")
+    assert f"{STEPS} of {STEPS}" in told
+    assert "(balanced)" in told
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    trained = [line["step"] for line in lines[before:] if "reward/mean" in line]
+    assert trained == [STEPS_DONE], "only the step that was missing is trained"
+    assert (folder / "run" / "export" / "model.safetensors").exists()
