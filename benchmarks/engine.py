@@ -89,7 +89,7 @@ def workload(requests: int) -> list[tuple[list[int], int]]:
 def measure_ours(path: Path, work: list[tuple[list[int], int]]) -> Rates:
     import numpy as np
 
-    from meshrl.contract.nouns import GenerateRequest, SamplingParams, Version
+    from meshrl.contract.types import GenerateRequest, SamplingParams, Version
     from meshrl.rollout.engines.torch import build
     from meshrl.rollout.sampling import sample
 

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from engine import make_checkpoint
 
-from meshrl.contract.nouns import ROLLOUT_STAGE, RunSpec, SamplingParams, Task, Version
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, SamplingParams, Task, Version
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.worker import RolloutWorker

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from meshrl.contract.nouns import Outcome, Sample, Score
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.rewardd.stage import RewardStage
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.tokenizer import load_tokenizer

@@ -41,7 +41,7 @@ from typing import Any
 
 from reward_bench.services import measure
 
-from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.kinds import Kind

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
 from meshrl.services.cli.root import cli
@@ -90,7 +90,7 @@ def config_page() -> str:
         ("train-reward", RewardModelConfig),
     ):
         lines += [f"## Keys of `meshrl {command}`", "", *_table(keys)]
-    for program in extend.known(PROGRAMS):
+    for program in plugins.known(PROGRAMS):
         module = importlib.import_module(f"{PROGRAMS}.{program}")
         if hasattr(module, "Config"):
             lines += [f"## `rollout.program_options` of `{program}`", "", *_table(module.Config)]

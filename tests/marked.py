@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import xxhash
 
-from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rollout.engines._server.checkpoint import write_version
 from meshrl.rollout.engines._sglang.fake.weights import GARBAGE, marks_of
 from meshrl.rollout.sampling import Response

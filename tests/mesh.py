@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from meshrl.contract.nouns import Ledger
+from meshrl.contract.types import Ledger
 from meshrl.services.demo.tiny_model import write_tiny_model
 from meshrl.services.demo.trace import programs
 from meshrl.services.up.pdeath import PARENT_VARIABLE

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Version
+from meshrl.contract.types import GenerateDelta, GenerateRequest, Version
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.services.demo.tiny_model import write_tiny_model
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshrl.contract.nouns import GenerateRequest, Outcome, Task, Trajectory, Uid, VersionSpan
+from meshrl.contract.types import GenerateRequest, Outcome, Task, Trajectory, Uid, VersionSpan
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.sampling import Response, sample
 from meshrl.rollout.tokenizer import Tokenizer

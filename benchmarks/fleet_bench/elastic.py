@@ -12,7 +12,7 @@ from typing import Any
 from fleet_bench.parts import FIRST, RUN, Replica, engine, feeding, open_queue, task
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.transferqueue.queue import TransferQueue
 
 PHASES = (1, 2, 4, 2, 1)

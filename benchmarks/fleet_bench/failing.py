@@ -26,7 +26,7 @@ from fleet_bench.parts import (
 )
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import GenerateRequest, SamplingParams
+from meshrl.contract.types import GenerateRequest, SamplingParams
 from meshrl.rollout.engines.echo import Behaviour, EchoEngine
 
 HEALTHY, SLOTS = 3, 16

@@ -23,7 +23,7 @@ from typing import Any
 from fleet_bench.parts import FIRST, GROUP, RUN, Replica, engine, feeding, open_queue, task
 from fleet_bench.parts import serve_version as commit_version
 
-from meshrl.contract.nouns import Batch, OnUpdate, Version
+from meshrl.contract.types import Batch, OnUpdate, Version
 from meshrl.transferqueue.queue import TransferQueue
 
 BATCH_GROUPS = 8

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import ConflictError, WaitTimeoutError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     ROLLOUT_STAGE,
     OnUpdate,
     RunSpec,

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.carriers.nccl import Carrier, NcclCell
 from meshrl.services.weights.config import WeightsConfig

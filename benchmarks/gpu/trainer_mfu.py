@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config
 
-from meshrl.contract.nouns import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
+from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import build_policy, random_hf

@@ -8,7 +8,8 @@ import numpy as np
 from work import Array, Group, annotate
 
 from meshrl.contract.frames import Flat, pack_flat
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.types import (
     Lease,
     LeasedGroup,
     Outcome,
@@ -21,7 +22,6 @@ from meshrl.contract.nouns import (
     Version,
     gathered,
 )
-from meshrl.contract.ports import Queue
 from meshrl.services.wires import QueueWire
 from meshrl.services.wires.queue import WireOptions
 from meshrl.services.wires.shard import ShardWire

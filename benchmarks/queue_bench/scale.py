@@ -19,8 +19,8 @@ from system import HERE, Child, ChildFailed, memory, run
 from systems import ROOT
 from work import GROUP, Group, group
 
-from meshrl.contract.nouns import Version
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Version
 from meshrl.services.wires import QueueWire
 
 RUN = "scale"

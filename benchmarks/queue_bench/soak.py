@@ -19,8 +19,8 @@ import systems
 from system import ChildFailed, System, memory, run, total_cpu_s
 from work import GROUP
 
-from meshrl.contract.nouns import Ledger
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Ledger
 from meshrl.services.wires import QueueWire
 from meshrl.transferqueue.admission import REMEMBERED
 

@@ -21,7 +21,9 @@ import httpx
 import numpy as np
 import yaml
 
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import rollout_write
+from meshrl.contract.types import (
     ROLLOUT_STAGE,
     Outcome,
     RowWrite,
@@ -32,8 +34,6 @@ from meshrl.contract.nouns import (
     Version,
     VersionSpan,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import rollout_write
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import train_spec
 from meshrl.services.up.book import Entry

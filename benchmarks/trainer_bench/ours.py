@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from work import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, GROUP, LEARNING_RATE, Work
 
-from meshrl.contract.nouns import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
+from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import build_policy, load_hf

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from source import RUN, Drifting, Source
 
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.door import WeightsDoor

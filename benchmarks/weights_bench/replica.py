@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 from source import RUN
 
-from meshrl.contract.nouns import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.services.weights import agent, traits
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshrl.contract.nouns import TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.services.weights.wire import digest
 
 RUN = "bench"

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import rollout_write, trajectory
+from meshrl.contract.types import (
     ROLLOUT_STAGE,
     Outcome,
     RunSpec,
@@ -17,8 +19,6 @@ from meshrl.contract.nouns import (
     Version,
     VersionSpan,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import rollout_write, trajectory
 
 FIRST = Version(1, 0)
 GROUP = 4

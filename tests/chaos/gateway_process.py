@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from meshrl.contract.nouns import OnUpdate, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.engines.echo import build
 from meshrl.rollout.library import Programs
 from meshrl.rollout.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from meshrl.contract.nouns import Outcome
+from meshrl.contract.types import Outcome
 
 OK, FAULT, TIMEOUT = Outcome.OK, Outcome.INFRA_FAULT, Outcome.TIMEOUT
 SECRET = "MESHRL_TEST_SECRET"

@@ -32,7 +32,8 @@ import numpy as np
 import yaml
 
 from meshrl.contract import rows
-from meshrl.contract.nouns import (
+from meshrl.contract.stage_worker import StageLoop, StageResult
+from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     LeasedRow,
     Outcome,
@@ -44,7 +45,6 @@ from meshrl.contract.nouns import (
     Version,
     WeightManifest,
 )
-from meshrl.contract.stage import StageLoop, StageResult
 from meshrl.services.config import load_recipe
 from meshrl.services.config.recipe import train_spec
 from meshrl.services.doors import QueueDoor

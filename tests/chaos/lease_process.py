@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Version
-from meshrl.contract.stage import StageLoop, StageResult
+from meshrl.contract.stage_worker import StageLoop, StageResult
+from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Version
 from meshrl.services.wires import QueueWire, keeper
 
 from ..contract.queue_actors import rollout_of

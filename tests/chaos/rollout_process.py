@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.nouns import (
+from meshrl.contract.rows import column_posted
+from meshrl.contract.types import (
     POSTED_REWARD,
     RunSpec,
     SamplingParams,
     Task,
     rollout_stage,
 )
-from meshrl.contract.rows import column_posted
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.transferqueue.queue import TransferQueue

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.nouns import Trajectory, Uid, Version, VersionSpan
+from meshrl.contract.types import Trajectory, Uid, Version, VersionSpan
 
 from .labels import Labels, said_by
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.keeping import Holding
+from meshrl.contract.held_leases import Holding
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.wires import QueueWire, keeper

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Outcome, Sample, Score, Uid
+from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.rule import FunctionSpec, Rule

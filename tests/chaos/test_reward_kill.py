@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
 
@@ -24,7 +24,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 """
 SERVICE = """
 import asyncio, sys
-from meshrl.contract.nouns import Sample, Uid
+from meshrl.contract.types import Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 

@@ -9,7 +9,7 @@ import random
 import signal
 from pathlib import Path
 
-from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.stage import RewardStage

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.contract import rows
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
     RunSpec,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshrl.contract import rows
-from meshrl.contract.nouns import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
+from meshrl.contract.types import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.transferqueue.queue import TransferQueue

@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from meshrl.contract.nouns import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig

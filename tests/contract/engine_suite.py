@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Engine
+from meshrl.contract.types import (
     GenerateDelta,
     GenerateRequest,
     OnUpdate,
@@ -21,7 +22,6 @@ from meshrl.contract.nouns import (
     Version,
     WeightManifest,
 )
-from meshrl.contract.ports import Engine
 from meshrl.rollout.recorder import continuation
 from meshrl.rollout.sampling import Response, closing, sample
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import reward_write, rollout_write
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -30,8 +32,6 @@ from meshrl.contract.nouns import (
     VersionSpan,
     Waiting,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import reward_write, rollout_write
 
 WAIT_S = 20.0
 """Long enough never to end by itself in a test that passes."""

@@ -7,7 +7,8 @@ import pytest
 
 from meshrl.contract.errors import ConflictError, FencedError, UserError
 from meshrl.contract.frames import pack
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -17,7 +18,6 @@ from meshrl.contract.nouns import (
     RowWrite,
     StageSpec,
 )
-from meshrl.contract.ports import Queue
 
 from .queue_actors import Actors, spec, tasks, tokens_of
 

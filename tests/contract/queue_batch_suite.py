@@ -12,8 +12,8 @@ from meshrl.contract.errors import (
     NotFoundError,
     WaitTimeoutError,
 )
-from meshrl.contract.nouns import GroupPolicy, Outcome, StalePolicy, Uid, Version
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import GroupPolicy, Outcome, StalePolicy, Uid, Version
 
 from .queue_actors import WAIT_S, Actors, batch_uids, spec, task, tasks, told_of, uids
 

@@ -16,8 +16,9 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.keeping import Held, Holding
-from meshrl.contract.nouns import (
+from meshrl.contract.held_leases import Held, Holding
+from meshrl.contract.ports import Queue
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -27,7 +28,6 @@ from meshrl.contract.nouns import (
     Task,
     Version,
 )
-from meshrl.contract.ports import Queue
 
 from .queue_actors import (
     WAIT_S,

@@ -15,13 +15,13 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
     GroupPolicy,
     Version,
 )
-from meshrl.contract.ports import Queue
 
 from .queue_actors import WAIT_S, Actors, spec, task, tasks
 from .queue_stage_suite import LeasePromises, WritePromises

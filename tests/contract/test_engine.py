@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import Engine
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.config import RolloutConfig
 

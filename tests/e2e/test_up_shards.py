@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshrl.contract.nouns import Ledger
+from meshrl.contract.types import Ledger
 from meshrl.services.config import load_recipe
 from meshrl.services.queues import build_store, stored_queue
 from meshrl.services.up.shards import grown

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import EndOfDataError, MeshError, WaitTimeoutError
-from meshrl.contract.nouns import REWARD_STAGE, ROLLOUT_STAGE, Lease
+from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, Lease
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -15,8 +15,8 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.keeping import Holding
-from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
+from meshrl.contract.held_leases import Holding
+from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES

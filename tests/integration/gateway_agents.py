@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from meshrl.contract.nouns import OnUpdate, WeightManifest
+from meshrl.contract.types import OnUpdate, WeightManifest
 from meshrl.rollout.engines.echo import Behaviour
 from meshrl.rollout.engines.echo import build as build_echo
 

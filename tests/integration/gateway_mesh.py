@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract import rows
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     POSTED_REWARD,
     ROLLOUT_COLUMNS,
     Columns,

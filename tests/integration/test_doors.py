@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract import errors
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     EngineStats,
     Float32,
     GenerateDelta,

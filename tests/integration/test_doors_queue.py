@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from meshrl.contract import errors
-from meshrl.contract.nouns import (
+from meshrl.contract.rows import rollout_write
+from meshrl.contract.types import (
     ROLLOUT_STAGE,
     Lease,
     Outcome,
@@ -27,8 +28,7 @@ from meshrl.contract.nouns import (
     Version,
     VersionSpan,
 )
-from meshrl.contract.nouns import Trajectory as Row
-from meshrl.contract.rows import rollout_write
+from meshrl.contract.types import Trajectory as Row
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.wires import QueueWire

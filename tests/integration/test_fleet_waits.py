@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from meshrl.contract.nouns import ROLLOUT_STAGE, RunSpec, Version
+from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.rollout.config import BreakerConfig
 from meshrl.rollout.engines import echo
 from meshrl.rollout.worker import RolloutWorker

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import CapacityError, WaitTimeoutError
-from meshrl.contract.nouns import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
-from meshrl.contract.stage import StageLoop
+from meshrl.contract.stage_worker import StageLoop
+from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.wires import QueueWire
@@ -130,7 +130,7 @@ async def test_a_feeder_waits_for_space_no_longer_than_it_asked_to(tmp_path: Pat
 async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl.contract.stage.RELEASE_S", 0.2)
+    monkeypatch.setattr("meshrl.contract.stage_worker.RELEASE_S", 0.2)
     async with meshed(tmp_path, Shortage()) as (store, actors, wire):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()

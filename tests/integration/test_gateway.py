@@ -8,7 +8,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, Version
 
 from ..unit.rollout.checkpoints import pack
 from .gateway_agents import AGENT, BLOCKING, leading

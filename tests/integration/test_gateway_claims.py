@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from meshrl.contract.nouns import Outcome
+from meshrl.contract.types import Outcome
 
 from .gateway_agents import claim
 from .gateway_mesh import RUN, Mesh, agents_mesh

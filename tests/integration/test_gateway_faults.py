@@ -11,7 +11,7 @@ import httpx
 import openai
 from openai import AsyncOpenAI
 
-from meshrl.contract.nouns import Outcome
+from meshrl.contract.types import Outcome
 from meshrl.rollout.engines.echo import Behaviour
 
 from ..waiting import until

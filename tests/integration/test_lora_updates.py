@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import GenerateRequest, SamplingParams, Version
+from meshrl.contract.types import GenerateRequest, SamplingParams, Version
 from meshrl.rollout.engines.torch import build
 from meshrl.services.weights.carrier import Place
 from meshrl.trainer.config import ModelConfig, OptimConfig

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.nouns import Uid
+from meshrl.contract.types import Uid
 from meshrl.rollout.tools import servers
 from meshrl.rollout.tools.assembly import Workshop
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig

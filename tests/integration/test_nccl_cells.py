@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
-from meshrl.contract.nouns import Uint8, Version
+from meshrl.contract.types import Uint8, Version
 from meshrl.services.weights.carrier import Link, Place, load_carrier
 from meshrl.services.weights.carriers.nccl import Carrier, NcclCell
 from meshrl.services.weights.config import WeightsConfig

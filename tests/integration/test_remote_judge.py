@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.services.doors.reward import RewardDoor

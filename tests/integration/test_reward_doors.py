@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from meshrl.contract import errors
-from meshrl.contract.nouns import Sample, Uid
+from meshrl.contract.types import Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.nouns import Case, Submission
 from meshrl.rewardd.registry.open import open_registry

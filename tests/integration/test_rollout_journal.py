@@ -14,7 +14,7 @@ import pytest
 
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.frames import pack
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     GenerateRequest,
     JournalGroup,
     Lease,

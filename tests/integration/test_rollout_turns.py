@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
+from meshrl.contract.types import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import echo
 from meshrl.rollout.library import Programs

@@ -17,7 +17,7 @@ import pytest
 
 from meshrl.contract import rows
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
     DeadLetter,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.rollout.engines._server import guard
 from meshrl.rollout.engines._server.answer import Answer, Chunk
 from meshrl.rollout.engines._server.checkpoint import check_version, read_checkpoint, write_version

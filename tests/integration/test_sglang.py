@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._server.engine import ServerEngine
 from meshrl.rollout.engines._sglang.client import LOADER
 from meshrl.rollout.engines._sglang.fake.routes import NOT_FLUSHED

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshrl.contract import stage
+from meshrl.contract import stage_worker
 from meshrl.contract.errors import FencedError, InfraError, UserError
-from meshrl.contract.nouns import TrainerPhase, Version
+from meshrl.contract.types import TrainerPhase, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import load_hf
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sampler that polls under the version of a trainer that is gone notices soon."""
-    monkeypatch.setattr(stage, "LEASE_WAIT_S", 1.0)
+    monkeypatch.setattr(stage_worker, "LEASE_WAIT_S", 1.0)
 
 
 @pytest.fixture

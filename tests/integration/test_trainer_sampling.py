@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrl.contract import stage
+from meshrl.contract import stage_worker
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig
 from meshrl.trainer.distributed import World
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "LEASE_WAIT_S", 1.0)
+    monkeypatch.setattr(stage_worker, "LEASE_WAIT_S", 1.0)
 
 
 @pytest.fixture

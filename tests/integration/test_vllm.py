@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.contract.nouns import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
 from meshrl.contract.ports import Engine
+from meshrl.contract.types import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
 from meshrl.rollout.engines import torch as torch_engine
 from meshrl.rollout.engines._server.engine import ServerEngine
 from meshrl.rollout.engines.vllm import build

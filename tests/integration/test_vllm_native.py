@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.contract.errors import ConfigError, InfraError, UserError
-from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._server.engine import ServerEngine
 from meshrl.rollout.engines._server.pieces import ITEM_BYTES, Piece
 from meshrl.rollout.engines._vllm.packing import pack as pack_pieces

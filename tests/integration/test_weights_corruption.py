@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Uint8, Version
+from meshrl.contract.types import Uint8, Version
 from meshrl.services.weights.fleet import ReplicaState
 from meshrl.services.weights.stub import MadeSource
 

@@ -18,7 +18,7 @@ from meshrl.contract.errors import (
     NotFoundError,
     UserError,
 )
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services import tls
 from meshrl.services.certificates import Certificates
 from meshrl.services.errors import from_rpc

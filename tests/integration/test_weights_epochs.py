@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from meshrl.contract.errors import ConflictError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services.weights.fleet import ReplicaState
 from meshrl.services.weights.stub import MadeSource
 from meshrl.v1 import weights_pb2 as pb

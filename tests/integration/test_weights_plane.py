@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import ConflictError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.fleet import ReplicaState, fetch_fleet
 from meshrl.v1 import weights_pb2 as pb

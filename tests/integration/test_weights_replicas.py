@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.services.weights.agent import PoisonedError
 from meshrl.services.weights.fleet import ReplicaState
 from meshrl.services.weights.stub import HashSink

@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue, WeightSource
+from meshrl.contract.rows import reward_write, rollout_write
+from meshrl.contract.stage_worker import StageLoop, StageResult
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -29,9 +32,6 @@ from meshrl.contract.nouns import (
     Version,
     VersionSpan,
 )
-from meshrl.contract.ports import Queue, WeightSource
-from meshrl.contract.rows import reward_write, rollout_write
-from meshrl.contract.stage import StageLoop, StageResult
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import (
     ActorConfig,

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from meshrl.contract.keeping import Holding
-from meshrl.contract.nouns import (
+from meshrl.contract.held_leases import Holding
+from meshrl.contract.types import (
     Batch,
     Columns,
     DeadLetter,

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from meshrl.contract.nouns import RowWrite
+from meshrl.contract.types import RowWrite
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 LOGPROBS: Final = ("rollout_logprobs", "ref_logprobs")

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     REWARD_INPUTS,
     TOKEN_REWARDS,
     Columns,

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from meshrl.contract.errors import FencedError, UserError
-from meshrl.contract.nouns import RowWrite, Uid
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import RowWrite, Uid
 
 GATHER_S = 0.1
 """From one write to the next while others are at work: little beside the seconds that sampling a row takes."""

@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, from_wire
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 TIMEOUT_S = 120.0
 """Longer than a submission may take to load and to pass its tests."""

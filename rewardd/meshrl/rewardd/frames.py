@@ -10,7 +10,7 @@ import struct
 from typing import BinaryIO
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 HEADER = struct.Struct(">I")
 MAX_REPLY_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from typing import Any
 import pydantic
 
 from meshrl.contract.errors import ConfigError, MeshError
-from meshrl.contract.nouns import Json, Outcome
+from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.kinds import ARGUMENTS, Kind, as_compute_score
 from meshrl.rewardd.rule import SIGNATURE, FunctionSpec
 

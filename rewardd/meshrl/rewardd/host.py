@@ -21,7 +21,7 @@ import sys
 from typing import Any, BinaryIO
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import Json, Outcome
+from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd import frames
 from meshrl.rewardd.functions import Scorer, combine, describe, load, where
 from meshrl.rewardd.rule import Rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshrl.contract.nouns import Sample, Score
+from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judges._build import with_judges
 from meshrl.rewardd.judges._composite import CompositeJudge

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshrl.contract.errors import MeshError, UnavailableError
-from meshrl.contract.nouns import Json, Outcome
+from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.rule import Rule
 from meshrl.rewardd.sandbox.cell import Cell

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from meshrl.contract.nouns import Outcome, Sample, Score
 from meshrl.contract.ports import Judge
+from meshrl.contract.types import Outcome, Sample, Score
 
 POSTED: Final = "posted_reward"
 """In a sample's `extra_info`: `{"score": number, "components": {name: number}}`. Kept with the row, so that it counts

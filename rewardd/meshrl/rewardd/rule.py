@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.extend import known
-from meshrl.contract.nouns import Json
+from meshrl.contract.plugins import known
+from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
 from meshrl.rewardd.kinds import Kind
 

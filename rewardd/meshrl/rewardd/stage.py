@@ -8,7 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Judge, Queue
+from meshrl.contract.rows import column_posted, column_text, reward_inputs, reward_write
+from meshrl.contract.stage_worker import Failure, StageLoop, StageResult, StageStats
+from meshrl.contract.types import (
     POSTED_REWARD,
     REWARD_INPUTS,
     REWARD_STAGE,
@@ -19,9 +22,6 @@ from meshrl.contract.nouns import (
     Score,
     Uint8,
 )
-from meshrl.contract.ports import Judge, Queue
-from meshrl.contract.rows import column_posted, column_text, reward_inputs, reward_write
-from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
 from meshrl.rewardd.posted import POSTED
 
 TokenEnds = Callable[[Int32], Sequence[int]]

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Int32
+from meshrl.contract.types import Int32
 
 
 def token_ends(directory: Path) -> Callable[[Int32], Sequence[int]]:

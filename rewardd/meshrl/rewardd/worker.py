@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from meshrl.contract.errors import ConfigError, CorruptError, InfraError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd import frames
 from meshrl.rewardd.pipes import PipeReader, PipeWriter
 from meshrl.rewardd.rule import Rule

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.ports import Engine
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ def build_engine(config: RolloutConfig, *, model: Path, tokenizer: Tokenizer | N
     Raises:
         ConfigError: no such engine, or wrong options for it.
     """
-    build: EngineBuilder = extend.load("meshrl.rollout.engines", config.name, "build")
+    build: EngineBuilder = plugins.load("meshrl.rollout.engines", config.name, "build")
     return build(config.engine, model=model, slots=config.slots, tokenizer=tokenizer)
 
 

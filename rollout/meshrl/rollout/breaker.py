@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 
 from meshrl.contract.errors import UnavailableError, UserError
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Uid, Version
+from meshrl.contract.types import GenerateDelta, GenerateRequest, Uid, Version
 from meshrl.rollout.config import BreakerConfig
 from meshrl.rollout.ports import Generator
 from meshrl.rollout.sampling import closing

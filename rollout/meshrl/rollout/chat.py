@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rollout.tokenizer import ChatTokenizer
 
 ChatMessage: TypeAlias = Mapping[str, Json]

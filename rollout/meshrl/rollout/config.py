@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from meshrl.contract.config import Config
-from meshrl.contract.nouns import OnUpdate, SamplingParams
+from meshrl.contract.types import OnUpdate, SamplingParams
 
 
 def _positive_or_all(top_k: int) -> int:

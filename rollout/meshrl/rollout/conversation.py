@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     GenerateRequest,
     Int32,
     Outcome,

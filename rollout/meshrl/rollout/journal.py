@@ -26,8 +26,9 @@ from meshrl.contract.errors import (
     MeshError,
     UserError,
 )
-from meshrl.contract.journal import journal_frame, journaled
-from meshrl.contract.nouns import (
+from meshrl.contract.generation_checkpoint import journal_frame, journaled
+from meshrl.contract.ports import Queue
+from meshrl.contract.types import (
     ROLLOUT_STAGE,
     GenerateDelta,
     JournalGroup,
@@ -35,7 +36,6 @@ from meshrl.contract.nouns import (
     Uid,
     Version,
 )
-from meshrl.contract.ports import Queue
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.versions import UNSERVED
 

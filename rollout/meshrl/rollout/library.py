@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Protocol, Self
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.ports import Gateway, Program
 
@@ -74,7 +74,7 @@ class Programs:
                 await close()
 
     def _build(self, name: str) -> Program:
-        module = importlib.import_module(extend.load(PACKAGE, name, "__name__"))
+        module = importlib.import_module(plugins.load(PACKAGE, name, "__name__"))
         options = self._options if name == self._name else {}
         if hasattr(module, "build"):
             build: ProgramBuilder = module.build
@@ -84,5 +84,5 @@ class Programs:
                 f"rollout.program_options: the program {name!r} takes none",
                 key="rollout.program_options",
             )
-        run: Program = extend.load(PACKAGE, name, "run")
+        run: Program = plugins.load(PACKAGE, name, "run")
         return run

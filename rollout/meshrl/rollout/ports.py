@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Columns,
     GenerateDelta,
     GenerateRequest,

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     GenerateDelta,
     GenerateRequest,
     Int32,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.contract.stage import StageStats
+from meshrl.contract.stage_worker import StageStats
 
 NO_BREAKER = "none"
 """Of deterministic runs."""

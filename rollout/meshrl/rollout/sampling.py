@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshrl.contract.nouns import Float32, GenerateDelta, GenerateRequest, Int32, VersionSpan
+from meshrl.contract.types import Float32, GenerateDelta, GenerateRequest, Int32, VersionSpan
 from meshrl.rollout.ports import Generator
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest
+from meshrl.contract.types import GenerateDelta, GenerateRequest
 
 
 class TokenStream:

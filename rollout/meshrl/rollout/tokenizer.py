@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 
 class Tokenizer(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 
 UNSERVED = Version(0, 0)
 """A trainer's epochs begin at 1, so no published version is this one."""

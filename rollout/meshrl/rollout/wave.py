@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Version
+from meshrl.contract.types import GenerateDelta, GenerateRequest, Version
 from meshrl.rollout.ports import TogetherEngine
 from meshrl.rollout.sampling import closing
 

@@ -24,10 +24,10 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
-from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
-from meshrl.contract.stage import Failure, Returned, StageLoop, StageResult, StageStats
+from meshrl.contract.stage_worker import Failure, Returned, StageLoop, StageResult, StageStats
+from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.rollout.breaker import Breaker, WatchedGenerator
 from meshrl.rollout.config import BreakerConfig, JournalIntervals
 from meshrl.rollout.journal import Journal

@@ -25,7 +25,8 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.nouns import (
+from meshrl.contract.rows import reward_write, rollout_write
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -46,7 +47,6 @@ from meshrl.contract.nouns import (
     VersionSpan,
     Waiting,
 )
-from meshrl.contract.rows import reward_write, rollout_write
 
 __all__ = [
     "REFERENCE_STAGE",

@@ -22,7 +22,9 @@ from typing import Self
 from meshrl.client.ranks import Share
 from meshrl.contract.errors import EndOfDataError, UserError
 from meshrl.contract.frames import Flat
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import trajectory
+from meshrl.contract.types import (
     Batch,
     BatchRow,
     Columns,
@@ -34,8 +36,6 @@ from meshrl.contract.nouns import (
     gathered,
     siblings,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import trajectory
 
 
 @dataclass(frozen=True, kw_only=True)

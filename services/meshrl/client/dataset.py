@@ -40,7 +40,7 @@ from meshrl.client.ranks import Share
 from meshrl.client.tensors import TensorBatch, to_tensors
 from meshrl.contract import ports
 from meshrl.contract.errors import EndOfDataError, UserError
-from meshrl.contract.nouns import Batch
+from meshrl.contract.types import Batch
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[ports.Queue], Coroutine[Any, Any, T]]

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.contract.errors import FencedError, MeshError, UserError
-from meshrl.contract.keeping import Held, Holding
-from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, Uid
+from meshrl.contract.held_leases import Held, Holding
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, Uid
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from meshrl.client.leases import HeldLease
 from meshrl.contract import ports
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     DeadLetter,
     Lease,
     Ledger,

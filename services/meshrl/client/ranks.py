@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Batch, BatchRow
+from meshrl.contract.types import Batch, BatchRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from meshrl.client.queue import DAY_S
 from meshrl.client.queue import Queue as AsyncQueue
 from meshrl.client.queue import Run as AsyncRun
 from meshrl.contract.codec.compression import Mode
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     DeadLetter,
     LeasedRow,
     Ledger,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshrl.client.batches import TrainBatch
-from meshrl.contract.nouns import BatchRow
+from meshrl.contract.types import BatchRow
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import POSTED_REWARD, Json, Outcome, Sample, Task, Uid, Version
 from meshrl.contract.ports import Engine, Judge
 from meshrl.contract.rows import column_posted
+from meshrl.contract.types import POSTED_REWARD, Json, Outcome, Sample, Task, Uid, Version
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.posted import POSTED, score_unposted
 from meshrl.rollout.assembly import build_engine

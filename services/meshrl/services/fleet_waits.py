@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import Waiting
+from meshrl.contract.types import Waiting
 from meshrl.rollout.breaker import BreakerState
 from meshrl.rollout.report import NO_BREAKER
 from meshrl.rollout.versions import UNSERVED

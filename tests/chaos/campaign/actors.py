@@ -12,7 +12,9 @@ from itertools import groupby
 import numpy as np
 
 from meshrl.contract.errors import EndOfDataError, FencedError, WaitTimeoutError
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import reward_write, text_column
+from meshrl.contract.types import (
     Batch,
     Lease,
     LeasedRow,
@@ -24,8 +26,6 @@ from meshrl.contract.nouns import (
     Uid,
     Version,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import reward_write, text_column
 
 from .plan import BATCH, CHECKPOINT_EVERY, GROUP, RUN, STAGES, Plan
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import pack
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.types import (
     Batch,
     Lease,
     Ledger,
@@ -21,8 +23,6 @@ from meshrl.contract.nouns import (
     Siblings,
     Task,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rowwise import RowVerbs
 
 
 class Wrong(RowVerbs):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from meshrl.contract.nouns import Uid
+from meshrl.contract.types import Uid
 
 from .events import Call, lines, read
 from .plan import GROUP, MAX_STALENESS, Plan

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from meshrl.contract.nouns import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, RunSpec
+from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, RunSpec
 
 RUN: Final = "run"
 GROUP: Final = 3

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 import xxhash
 
 from meshrl.contract.errors import CapacityError, MeshError
-from meshrl.contract.nouns import Batch, Columns, Lease, Ledger, RowWrite, Task, Uid
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Batch, Columns, Lease, Ledger, RowWrite, Task, Uid
 
 from .events import EventLog
 from .plan import STAGES

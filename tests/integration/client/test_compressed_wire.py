@@ -11,7 +11,7 @@ import pytest
 from meshrl.client import LeasedRow, Queue, RowWrite
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode
-from meshrl.contract.nouns import siblings
+from meshrl.contract.types import siblings
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 

@@ -19,7 +19,7 @@ from meshrl.client import ConflictError, FencedError, UserError
 from meshrl.client.dataset import QueueDataset
 from meshrl.client.ranks import Share
 from meshrl.client.sync import Queue
-from meshrl.contract.nouns import Batch, BatchRow, Outcome, Uid, Version
+from meshrl.contract.types import Batch, BatchRow, Outcome, Uid, Version
 
 from .people import GROUP, fill, queue_process
 

@@ -15,7 +15,7 @@ from meshrl.contract import codec
 from meshrl.contract.codec.compression import KNOWS_DICTIONARY, TAKES_SQUEEZED, train_dictionary
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import pack
-from meshrl.contract.nouns import Lease, LeasedRow, RowWrite, StageSpec, siblings
+from meshrl.contract.types import Lease, LeasedRow, RowWrite, StageSpec, siblings
 from meshrl.services.doors import QueueDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.wires import QueueWire

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from meshrl.contract import codec
 from meshrl.contract.codec.arrays import DTYPES
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     BatchGroup,
     GroupPolicy,
     Message,

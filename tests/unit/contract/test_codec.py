@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Batch,
     DeadLetter,
     EngineStats,

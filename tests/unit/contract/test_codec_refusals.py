@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshrl.contract import codec
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Task,
     Version,
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshrl.contract import codec
 from meshrl.contract.codec import compression
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Lease,
     LeasedGroup,
     PackedGroup,

@@ -23,7 +23,7 @@ from meshrl.contract.frames import (
     storable,
     unseal,
 )
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Part,
     PayloadGroup,
     RowWrite,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshrl.contract.nouns import RowWrite, Uid
 from meshrl.contract.precision import with_rounded_logprobs
+from meshrl.contract.types import RowWrite, Uid
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

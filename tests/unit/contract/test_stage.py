@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from meshrl.contract.nouns import ROLLOUT_STAGE, LeasedRow, PackedGroup, RowWrite, Version
-from meshrl.contract.stage import StageLoop
+from meshrl.contract.stage_worker import StageLoop
+from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, PackedGroup, RowWrite, Version
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.contract import write_back
 from meshrl.contract.errors import FencedError, UnavailableError, UserError
-from meshrl.contract.nouns import LeasedRow, PackedGroup, RowWrite, Uid, Version
+from meshrl.contract.types import LeasedRow, PackedGroup, RowWrite, Uid, Version
 from meshrl.contract.write_back import Refusal, WriteBack
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

@@ -130,7 +130,7 @@ def python_blocks() -> list[tuple[str, str]]:
 def test_an_example_of_an_extension_is_found_by_its_dotted_name(
     file: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshrl.contract import extend
+    from meshrl.contract import plugins
 
     attributes = {"estimators": "compute", "losses": "compute", "samplers": "Sampler"}
     attributes |= {"stores": "build", "programs": "run", "carriers": "Carrier", "engines": "build"}
@@ -140,5 +140,5 @@ def test_an_example_of_an_extension_is_found_by_its_dotted_name(
     (package / "__init__.py").write_text("")
     (package / Path(file).name).write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = extend.load("meshrl.rollout", f"{package.name}.{Path(file).stem}", attributes[kind])
+    found = plugins.load("meshrl.rollout", f"{package.name}.{Path(file).stem}", attributes[kind])
     assert callable(found)

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from meshrl.contract.errors import ConfigError, UnavailableError
-from meshrl.contract.nouns import Outcome, Sample, Score, Uid
+from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import PoolJudge, build_judge
 

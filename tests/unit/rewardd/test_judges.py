@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Message, Outcome, Sample, Score, Uid
+from meshrl.contract.types import Message, Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.judges import generative

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Outcome, Sample, Score, Uid
+from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge, build_judge
 from meshrl.rewardd.rewards import code, regex_match, tool_use

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.nouns import (
+from meshrl.contract.rows import posted_column, rollout_write, sample_again, trajectory
+from meshrl.contract.types import (
     POSTED_REWARD,
     REWARD_COLUMNS,
     REWARD_INPUTS,
@@ -22,7 +23,6 @@ from meshrl.contract.nouns import (
     reward_stage,
     rollout_stage,
 )
-from meshrl.contract.rows import posted_column, rollout_write, sample_again, trajectory
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.open import open_registry
 from meshrl.rewardd.stage import RewardStage

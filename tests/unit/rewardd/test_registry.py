@@ -22,7 +22,7 @@ from meshrl.contract.errors import (
     NotFoundError,
     UserError,
 )
-from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.kinds import Kind
 from meshrl.rewardd.registry.checks import checked

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import UserError, WaitTimeoutError
-from meshrl.contract.nouns import (
+from meshrl.contract.rows import column_text, reward_write, rollout_write, sample_again
+from meshrl.contract.types import (
     ROLLOUT_STAGE,
     LeasedRow,
     Message,
@@ -28,7 +29,6 @@ from meshrl.contract.nouns import (
     VersionSpan,
     reward_stage,
 )
-from meshrl.contract.rows import column_text, reward_write, rollout_write, sample_again
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import PoolJudge, build_judge
 from meshrl.rewardd.stage import RewardStage, sample_of

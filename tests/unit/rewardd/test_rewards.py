@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Json, Outcome, Sample, Uid
+from meshrl.contract.types import Json, Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.rewards import (

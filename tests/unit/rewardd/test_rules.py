@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Outcome, Sample, Uid
+from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.rule import read_rule

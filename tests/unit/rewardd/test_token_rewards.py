@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Outcome, Sample, Score, Uid
+from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.functions import Scorer, combine
 from meshrl.rewardd.judges._composite import CompositeJudge, Part
 from meshrl.rewardd.kinds import BadShapeError, Kind, as_compute_score

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     GenerateRequest,
     SamplingParams,
     TensorSpec,

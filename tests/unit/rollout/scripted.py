@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,
@@ -84,7 +84,7 @@ def task(
     max_tokens: int = 500,
     **changes: object,
 ) -> Task:
-    from meshrl.contract.nouns import Message
+    from meshrl.contract.types import Message
     from meshrl.rollout.chat import prompt_of
 
     prompt = prompt_of(tokenizer, [{"role": "user", "content": question}])

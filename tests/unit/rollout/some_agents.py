@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.contract.nouns import Outcome, Task, Uid
+from meshrl.contract.types import Outcome, Task, Uid
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs.user import EndedError, Session

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import InfraError, UnavailableError, UserError
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, SamplingParams, Uid, Version
+from meshrl.contract.types import GenerateDelta, GenerateRequest, SamplingParams, Uid, Version
 from meshrl.rollout.breaker import (
     FIRST_PROBES,
     PROBES,

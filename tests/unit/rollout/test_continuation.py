@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, OnUpdate, Version
+from meshrl.contract.types import GenerateDelta, GenerateRequest, OnUpdate, Version
 from meshrl.rollout.decoder.stopping import StopStrings
 from meshrl.rollout.engines._server.answer import Answer, Chunk
 from meshrl.rollout.engines._server.checkpoint import Checkpoint as CheckpointFacts

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Outcome, SamplingParams, Task, Uid, Version, VersionSpan
+from meshrl.contract.types import Outcome, SamplingParams, Task, Uid, Version, VersionSpan
 from meshrl.rollout.chat import prompt_of
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.sampling import Response

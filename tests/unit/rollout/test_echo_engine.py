@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
-from meshrl.contract.nouns import OnUpdate, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.engines import echo
 from meshrl.rollout.sampling import sample
 

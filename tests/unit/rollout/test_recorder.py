@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.nouns import Columns, LeasedRow, SamplingParams, Task, Trajectory, Uid, Version
+from meshrl.contract.types import Columns, LeasedRow, SamplingParams, Task, Trajectory, Uid, Version
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.journal import Journal

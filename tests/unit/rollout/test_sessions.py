@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import CapacityError, InfraError, UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.rows import column_posted
+from meshrl.contract.types import (
     POSTED_REWARD,
     Outcome,
     PostedReward,
@@ -21,7 +22,6 @@ from meshrl.contract.nouns import (
     Trajectory,
     Uid,
 )
-from meshrl.contract.rows import column_posted
 from meshrl.rollout.sessions.asks import (
     Answer,
     Ask,

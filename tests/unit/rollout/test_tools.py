@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError, UserError
-from meshrl.contract.nouns import Uid
+from meshrl.contract.types import Uid
 from meshrl.rollout.options import read_options
 from meshrl.rollout.tools.assembly import Workshop
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.nouns import Outcome, Uid
+from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs import tools as program
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Outcome, Uid
+from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.library import Programs
 from meshrl.rollout.ports import Rollout
 

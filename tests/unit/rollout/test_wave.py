@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.nouns import OnUpdate, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.engines import echo
 from meshrl.rollout.sampling import Response, sample
 from meshrl.rollout.wave import Seat, Wave

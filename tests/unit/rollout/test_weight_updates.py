@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import InfraError, UnavailableError, UserError
-from meshrl.contract.nouns import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rollout.engines.torch import TorchEngine
 from meshrl.rollout.sampling import Response, closing, sample, version_spans
 

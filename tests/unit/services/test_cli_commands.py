@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from meshrl.contract.nouns import Task
+from meshrl.contract.types import Task
 from meshrl.services.cli import main
 from meshrl.services.config import load_recipe, train_spec
 from meshrl.services.queues import stored_queue

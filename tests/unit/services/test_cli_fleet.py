@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services.cli.commands.fleet import roster_json
 from meshrl.services.cli.root import main
 from meshrl.services.cli.roster import Roster, kept_by_supervisor, seen_by_plane

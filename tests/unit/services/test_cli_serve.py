@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.nouns import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
+from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
 from meshrl.services.config import load_recipe, train_spec
 from meshrl.services.exits import Exit
 from meshrl.services.up.book import Entry

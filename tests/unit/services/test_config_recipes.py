@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import OnUpdate
+from meshrl.contract.types import OnUpdate
 from meshrl.services.config import Recipe, eval_spec, load_recipe, needs_reference, train_spec
 from meshrl.services.config.fields import walk
 from meshrl.services.config.load import save_recipe

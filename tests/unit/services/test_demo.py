@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Ledger
+from meshrl.contract.types import Ledger
 from meshrl.services.demo.report import History, draw_curves, summary
 from meshrl.services.demo.trace import programs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from meshrl.contract.nouns import ROLLOUT_STAGE, Version
+from meshrl.contract.types import ROLLOUT_STAGE, Version
 from meshrl.services.fleet_metrics import wanted
 from meshrl.services.queue_metrics import QueueCollector
 from meshrl.transferqueue.queue import TransferQueue

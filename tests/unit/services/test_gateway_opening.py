@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import POSTED_REWARD
+from meshrl.contract.types import POSTED_REWARD
 from meshrl.services.config.checks import cross_checks
 from meshrl.services.config.recipe import Recipe, eval_spec, train_spec
 from meshrl.services.gateway.serving import gateway_of

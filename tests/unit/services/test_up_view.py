@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     EngineStats,
     Ledger,
     TrainerPhase,

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import deserialize
 
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
-from meshrl.contract.nouns import Uint8, Version
+from meshrl.contract.types import Uint8, Version
 from meshrl.services.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.delta.held import Held

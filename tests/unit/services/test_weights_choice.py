@@ -16,7 +16,7 @@ from meshrl.contract.errors import (
     CorruptError,
     UserError,
 )
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services.cli.commands.status import _weights_line
 from meshrl.services.weights.carrier import Carriers, Link, Place, load_carrier
 from meshrl.services.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.types import Uint8
 from meshrl.services.weights.delta import (
     Head,
     apply,

@@ -19,7 +19,7 @@ from meshrl.contract.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from meshrl.contract.nouns import OnUpdate, TensorSpec, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, TensorSpec, Version, WeightManifest
 from meshrl.services.weights.carrier import Link, Place, load_carrier
 from meshrl.services.weights.carriers.disk import read_bucket, write_bucket
 from meshrl.services.weights.config import WeightsConfig

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services.weights.stub import MadeSource
 from meshrl.services.weights.transaction import Phase, Transaction
 

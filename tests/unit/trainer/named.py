@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Batch,
     BatchRow,
     Outcome,

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Batch,
     BatchRow,
     Outcome,

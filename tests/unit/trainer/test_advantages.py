@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.advantages._types import AdvantageBatch, Advantages, outcome_rewards
 from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.ragged import Ragged
 
-ESTIMATORS = extend.known("meshrl.trainer.advantages")
+ESTIMATORS = plugins.known("meshrl.trainer.advantages")
 
 
 def ragged(*rows: str, groups: list[int]) -> Ragged:
@@ -25,7 +25,7 @@ def ragged(*rows: str, groups: list[int]) -> Ragged:
 
 def compute(name: str, batch: AdvantageBatch, **settings: object) -> Advantages:
     config = AlgorithmConfig.model_validate({"adv_estimator": name, **settings})
-    found: Advantages = extend.load("meshrl.trainer.advantages", name, "compute")(batch, config)
+    found: Advantages = plugins.load("meshrl.trainer.advantages", name, "compute")(batch, config)
     return found
 
 

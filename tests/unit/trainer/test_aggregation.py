@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.aggregation import Aggregator
 from meshrl.trainer.config import ActorConfig, AggregationMode
@@ -21,7 +21,7 @@ from meshrl.trainer.ragged import Ragged
 MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)
 WITHIN_MICRO_BATCH = {"clip_cov", "kl_cov", "m2po"}
 """Losses that choose tokens within a micro-batch, as their documentation says."""
-LOSSES = [name for name in extend.known("meshrl.trainer.losses") if name not in WITHIN_MICRO_BATCH]
+LOSSES = [name for name in plugins.known("meshrl.trainer.losses") if name not in WITHIN_MICRO_BATCH]
 GROUPS, N = 6, 2
 SPLITS = [[6], [1] * 6, [2, 4], [3, 1, 2]]
 

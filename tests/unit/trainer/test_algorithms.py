@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.extend import known, load
+from meshrl.contract.plugins import known, load
 from meshrl.services.config.load import load_recipe
 from meshrl.trainer import checkpoint
 from meshrl.trainer.bundles import ALGORITHMS, defaults, merged, name_of

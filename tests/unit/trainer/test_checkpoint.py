@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.trainer import checkpoint
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.config import ModelConfig, OptimConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import RunSpec, SamplingParams
+from meshrl.contract.types import RunSpec, SamplingParams
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet, task_maker
 from meshrl.transferqueue import stores
@@ -41,7 +41,7 @@ def feeder(queue: TransferQueue, *, epochs: int | None = 2, seed: int = 0) -> Fe
 
 async def eat(queue: TransferQueue, count: int) -> list[str]:
     """Fail rows for good, so that admission goes on without a trainer; their task ids in order."""
-    from meshrl.contract.nouns import Outcome, Version
+    from meshrl.contract.types import Outcome, Version
 
     eaten: list[str] = []
     while len(eaten) < count:

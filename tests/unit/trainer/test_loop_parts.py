@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import TrainerPhase, TrainerStatus, Version, Waiting
+from meshrl.contract.types import TrainerPhase, TrainerStatus, Version, Waiting
 from meshrl.trainer.batch import batch_from_json, batch_to_json, schedule
 from meshrl.trainer.board import Board
 from meshrl.trainer.compute import Compute

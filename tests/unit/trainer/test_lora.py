@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.trainer import checkpoint, lora
 from meshrl.trainer.base_model import BaseModel
 from meshrl.trainer.checkpoint import TrainerState

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshrl.contract.nouns import Int32, Version
+from meshrl.contract.types import Int32, Version
 from meshrl.trainer.config import ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.export import export_policy

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import UnavailableError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import column_text, rollout_write
+from meshrl.contract.types import (
     RESCORABLE_REWARD_STAGE,
     ROLLOUT_STAGE,
     Batch,
@@ -25,8 +27,6 @@ from meshrl.contract.nouns import (
     Version,
     VersionSpan,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import column_text, rollout_write
 from meshrl.rewardd.stage import RewardStage
 from meshrl.trainer.one_reward import OneReward
 from meshrl.transferqueue.queue import TransferQueue

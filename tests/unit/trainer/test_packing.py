@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.contract.nouns import Batch, BatchRow, Int32, Outcome, Uid, Version
+from meshrl.contract.types import Batch, BatchRow, Int32, Outcome, Uid, Version
 from meshrl.trainer.batch import schedule
 from meshrl.trainer.packing import cut_alike, layout_of, pack, plan
 

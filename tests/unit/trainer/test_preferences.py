@@ -19,7 +19,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Message, Outcome, Sample, Uid
+from meshrl.contract.types import Message, Outcome, Sample, Uid
 from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judges._build import build_part
 from meshrl.trainer import dpo, reward_training

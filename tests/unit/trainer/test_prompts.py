@@ -11,7 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Message
+from meshrl.contract.types import Message
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.prompts import load_prompts
 from meshrl.trainer.data.reading import read_rows

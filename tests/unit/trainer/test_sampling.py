@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshrl.contract.errors import ConfigError, CorruptError, UserError
-from meshrl.contract.nouns import SamplingParams, Task, Trajectory, Uid, Version, VersionSpan
+from meshrl.contract.types import SamplingParams, Task, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.advantages._types import AdvantageBatch, outcome_rewards
 from meshrl.trainer.advantages.gigpo import compute as gigpo
 from meshrl.trainer.batch import assemble, redrawn, schedule

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.trainer import checkpoint
 from meshrl.trainer.checkpoint import Keep, TrainerState
 from meshrl.trainer.dcp_reading import INDEX, SafeReader

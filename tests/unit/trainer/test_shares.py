@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshrl.contract.nouns import Batch, BatchRow, Outcome, Uid, Version
+from meshrl.contract.types import Batch, BatchRow, Outcome, Uid, Version
 from meshrl.trainer.batch import Schedule, schedule
 
 GROUPS, SIZE = 32, 8

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from meshrl.contract.nouns import LeasedRow, RowWrite, Task, Uid
-from meshrl.contract.stage import StageResult
+from meshrl.contract.stage_worker import StageResult
+from meshrl.contract.types import LeasedRow, RowWrite, Task, Uid
 from meshrl.trainer import siblings
 from meshrl.trainer.siblings import Siblings
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import Qwen3Config
 
-from meshrl.contract.nouns import Int32
+from meshrl.contract.types import Int32
 
 VOCABULARY = 37
 

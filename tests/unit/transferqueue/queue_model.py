@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from meshrl.contract.nouns import GroupPolicy, RunSpec, StalePolicy
+from meshrl.contract.types import GroupPolicy, RunSpec, StalePolicy
 
 STAGES = ("rollout", "reward", "reference")
 FINAL = frozenset(STAGES)

@@ -14,7 +14,7 @@ import lmdb
 import pytest
 
 from meshrl.contract.errors import CapacityError, ConflictError, NotFoundError, UserError
-from meshrl.contract.nouns import Outcome
+from meshrl.contract.types import Outcome
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.audit import Audit, audit

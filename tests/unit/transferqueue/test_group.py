@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshrl.contract.nouns import Outcome, RowFacts, Version
+from meshrl.contract.types import Outcome, RowFacts, Version
 from meshrl.transferqueue.group import Grant, Group, StoredFrame, Traits
 from meshrl.transferqueue.sealed import unseal_json
 

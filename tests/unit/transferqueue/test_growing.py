@@ -18,8 +18,8 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.keeping import Holding
-from meshrl.contract.nouns import Version
+from meshrl.contract.held_leases import Holding
+from meshrl.contract.types import Version
 from meshrl.transferqueue.sharding import membership, roll
 from meshrl.transferqueue.sharding.placing import Members, owner
 from meshrl.transferqueue.sharding.router import ShardedQueue

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.keeping import Holding
-from meshrl.contract.nouns import LeasedRow, Uid
+from meshrl.contract.held_leases import Holding
+from meshrl.contract.types import LeasedRow, Uid
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.keeping import Agreement
 from meshrl.transferqueue.stores.memory import MemoryStore

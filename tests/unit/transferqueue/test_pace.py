@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from meshrl.contract.nouns import ROLLOUT_STAGE, Lease, Version
+from meshrl.contract.types import ROLLOUT_STAGE, Lease, Version
 from meshrl.transferqueue import pace
 from meshrl.transferqueue.pace import Pace, divide
 from meshrl.transferqueue.queue import TransferQueue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.group import Group, Traits
 from meshrl.transferqueue.masks import bits, lowest

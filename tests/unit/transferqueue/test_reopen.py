@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import EndOfDataError, FencedError, UnavailableError, WaitTimeoutError
-from meshrl.contract.nouns import GroupPolicy, Outcome, Version
+from meshrl.contract.types import GroupPolicy, Outcome, Version
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore

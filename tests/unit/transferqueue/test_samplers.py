@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sampling import CompleteGroup

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import Lease, RunSpec
+from meshrl.contract.types import Lease, RunSpec
 from meshrl.transferqueue import admission
 from meshrl.transferqueue.sharding import feeding
 from meshrl.transferqueue.sharding.placing import Members, owner

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from meshrl.contract.errors import FencedError, WaitTimeoutError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,

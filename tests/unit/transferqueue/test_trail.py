@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from meshrl.contract.nouns import Outcome
+from meshrl.contract.types import Outcome
 from meshrl.transferqueue import trail
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Batch, BatchRow, Outcome, Trajectory, Uid, Version
+from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version
 from meshrl.trainer.distributed import World
 from meshrl.trainer.packing import cut, plan
 from meshrl.trainer.ragged import Ragged

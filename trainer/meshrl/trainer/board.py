@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from meshrl.contract.nouns import Json, TrainerPhase, TrainerStatus, Version, Waiting
+from meshrl.contract.types import Json, TrainerPhase, TrainerStatus, Version, Waiting
 
 RECENT_STEPS = 10
 """Throughput and the time left are means over so many steps."""

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.contract.files import sync
-from meshrl.contract.nouns import Json, Version
+from meshrl.contract.types import Json, Version
 from meshrl.trainer.dcp_reading import SafePlanner, SafeReader
 from meshrl.trainer.dcp_writing import PlainWriter
 from meshrl.trainer.distributed import World

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from meshrl.contract.errors import UnavailableError, WaitTimeoutError
-from meshrl.contract.nouns import TrainerStatus
+from meshrl.contract.types import TrainerStatus
 from meshrl.trainer.board import Board
 from meshrl.trainer.intake import Intake
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.extend import constant, load
+from meshrl.contract.plugins import constant, load
 from meshrl.trainer.aggregation import Aggregator
 from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.data.pairs import Pair, read_pairs

@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import trajectory
+from meshrl.contract.types import (
     Batch,
     RunSpec,
     Task,
     Trajectory,
     Version,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import trajectory
 from meshrl.trainer.facts import component_means
 
 log = logging.getLogger(__name__)

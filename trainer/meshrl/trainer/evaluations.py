@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from meshrl.contract.nouns import Version
 from meshrl.contract.ports import Publisher
+from meshrl.contract.types import Version
 from meshrl.trainer.board import Board
 from meshrl.trainer.evaluate import Evaluator
 from meshrl.trainer.metrics import MetricsLog

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.trainer.batch import Experience
 from meshrl.trainer.mismatch import mismatch_by, mismatch_metrics
 from meshrl.trainer.ragged import Ragged

@@ -16,8 +16,8 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.nouns import Batch, Json
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Batch, Json
 from meshrl.trainer.batch import batch_from_json, batch_to_json
 from meshrl.trainer.board import Board
 from meshrl.trainer.compute import Compute

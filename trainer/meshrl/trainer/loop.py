@@ -17,9 +17,9 @@ import dataclasses
 from collections import Counter
 from typing import cast
 
-from meshrl.contract.nouns import Batch, TrainerPhase, Version
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.rows import trajectory
+from meshrl.contract.types import Batch, TrainerPhase, Version
 from meshrl.trainer.batch import Schedule
 from meshrl.trainer.board import Board
 from meshrl.trainer.checkpoint import TrainerState

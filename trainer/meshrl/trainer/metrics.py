@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 log = logging.getLogger(__name__)
 

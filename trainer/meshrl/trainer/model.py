@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.trainer import attention, lora
 from meshrl.trainer.base_model import BaseModel
 from meshrl.trainer.config import ModelConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 
@@ -59,7 +59,7 @@ def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
     """Read the `NEEDS` of the estimator and of the loss, and the switches beside them."""
     estimator = estimator_needs(algorithm)
     loss = loss_name(algorithm, actor)
-    reads = set(extend.constant(LOSSES, loss, "NEEDS", ()))
+    reads = set(plugins.constant(LOSSES, loss, "NEEDS", ()))
     if actor.policy_loss.dpo_reference_free:
         reads.discard("ref_logprobs")
     implicit = "implicit_rewards" in estimator
@@ -78,13 +78,13 @@ def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
             or "old_logprobs" in estimator
         ),
         sum_pi_squared="sum_pi_squared" in estimator,
-        whole_groups=bool(extend.constant(LOSSES, loss, "WHOLE_GROUPS", False)),
+        whole_groups=bool(plugins.constant(LOSSES, loss, "WHOLE_GROUPS", False)),
     )
 
 
 def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """The fields of AdvantageBatch that the estimator reads."""
-    return tuple(extend.constant(ADVANTAGES, algorithm.adv_estimator, "NEEDS", ()))
+    return tuple(plugins.constant(ADVANTAGES, algorithm.adv_estimator, "NEEDS", ()))
 
 
 def loss_name(algorithm: AlgorithmConfig, actor: ActorConfig) -> str:

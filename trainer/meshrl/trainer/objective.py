@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.trainer.aggregation import Aggregator
 from meshrl.trainer.config import ActorConfig
 from meshrl.trainer.kl import kl_penalty
@@ -43,7 +43,7 @@ def actor_loss(
     Raises:
         ConfigError: an unknown loss, or one that lacks an input.
     """
-    compute = extend.load(LOSSES, config.policy_loss.loss_mode, "compute")
+    compute = plugins.load(LOSSES, config.policy_loss.loss_mode, "compute")
     output: LossOutput = compute(inputs, config, aggregate)
     ragged, loss, metrics = inputs.ragged, output.loss, dict(output.metrics)
     metrics["actor/pg_loss"] = output.loss.detach()

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Int32
+from meshrl.contract.types import Int32
 from meshrl.trainer import checkpoint
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.distributed import World

@@ -27,7 +27,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.contract.errors import InfraError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import column_text, reward_write, sample_again, text_column
+from meshrl.contract.types import (
     REWARD_INPUTS,
     TOKEN_REWARDS,
     Batch,
@@ -37,8 +39,6 @@ from meshrl.contract.nouns import (
     Score,
     Uid,
 )
-from meshrl.contract.ports import Queue
-from meshrl.contract.rows import column_text, reward_write, sample_again, text_column
 
 log = logging.getLogger(__name__)
 

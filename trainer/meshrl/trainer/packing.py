@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshrl.contract.nouns import Int32
+from meshrl.contract.types import Int32
 from meshrl.trainer.sequence import Share
 
 BUCKET_STEPS = 8

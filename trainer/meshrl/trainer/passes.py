@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshrl.contract.nouns import Trajectory
+from meshrl.contract.types import Trajectory
 from meshrl.trainer.batch import MiniBatch, Schedule, gather_tokens
 from meshrl.trainer.distributed import World
 from meshrl.trainer.packing import Pack, pack

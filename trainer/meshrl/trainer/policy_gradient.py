@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.extend import load
+from meshrl.contract.plugins import load
 from meshrl.trainer.advantages._types import AdvantageBatch, Advantages, outcome_rewards
 from meshrl.trainer.aggregation import Aggregator
 from meshrl.trainer.batch import Experience

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.ports import LogProbs, Queue
+from meshrl.contract.stage_worker import Failure, StageLoop, StageResult, StageStats
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     Float32,
     Int32,
@@ -24,8 +26,6 @@ from meshrl.contract.nouns import (
     Outcome,
     RowWrite,
 )
-from meshrl.contract.ports import LogProbs, Queue
-from meshrl.contract.stage import Failure, StageLoop, StageResult, StageStats
 from meshrl.trainer.model import Policy, load_hf
 from meshrl.trainer.packing import cut_alike, pack
 from meshrl.trainer.siblings import Siblings

@@ -8,8 +8,8 @@ import logging
 from pathlib import Path
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Json
 from meshrl.trainer import checkpoint
 from meshrl.trainer.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Outcome, Sample, Score
+from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.trainer.conversation import judged_text
 
 

@@ -23,7 +23,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Int32
+from meshrl.contract.types import Int32
 from meshrl.trainer import attention
 from meshrl.trainer.conversation import judged_text
 from meshrl.trainer.data.pairs import Pair, read_pairs

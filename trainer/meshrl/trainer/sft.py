@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Int32
+from meshrl.contract.types import Int32
 from meshrl.trainer.data.reading import Located, located_rows
 from meshrl.trainer.distributed import World
 from meshrl.trainer.export import export_policy

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from meshrl.contract.nouns import LeasedRow, Uid
-from meshrl.contract.stage import StageResult
+from meshrl.contract.stage_worker import StageResult
+from meshrl.contract.types import LeasedRow, Uid
 
 PATIENCE_S = 1.0
 """For siblings that another worker has, that failed and are sampled anew, or that the group does without."""

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Batch, BatchRow, Columns, Json
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
+from meshrl.contract.types import Batch, BatchRow, Columns, Json
 from meshrl.trainer.batch import is_baseline
 from meshrl.trainer.config import FilterGroupsConfig
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from meshrl.contract.nouns import Adapter, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
 from meshrl.trainer.lora import Weight, targets
 from meshrl.trainer.model import Policy

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshrl.contract.nouns import TOKEN_REWARDS, Batch, Json, Trajectory
+from meshrl.contract.types import TOKEN_REWARDS, Batch, Json, Trajectory
 from meshrl.trainer.batch import (
     Experience,
     MiniBatch,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshrl.contract.nouns import Trajectory
+from meshrl.contract.types import Trajectory
 from meshrl.trainer.ragged import Ragged
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from meshrl.contract.nouns import Ledger
+from meshrl.contract.types import Ledger
 from meshrl.transferqueue.audit import Audit, audit, compare
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store

@@ -20,7 +20,7 @@ import numpy as np
 from meshrl.contract import codec
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import seal
-from meshrl.contract.nouns import PackedTask, Task
+from meshrl.contract.types import PackedTask, Task
 from meshrl.transferqueue.group import Group, Traits
 from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.store import Table

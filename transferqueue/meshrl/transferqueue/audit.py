@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import unseal
-from meshrl.contract.nouns import Ledger, RunSpec
+from meshrl.contract.types import Ledger, RunSpec
 from meshrl.transferqueue.group import task_key
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.masks import bits

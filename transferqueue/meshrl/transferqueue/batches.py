@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
-from meshrl.contract.nouns import Batch, BatchGroup, Json, Outcome, Uid, Version
+from meshrl.contract.types import Batch, BatchGroup, Json, Outcome, Uid, Version
 from meshrl.transferqueue import admission, policies
 from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.ledger import Exit

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import Column, Frame
-from meshrl.contract.nouns import PackedGroup, Uid
+from meshrl.contract.types import PackedGroup, Uid
 from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.stages import Stage
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
     GroupPolicy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshrl.contract.nouns import DeadLetter, Json, Outcome, Uid
+from meshrl.contract.types import DeadLetter, Json, Outcome, Uid
 from meshrl.transferqueue import policies
 from meshrl.transferqueue.group import Group, Traits
 from meshrl.transferqueue.ledger import Exit

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from meshrl.contract.nouns import Uid, Waiting
+from meshrl.contract.types import Uid, Waiting
 from meshrl.transferqueue import admission
 from meshrl.transferqueue.group import Grant, Group
 from meshrl.transferqueue.masks import bits

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from orjson import Fragment
 
-from meshrl.contract.nouns import Json, Outcome, RowFacts, Siblings, Uid, Version
+from meshrl.contract.types import Json, Outcome, RowFacts, Siblings, Uid, Version
 from meshrl.transferqueue.masks import bits, hexed
 from meshrl.transferqueue.sealed import fragment, seal_json
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
-from meshrl.contract.nouns import Outcome, PackedGroup, RowFacts, Uid, Version
+from meshrl.contract.types import Outcome, PackedGroup, RowFacts, Uid, Version
 from meshrl.transferqueue import admission, columns, dead, partial, policies
 from meshrl.transferqueue.group import Grant, Group
 from meshrl.transferqueue.masks import bits

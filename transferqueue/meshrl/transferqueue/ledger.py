@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from operator import add, sub
 
-from meshrl.contract.nouns import Json, Ledger
+from meshrl.contract.types import Json, Ledger
 
 REASON_CHARS = 120
 REASONS = 64

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import Frame
-from meshrl.contract.nouns import JournalGroup, Uid
+from meshrl.contract.types import JournalGroup, Uid
 from meshrl.transferqueue import leases
 from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.masks import bits

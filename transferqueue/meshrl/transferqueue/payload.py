@@ -9,7 +9,7 @@ from typing import NamedTuple
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError
 from meshrl.contract.frames import Frame, seal_of, unseal
-from meshrl.contract.nouns import LeasedGroup, PackedTask, Part, PayloadGroup, Siblings
+from meshrl.contract.types import LeasedGroup, PackedTask, Part, PayloadGroup, Siblings
 from meshrl.transferqueue.group import Group, StoredFrame
 from meshrl.transferqueue.masks import bits
 from meshrl.transferqueue.stages import Stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshrl.contract.nouns import GroupPolicy, StalePolicy
+from meshrl.contract.types import GroupPolicy, StalePolicy
 from meshrl.transferqueue.group import Group
 from meshrl.transferqueue.ledger import Exit, State
 

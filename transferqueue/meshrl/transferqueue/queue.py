@@ -26,8 +26,9 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.keeping import Holding, renewing
-from meshrl.contract.nouns import (
+from meshrl.contract.held_leases import Holding, renewing
+from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.types import (
     Batch,
     DeadLetter,
     JournalGroup,
@@ -44,7 +45,6 @@ from meshrl.contract.nouns import (
     Version,
     Waiting,
 )
-from meshrl.contract.rowwise import RowVerbs
 from meshrl.transferqueue import admission, batches, dead, explain, leases, partial, payload, specs
 from meshrl.transferqueue.group import Grant
 from meshrl.transferqueue.journal import Journal

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Json, RunSpec
+from meshrl.contract.types import Json, RunSpec
 from meshrl.transferqueue import admission, policies, specs
 from meshrl.transferqueue.batches import TakenBatch
 from meshrl.transferqueue.dead import DeadRow, keep

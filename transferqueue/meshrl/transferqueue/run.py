@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from meshrl.contract.errors import FencedError, NotFoundError
 from meshrl.contract.frames import seal_of
-from meshrl.contract.nouns import Json, RunSpec, RunState, Siblings, Uid, Version
+from meshrl.contract.types import Json, RunSpec, RunState, Siblings, Uid, Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.batches import TakenBatch
 from meshrl.transferqueue.dead import DeadRow

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
-from meshrl.contract.extend import load
-from meshrl.contract.nouns import Version
+from meshrl.contract.plugins import load
+from meshrl.contract.types import Version
 
 PACKAGE = "meshrl.transferqueue.samplers"
 

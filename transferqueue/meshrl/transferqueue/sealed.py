@@ -7,7 +7,7 @@ import json
 import orjson
 
 from meshrl.contract.frames import seal, unseal
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 
 def fragment(value: Json) -> orjson.Fragment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from meshrl.contract.errors import CapacityError
-from meshrl.contract.nouns import Waiting
+from meshrl.contract.types import Waiting
 from meshrl.transferqueue.store import Store
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.nouns import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy
+from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy
 
 RUN_BYTES = 200
 

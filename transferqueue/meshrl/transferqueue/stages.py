@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import StageSpec
+from meshrl.contract.types import StageSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Final, TypeAlias
 
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.transferqueue.journal import Journal
 from meshrl.transferqueue.sealed import seal_json
 from meshrl.transferqueue.store import Table

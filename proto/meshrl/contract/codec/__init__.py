@@ -21,21 +21,8 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
 from meshrl.contract.codec.arrays import decode_array, encode_array
 from meshrl.contract.codec.bulk import Bulk, parser, serialize
 from meshrl.contract.codec.checks import printable
-from meshrl.contract.codec.nouns import (
-    decode_outcome,
-    decode_sampling,
-    decode_task,
-    decode_uid,
-    decode_uids,
-    decode_version,
-    encode_outcome,
-    encode_sampling,
-    encode_task,
-    encode_uid,
-    encode_uids,
-    encode_version,
-)
 from meshrl.contract.codec.pages import PAGE_BYTES, pages
+from meshrl.contract.codec.rows import decode_rows, encode_rows
 from meshrl.contract.codec.runs import (
     decode_batch,
     decode_dead_letter,
@@ -52,7 +39,6 @@ from meshrl.contract.codec.runs import (
     encode_run_state,
     encode_waiting,
 )
-from meshrl.contract.codec.siblings import decode_rows, encode_rows
 from meshrl.contract.codec.streams import (
     AdmitCall,
     WriteCall,
@@ -66,6 +52,20 @@ from meshrl.contract.codec.streams import (
     encode_write,
 )
 from meshrl.contract.codec.tasks import pack_task, packed_task
+from meshrl.contract.codec.types import (
+    decode_outcome,
+    decode_sampling,
+    decode_task,
+    decode_uid,
+    decode_uids,
+    decode_version,
+    encode_outcome,
+    encode_sampling,
+    encode_task,
+    encode_uid,
+    encode_uids,
+    encode_version,
+)
 from meshrl.contract.codec.work import (
     decode_engine_stats,
     decode_generate_delta,

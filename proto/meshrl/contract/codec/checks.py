@@ -11,7 +11,7 @@ from typing import Generic, Never, ParamSpec, Protocol, TypeVar
 from google.protobuf.message import Message
 
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from meshrl.contract.codec.checks import EnumCodec, decoder, encoder, printable, require
-from meshrl.contract.codec.nouns import (
+from meshrl.contract.codec.rows import decode_manifest, encode_manifest
+from meshrl.contract.codec.types import (
     OUTCOMES,
     decode_uid,
     decode_uids,
@@ -14,8 +15,7 @@ from meshrl.contract.codec.nouns import (
     encode_uids,
     encode_version,
 )
-from meshrl.contract.codec.siblings import decode_manifest, encode_manifest
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     Batch,
     DeadLetter,
     GroupPolicy,

@@ -13,9 +13,8 @@ from typing import Any
 
 from meshrl.contract.codec.bulk import Bulk, Frame
 from meshrl.contract.codec.checks import decoder, encoder, malformed
-from meshrl.contract.codec.nouns import decode_task, encode_task
 from meshrl.contract.codec.pages import pages, pages_by
-from meshrl.contract.codec.siblings import (
+from meshrl.contract.codec.rows import (
     decode_facts,
     decode_parts,
     encode_facts,
@@ -26,7 +25,8 @@ from meshrl.contract.codec.siblings import (
     per_group,
 )
 from meshrl.contract.codec.tasks import packed_task
-from meshrl.contract.nouns import (
+from meshrl.contract.codec.types import decode_task, encode_task
+from meshrl.contract.types import (
     JournalGroup,
     Lease,
     LeasedGroup,

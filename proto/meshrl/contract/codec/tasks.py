@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from meshrl.contract.codec.nouns import decode_task, encode_task
+from meshrl.contract.codec.types import decode_task, encode_task
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.nouns import PackedTask, Task
+from meshrl.contract.types import PackedTask, Task
 from meshrl.v1 import trajectory_pb2 as pb
 
 

@@ -16,7 +16,7 @@ from meshrl.contract.codec.checks import (
     printable,
     require,
 )
-from meshrl.contract.codec.nouns import (
+from meshrl.contract.codec.types import (
     OUTCOMES,
     decode_messages,
     decode_sampling,
@@ -27,7 +27,7 @@ from meshrl.contract.codec.nouns import (
     encode_uid,
     encode_version,
 )
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,

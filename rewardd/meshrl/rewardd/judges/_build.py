@@ -8,7 +8,7 @@ from typing import Any
 import pydantic
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.extend import load
+from meshrl.contract.plugins import load
 from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judges._composite import CompositeJudge, Part, StartableJudge
 

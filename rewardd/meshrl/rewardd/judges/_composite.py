@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
-from meshrl.contract.nouns import Outcome, Sample, Score
 from meshrl.contract.ports import Judge
+from meshrl.contract.types import Outcome, Sample, Score
 
 
 class StartableJudge(Judge, Protocol):

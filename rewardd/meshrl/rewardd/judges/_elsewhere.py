@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
-from meshrl.contract.nouns import Json, Outcome, Sample, Score
+from meshrl.contract.types import Json, Outcome, Sample, Score
 from meshrl.rewardd.functions import numbers_of, token_rewards_of
 from meshrl.rewardd.judges._guard import Guard, GuardConfig
 

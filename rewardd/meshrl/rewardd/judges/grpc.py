@@ -8,8 +8,8 @@ from typing import Any
 
 from meshrl.contract import config
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import Outcome, Sample, Score
 from meshrl.contract.ports import Judge
+from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.rewardd.judges._guard import Guard, GuardConfig
 
 WIRE = "meshrl.services.wires.reward"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshrl.contract.errors import InfraError
-from meshrl.contract.nouns import Json, Sample
+from meshrl.contract.types import Json, Sample
 from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig
 
 

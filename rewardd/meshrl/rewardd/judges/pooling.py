@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import NonNegativeInt
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Json, Sample
+from meshrl.contract.types import Json, Sample
 from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig, conversation
 
 

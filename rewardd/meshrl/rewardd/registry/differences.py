@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.contract.nouns import Score
+from meshrl.contract.types import Score
 
 TOLERANCE = 1e-6
 SHOWN = 5

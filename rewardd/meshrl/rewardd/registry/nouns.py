@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.kinds import Kind
 
 HASH_DIGITS = 32

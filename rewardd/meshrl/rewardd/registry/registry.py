@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
-from meshrl.contract.nouns import Sample, Score, Uid
+from meshrl.contract.types import Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.differences import Differences

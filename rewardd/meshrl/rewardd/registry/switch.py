@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import Sample, Score
+from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.posted import score_unposted
 from meshrl.rewardd.registry.differences import Differences
 from meshrl.rewardd.registry.shelf import Shelf

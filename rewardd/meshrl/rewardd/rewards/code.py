@@ -28,7 +28,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Json, Outcome
+from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.sandbox import inside
 
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from meshrl.contract import config
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 
 class Config(config.Config):

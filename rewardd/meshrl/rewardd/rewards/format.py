@@ -7,7 +7,7 @@ import re
 from pydantic import Field, model_validator
 
 from meshrl.contract import config
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 
 class Config(config.Config):

@@ -10,7 +10,7 @@ import re
 from typing import Literal
 
 from meshrl.contract import config
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 TAIL = 300
 """Characters from the end that are looked at: an answer further up is not the final one."""

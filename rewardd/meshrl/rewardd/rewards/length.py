@@ -14,7 +14,7 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 
 class Config(config.Config):

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.rewards._latex import last_boxed
 
 REQUIRES = ("math-verify", "latex2sympy2_extended", "sympy")

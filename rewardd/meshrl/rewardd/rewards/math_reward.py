@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from meshrl.contract import config
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.rewards._latex import closing
 
 

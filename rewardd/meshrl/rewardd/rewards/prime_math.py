@@ -11,7 +11,7 @@ import math
 import re
 
 from meshrl.contract import config
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import _algebra, math_reward
 from meshrl.rewardd.rewards._latex import closing, last_boxed
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 
 class Config(config.Config):

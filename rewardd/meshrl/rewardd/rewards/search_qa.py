@@ -10,7 +10,7 @@ import string
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -18,7 +18,7 @@ from pydantic import PositiveFloat
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 CALLS = re.compile(r"<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
 BLOCKS = ("think", "tool_call", "response")

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import (
     code,
     geo3k,

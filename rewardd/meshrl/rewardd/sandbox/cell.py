@@ -26,7 +26,7 @@ from typing import Protocol
 
 import meshrl
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.sandbox import landlock
 from meshrl.rewardd.sandbox.limits import Limits
 

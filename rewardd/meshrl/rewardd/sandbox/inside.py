@@ -16,7 +16,7 @@ import struct
 import sys
 from pathlib import Path
 
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.sandbox import landlock, seccomp
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4

@@ -10,7 +10,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 
 
 class Limits(Config):

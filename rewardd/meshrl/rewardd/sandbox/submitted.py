@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.sandbox.cell import Cell, open_cell
 from meshrl.rewardd.sandbox.environment import Environment

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from meshrl.contract.errors import InfraError, MeshError
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest, Int32, Version
+from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
 from meshrl.rollout.decoder.cache import KvCache
 from meshrl.rollout.decoder.forward import Decoder
 from meshrl.rollout.decoder.sampler import OFF, SamplingRows, row_key

@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 
 from meshrl.contract.errors import FencedError, InfraError, MeshError, UnavailableError
-from meshrl.contract.nouns import GenerateDelta, OnUpdate, Version
+from meshrl.contract.types import GenerateDelta, OnUpdate, Version
 from meshrl.rollout.decoder.batch import Batch, Row
 from meshrl.rollout.decoder.weights import Weights
 from meshrl.rollout.versions import UNSERVED

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import TensorSpec, Uint8, WeightManifest
+from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
 from meshrl.rollout.decoder.architecture import Architecture
 from meshrl.rollout.decoder.operations import RmsNorm
 

@@ -22,7 +22,7 @@ from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.errors import InfraError, MeshError, NotFoundError, UnavailableError, UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,

@@ -20,7 +20,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.nouns import Outcome, Task, Uid
+from meshrl.contract.types import Outcome, Task, Uid
 from meshrl.rollout.loading import check_function
 from meshrl.rollout.options import read_options
 from meshrl.rollout.ports import Address, Gateway, Generator, GiveBackError, Program, Rollout

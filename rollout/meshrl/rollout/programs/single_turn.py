@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.contract.nouns import Task, Uid
+from meshrl.contract.types import Task, Uid
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.tokenizer import Tokenizer

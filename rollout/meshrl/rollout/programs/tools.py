@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Int32, Task, Uid
+from meshrl.contract.types import Int32, Task, Uid
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.loading import check_function
@@ -145,5 +145,5 @@ class ToolProgram:
 
 def load_format(name: str) -> Callable[[str], Sequence[ToolCall]]:
     """How calls are written; raises ConfigError, with the known formats, for an unknown one."""
-    parse: Callable[[str], Sequence[ToolCall]] = extend.load(FORMATS, name, "parse")
+    parse: Callable[[str], Sequence[ToolCall]] = plugins.load(FORMATS, name, "parse")
     return parse

@@ -20,7 +20,7 @@ from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Outcome, SamplingParams, Task, Uid
+from meshrl.contract.types import Outcome, SamplingParams, Task, Uid
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.loading import check_function, load_function

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json, PostedReward, Task, Uid
+from meshrl.contract.types import Json, PostedReward, Task, Uid
 from meshrl.rollout.loading import load_function
 from meshrl.rollout.ports import Address
 from meshrl.rollout.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Self
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.contract.nouns import GenerateDelta, GenerateRequest
+from meshrl.contract.types import GenerateDelta, GenerateRequest
 from meshrl.rollout.ports import Generator
 from meshrl.rollout.sampling import Response, closing, response_of
 from meshrl.rollout.sessions.asks import Answer, Piece

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.nouns import Float32, Int32, Json
+from meshrl.contract.types import Float32, Int32, Json
 from meshrl.rollout.chat import ChatMessage
 
 

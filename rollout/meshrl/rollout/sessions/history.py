@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.sampling import Response
 from meshrl.rollout.sessions.asks import ToolCall

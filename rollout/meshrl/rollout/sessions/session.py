@@ -21,7 +21,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
-from meshrl.contract.nouns import (
+from meshrl.contract.rows import posted_column
+from meshrl.contract.types import (
     POSTED_REWARD,
     GenerateRequest,
     Int32,
@@ -31,7 +32,6 @@ from meshrl.contract.nouns import (
     Task,
     Uid,
 )
-from meshrl.contract.rows import posted_column
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Uid
+from meshrl.contract.types import Uid
 from meshrl.rollout.loading import load_function
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.cutting import Cut

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rollout.tools.ports import Caller, ToolError
 
 PREFIX = "argument_"

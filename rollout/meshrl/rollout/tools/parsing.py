@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rollout.tools.ports import ToolCall
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from meshrl.contract.nouns import Json, Task, Uid
+from meshrl.contract.types import Json, Task, Uid
 
 
 class ToolError(Exception):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.nouns import Json, Uid
+from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig
 from meshrl.rollout.tools.ports import Caller, ToolError
 

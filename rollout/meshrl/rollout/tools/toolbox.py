@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.nouns import Json, Task
+from meshrl.contract.types import Json, Task
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rollout.tools.cutting import Cut
 from meshrl.rollout.tools.ports import Caller, Tool, ToolCall, ToolError

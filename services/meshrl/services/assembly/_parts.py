@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.nouns import RunSpec
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import RunSpec
 from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.services.process import set_aside_start
 from meshrl.services.runtime import Server

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.options import read_options
 from meshrl.services.config.fields import Loc
@@ -161,7 +161,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
 def _program_options(recipe: Recipe) -> Iterator[Problem]:
     """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
     name, options = recipe.rollout.program, recipe.rollout.program_options
-    if name not in extend.known(PROGRAMS):
+    if name not in plugins.known(PROGRAMS):
         return
     program, key = importlib.import_module(f"{PROGRAMS}.{name}"), "rollout.program_options"
     if not hasattr(program, "Config"):
@@ -182,7 +182,7 @@ def _name(at: Loc, package: str, name: str) -> Iterator[Problem]:
         if not _importable(name):
             yield at, f"{key}: no module {name!r} can be imported"
         return
-    names = extend.known(package)
+    names = plugins.known(package)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import Field
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.config import Config
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     REFERENCE_STAGE,
     RunSpec,
     SamplingParams,
@@ -145,7 +145,7 @@ def groups_taken(recipe: Recipe) -> int:
 def uses_gateway(recipe: Recipe) -> bool:
     """True when agents lead the conversations of the run, and may say what they were worth."""
     program = recipe.rollout.program
-    return bool(extend.constant("meshrl.rollout.programs", program, "USES_GATEWAY", False))
+    return bool(plugins.constant("meshrl.rollout.programs", program, "USES_GATEWAY", False))
 
 
 def has_evaluation(recipe: Recipe) -> bool:

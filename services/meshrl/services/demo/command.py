@@ -16,7 +16,7 @@ from meshrl.services.cli.options import overrides_argument
 from meshrl.services.config import load_recipe
 
 if TYPE_CHECKING:
-    from meshrl.contract.nouns import Ledger
+    from meshrl.contract.types import Ledger
     from meshrl.services.config.recipe import Recipe
     from meshrl.trainer.sft import SftProgress
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json, Ledger
+from meshrl.contract.types import Json, Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

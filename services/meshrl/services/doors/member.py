@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import grpc
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import EngineStats
+from meshrl.contract.types import EngineStats
 from meshrl.rollout.report import WorkerReport
 from meshrl.services.doors.base import full_name
 from meshrl.services.handlers import Context

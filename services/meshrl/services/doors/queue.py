@@ -15,8 +15,8 @@ from meshrl.contract.codec.arena import Offer, Region
 from meshrl.contract.codec.compression import TAKES_SQUEEZED, FrameCompressor
 from meshrl.contract.codec.lending import Borrower, Page
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import JournalGroup
 from meshrl.contract.ports import AttendedQueue
+from meshrl.contract.types import JournalGroup
 from meshrl.services.doors.base import bounded, collected, full_name
 from meshrl.services.handlers import Context
 from meshrl.v1 import queue_pb2 as pb

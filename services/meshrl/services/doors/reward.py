@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 
-from meshrl.contract import codec, nouns
+from meshrl.contract import codec, types
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Judge
 from meshrl.rewardd.registry.switch import SwitchJudge
@@ -39,7 +39,7 @@ class RewardDoor(rpc.RewardServicer):
     async def GetInfo(self, request: pb.GetRewardInfoRequest, context: Context) -> pb.RewardInfo:
         return pb.RewardInfo(reward_hash=self._judge.reward_hash)
 
-    async def _by(self, version: str, samples: list[nouns.Sample]) -> Iterable[nouns.Score]:
+    async def _by(self, version: str, samples: list[types.Sample]) -> Iterable[types.Score]:
         if not version or version == self._judge.reward_hash:
             return await self._judge.score(samples)
         if self._versions is None:

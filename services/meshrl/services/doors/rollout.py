@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import grpc
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import EngineStats, GenerateDelta, GenerateRequest
+from meshrl.contract.types import EngineStats, GenerateDelta, GenerateRequest
 from meshrl.services.doors.base import closing, full_name
 from meshrl.services.handlers import Context
 from meshrl.v1 import rollout_pb2 as pb

@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import Float32, Int32
+from meshrl.contract.types import Float32, Int32
 from meshrl.rollout.sessions.asking import Asking
 from meshrl.rollout.sessions.asks import Answer, ToolCall
 from meshrl.rollout.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import Response
 
 from meshrl.contract.errors import ForbiddenError
-from meshrl.contract.nouns import PostedReward
+from meshrl.contract.types import PostedReward
 from meshrl.rollout.sessions.agents import task_json
 from meshrl.rollout.sessions.asking import Asking
 from meshrl.rollout.sessions.asks import SessionEndedError

@@ -16,7 +16,7 @@ from meshrl.contract.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from meshrl.contract.nouns import PostedReward
+from meshrl.contract.types import PostedReward
 from meshrl.rollout.ports import Address
 from meshrl.rollout.sessions.asks import SessionEndedError
 from meshrl.rollout.sessions.session import Session

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
-from meshrl.contract.nouns import Json
+from meshrl.contract.types import Json
 from meshrl.rollout.sessions.asks import Ask
 from meshrl.rollout.sessions.calls import read_arguments
 from meshrl.services.gateway.problems import ParameterError

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from meshrl.contract import codec
 from meshrl.contract.codec.checks import decoder, from_json, json_object, lossless_json, printable
-from meshrl.contract.nouns import Sample
+from meshrl.contract.types import Sample
 from meshrl.rewardd.kinds import Kind
 from meshrl.rewardd.registry.differences import Differences
 from meshrl.rewardd.registry.nouns import Action, Case, Event, Name, Submission

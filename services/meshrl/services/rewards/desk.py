@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import Sample, Score
+from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.registry.differences import Differences
 from meshrl.rewardd.registry.nouns import Case, Manifest, Name, Submission, content_hash
 from meshrl.rewardd.registry.registry import Accepted, Registry

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json, Outcome, Sample, Score, Uid
+from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
 from meshrl.rewardd.kinds import Kind
 from meshrl.rewardd.registry.differences import Differences
 from meshrl.rewardd.registry.nouns import Case, Manifest, Name, Submission

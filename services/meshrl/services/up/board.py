@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshrl.contract.nouns import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
+from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
 from meshrl.services.up.supervisor import State
 
 STUCK_S = 10.0

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import TrainerStatus
+from meshrl.contract.types import TrainerStatus
 from meshrl.services.fleet_waits import fleet_waits
 from meshrl.services.queues import connect_queue
 from meshrl.services.up.board import Board

@@ -12,7 +12,7 @@ from functools import partial
 from rich.console import Console
 from rich.live import Live
 
-from meshrl.contract.nouns import TrainerStatus
+from meshrl.contract.types import TrainerStatus
 from meshrl.services import tls
 from meshrl.services.config.load import save_recipe
 from meshrl.services.config.recipe import Recipe

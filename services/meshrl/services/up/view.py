@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.contract.nouns import EngineStats, Ledger, TrainerStatus
+from meshrl.contract.types import EngineStats, Ledger, TrainerStatus
 from meshrl.services.up.board import Board
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -23,8 +23,8 @@ from meshrl.contract.errors import (
     UserError,
     from_wire,
 )
-from meshrl.contract.nouns import OnUpdate, Version
 from meshrl.contract.ports import WeightSink
+from meshrl.contract.types import OnUpdate, Version
 from meshrl.services.weights.carrier import Carriers, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.merging import Merger

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from meshrl.contract.errors import ConflictError, MeshError
-from meshrl.contract.extend import load
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.plugins import load
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.config import CARRIERS, WeightsConfig
 from meshrl.services.weights.traits import offered
 

@@ -24,8 +24,8 @@ from urllib.parse import quote
 import fsspec.core
 
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.checkpoint_files import (
     INDEX,
     companions,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import TensorSpec, Uint8, WeightManifest
+from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

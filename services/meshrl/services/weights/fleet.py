@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import grpc
 
-from meshrl.contract.nouns import Version
+from meshrl.contract.types import Version
 from meshrl.services import tls
 from meshrl.services.errors import from_rpc
 from meshrl.services.transport import CHANNEL_OPTIONS

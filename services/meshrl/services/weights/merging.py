@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.nouns import Adapter, TensorSpec, Uint8, WeightManifest
+from meshrl.contract.types import Adapter, TensorSpec, Uint8, WeightManifest
 from meshrl.services.weights.wire import digest, wrong_tensors
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from meshrl.contract.errors import (
     UnavailableError,
     UserError,
 )
-from meshrl.contract.nouns import Version
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import FleetView, ReplicaState

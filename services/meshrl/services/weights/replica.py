@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_wire
-from meshrl.contract.nouns import Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Version, WeightManifest
 from meshrl.services.weights.carrier import Cell, Link
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import ReplicaState, ReplicaView

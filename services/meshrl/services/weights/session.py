@@ -18,8 +18,8 @@ from meshrl.contract.errors import (
     UserError,
     from_wire,
 )
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSink
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Carriers, Cell, Link
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.merging import Merger

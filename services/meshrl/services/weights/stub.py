@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.nouns import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.services.weights.wire import digest, tensor_digest
 
 _ITEM = {"float32": 4, "bfloat16": 2}

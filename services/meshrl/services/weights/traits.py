@@ -14,7 +14,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.codec.arena import FOLDER, boot_id
 from meshrl.services.weights.config import CARRIERS, WeightsConfig
 
@@ -43,7 +43,7 @@ def traits(name: str) -> Traits:
     """Of a module of `carriers`, or a dotted path."""
 
     def said(what: str, default: object) -> object:
-        return extend.constant(CARRIERS, name, what, default)
+        return plugins.constant(CARRIERS, name, what, default)
 
     needs = said("NEEDS", ())
     assert isinstance(needs, tuple)
@@ -59,7 +59,7 @@ def offered(config: WeightsConfig) -> tuple[str, ...]:
     """The carriers that this process can be reached by: the configured one, or those of `auto` that it can run."""
     if config.carrier != "auto":
         return (config.carrier,)
-    known = extend.known(CARRIERS)
+    known = plugins.known(CARRIERS)
     return tuple(
         name for name in config.among if ("." in name or name in known) and traits(name).met
     )

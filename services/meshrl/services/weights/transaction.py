@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable
 from enum import StrEnum
 
-from meshrl.contract.nouns import Version
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Version
 
 
 class Phase(StrEnum):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.nouns import Version
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Carriers, Cell, Link, Place
 from meshrl.services.weights.carriers.auto import Chooser
 from meshrl.services.weights.config import WeightsConfig

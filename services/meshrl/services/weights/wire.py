@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import xxhash
 
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.nouns import Adapter, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.services.weights.patience import within
 from meshrl.v1 import weights_pb2 as pb
 

@@ -24,7 +24,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import MeshError, UnavailableError, WaitTimeoutError
-from meshrl.contract.keeping import Held, Holding
+from meshrl.contract.held_leases import Held, Holding
 from meshrl.services import tls
 from meshrl.services.errors import from_rpc
 from meshrl.services.transport import CHANNEL_OPTIONS

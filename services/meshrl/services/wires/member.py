@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import EngineStats
-from meshrl.contract.stage import StageStats
+from meshrl.contract.stage_worker import StageStats
+from meshrl.contract.types import EngineStats
 from meshrl.rollout.report import WorkerReport
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire
 from meshrl.v1 import member_pb2 as pb

@@ -7,8 +7,9 @@ from typing import TypedDict, Unpack
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode, wanted
-from meshrl.contract.keeping import Holding
-from meshrl.contract.nouns import (
+from meshrl.contract.held_leases import Holding
+from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.types import (
     Batch,
     DeadLetter,
     JournalGroup,
@@ -25,7 +26,6 @@ from meshrl.contract.nouns import (
     Version,
     Waiting,
 )
-from meshrl.contract.rowwise import RowVerbs
 from meshrl.services.wires.keeper import Keeper
 from meshrl.services.wires.lending import BulkCalls
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire, nothing

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Float32, Int32
+from meshrl.contract.types import Float32, Int32
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire
 from meshrl.v1 import reference_pb2 as pb
 from meshrl.v1 import reference_pb2_grpc as rpc

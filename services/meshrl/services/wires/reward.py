@@ -7,7 +7,7 @@ from typing import Self
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Sample, Score
+from meshrl.contract.types import Sample, Score
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire
 from meshrl.v1 import reward_pb2 as pb
 from meshrl.v1 import reward_pb2_grpc as rpc

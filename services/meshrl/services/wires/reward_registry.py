@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import Sample, Score
+from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.registry.nouns import Name, Submission
 from meshrl.services.rewards.codec import decode_name, encode_submission
 from meshrl.services.wires.peer import PERSON_PATIENCE_S, Wire

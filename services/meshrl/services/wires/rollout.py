@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import EngineStats, GenerateDelta, GenerateRequest
+from meshrl.contract.types import EngineStats, GenerateDelta, GenerateRequest
 from meshrl.services.errors import from_rpc
 from meshrl.services.wires.peer import STAGE_PATIENCE_S, Wire
 from meshrl.v1 import rollout_pb2 as pb

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from meshrl.contract import codec
-from meshrl.contract.nouns import RunState, Task, Version
+from meshrl.contract.types import RunState, Task, Version
 from meshrl.services.wires.peer import nothing
 from meshrl.services.wires.queue import QueueWire, WireOptions
 from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows

@@ -9,7 +9,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.nouns import TrainerStatus
+from meshrl.contract.types import TrainerStatus
 from meshrl.services.errors import from_rpc
 from meshrl.services.wires.peer import MARGIN_S, PERSON_PATIENCE_S, Patience, Wire, nothing
 from meshrl.v1 import trainer_pb2 as pb

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshrl.contract.errors import UserError, WaitTimeoutError
-from meshrl.contract.extend import load
-from meshrl.contract.nouns import RunState, Task
+from meshrl.contract.plugins import load
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import RunState, Task
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 
 log = logging.getLogger(__name__)

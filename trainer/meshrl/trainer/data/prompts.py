@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Int32, Json, Message, SamplingParams, Task
+from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.reading import Located, located_rows
 

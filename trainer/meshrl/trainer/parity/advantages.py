@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.trainer.advantages import gpg, grpo
 from meshrl.trainer.advantages._types import AdvantageBatch
 from meshrl.trainer.config import AlgorithmConfig
@@ -70,7 +70,7 @@ def _found(case: Case, advantages: Tensor, returns: Tensor | None = None) -> Fou
 
 def _by_name(name: str) -> Callable[[Case], Found]:
     def adapter(case: Case) -> Found:
-        compute = extend.load("meshrl.trainer.advantages", name, "compute")
+        compute = plugins.load("meshrl.trainer.advantages", name, "compute")
         result = compute(_batch(case), _config(case))
         return _found(case, result.advantages, result.returns)
 

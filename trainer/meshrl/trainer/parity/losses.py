@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.trainer.losses import vanilla
 from meshrl.trainer.losses._types import LossInputs, LossOutput
 from meshrl.trainer.parity.cases import Case
@@ -59,7 +59,7 @@ def _found(case: Case, inputs: LossInputs, output: LossOutput) -> Found:
 
 def _by_name(name: str) -> Callable[[Case], Found]:
     def adapter(case: Case) -> Found:
-        compute = extend.load("meshrl.trainer.losses", name, "compute")
+        compute = plugins.load("meshrl.trainer.losses", name, "compute")
         ragged = ragged_of(case)
         config = actor_config(case)
         mode = case.kwargs.get("loss_agg_mode") or DEFAULT_MODES.get(name, "token-mean")

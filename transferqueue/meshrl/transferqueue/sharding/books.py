@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshrl.contract.nouns import Ledger, Waiting
+from meshrl.contract.types import Ledger, Waiting
 
 CALLS = ("admit waits", "lease waits", "take waits")
 

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
-from meshrl.contract.nouns import RunSpec, Task
+from meshrl.contract.types import RunSpec, Task
 from meshrl.transferqueue import admission
 from meshrl.transferqueue.sharding.asking import all_of, any_of, by_key
 from meshrl.transferqueue.sharding.placing import Grown, Members

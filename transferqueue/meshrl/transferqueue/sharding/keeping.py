@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from meshrl.contract.keeping import Held, Holding
-from meshrl.contract.nouns import Uid
+from meshrl.contract.held_leases import Held, Holding
+from meshrl.contract.types import Uid
 
 
 class Part(Holding):

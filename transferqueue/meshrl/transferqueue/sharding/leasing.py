@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Any
 
 from meshrl.contract.errors import EndOfDataError, MeshError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import Lease, RunSpec, Version
+from meshrl.contract.types import Lease, RunSpec, Version
 from meshrl.transferqueue.sharding.asking import Questions, any_of
 from meshrl.transferqueue.sharding.feeding import free
 from meshrl.transferqueue.sharding.port import Rows, Shard

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
-from meshrl.contract.nouns import RunState
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import RunState
 from meshrl.transferqueue.sharding.placing import Members
 from meshrl.transferqueue.sharding.port import Shard
 

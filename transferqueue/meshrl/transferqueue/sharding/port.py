@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from meshrl.contract.nouns import RunState, Task, Version
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import RunState, Task, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from meshrl.contract.errors import FencedError, InfraError, NotFoundError, UserError
-from meshrl.contract.nouns import RunSpec, RunState
+from meshrl.contract.types import RunSpec, RunState
 from meshrl.transferqueue.sharding import membership, roll
 from meshrl.transferqueue.sharding.asking import all_of
 from meshrl.transferqueue.sharding.places import Places

@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from meshrl.contract.errors import EndOfDataError, UserError
-from meshrl.contract.keeping import Holding
-from meshrl.contract.nouns import (
+from meshrl.contract.held_leases import Holding
+from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.types import (
     Batch,
     DeadLetter,
     JournalGroup,
@@ -38,7 +39,6 @@ from meshrl.contract.nouns import (
     Version,
     Waiting,
 )
-from meshrl.contract.rowwise import RowVerbs
 from meshrl.transferqueue.sharding import books
 from meshrl.transferqueue.sharding.asking import all_of, any_of
 from meshrl.transferqueue.sharding.feeding import Feeding

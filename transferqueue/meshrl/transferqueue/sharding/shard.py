@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import Batch, RunSpec, RunState, Task, Version
+from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
 from meshrl.transferqueue import admission, batches, leases
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.membership import SUFFIX

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, UserError, WaitTimeoutError
-from meshrl.contract.nouns import Batch, BatchGroup
+from meshrl.contract.types import Batch, BatchGroup
 from meshrl.transferqueue.sharding.asking import all_of, any_of
 from meshrl.transferqueue.sharding.placing import Grown, Members
 from meshrl.transferqueue.sharding.plan import Plan

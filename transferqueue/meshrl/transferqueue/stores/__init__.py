@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from meshrl.contract.extend import load
+from meshrl.contract.plugins import load
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import Store
 

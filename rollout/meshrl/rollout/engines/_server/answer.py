@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshrl.contract.errors import InfraError
-from meshrl.contract.nouns import GenerateDelta, Version
+from meshrl.contract.types import GenerateDelta, Version
 from meshrl.rollout.decoder.stopping import StopStrings
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Uint8, WeightManifest
+from meshrl.contract.types import Uint8, WeightManifest
 
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

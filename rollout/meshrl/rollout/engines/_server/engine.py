@@ -29,7 +29,7 @@ from meshrl.contract.errors import (
     UnavailableError,
     UserError,
 )
-from meshrl.contract.nouns import (
+from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,

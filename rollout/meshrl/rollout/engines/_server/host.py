@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, UserError
-from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._server.answer import Chunk
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.config import ServerConfig

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import GenerateRequest
+from meshrl.contract.types import GenerateRequest
 from meshrl.rollout.decoder.stopping import StopStrings
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.config import ServerConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._server.answer import Chunk
 from meshrl.rollout.engines._server.http import Http, message_of
 from meshrl.rollout.engines._server.request import Ask

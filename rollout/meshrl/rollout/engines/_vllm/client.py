@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from meshrl.contract.errors import InfraError
-from meshrl.contract.nouns import OnUpdate, Version
+from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._server.answer import Chunk
 from meshrl.rollout.engines._server.http import Http, message_of
 from meshrl.rollout.engines._server.request import Ask

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.request import Ask
@@ -53,7 +53,7 @@ class Vllm:
         """Raises ConfigError when versions are to be broadcast and cannot be."""
         self._config = config
         if config.update == "native":
-            self._build_root: RootBuilder = extend.load(ENGINES, config.root, "build")
+            self._build_root: RootBuilder = plugins.load(ENGINES, config.root, "build")
             self._build_root(config.nccl)  # what is wrong with the options is said now
 
     def arguments(

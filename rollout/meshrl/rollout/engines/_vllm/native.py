@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.types import Uint8
 from meshrl.rollout.engines._server.http import Http
 from meshrl.rollout.engines._server.pieces import Piece, read_pieces
 from meshrl.rollout.engines._vllm.packing import pack, update_info

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import DeadLetter, Uid
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import DeadLetter, Uid
 from meshrl.services.cli.mesh import Mesh, find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
 

@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.nouns import Ledger
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Ledger
 from meshrl.services.cli.commands.queue import tell_audit
 from meshrl.services.cli.mesh import Mesh, find_mesh
 from meshrl.services.cli.operator import verify_all

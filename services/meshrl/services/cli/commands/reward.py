@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.nouns import Json, Sample, Uid
+from meshrl.contract.types import Json, Sample, Uid
 from meshrl.rewardd.kinds import Kind
 from meshrl.rewardd.registry.nouns import Case, Submission
 from meshrl.services.cli.commands._reward_rescore import rescore_run

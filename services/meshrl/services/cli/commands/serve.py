@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from meshrl.contract import extend
+from meshrl.contract import plugins
 from meshrl.services.cli.options import PATH, recipe_argument
 from meshrl.services.config import load_recipe
 from meshrl.services.exits import Exit
@@ -108,7 +108,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         allow_insecure_bind=options["allow_insecure_bind"],
         tls=loaded.tls.certificates,
     )
-    run = extend.load(ASSEMBLY, service, "run")
+    run = plugins.load(ASSEMBLY, service, "run")
     sys.exit(run_service(lambda: run(loaded, Site(name=name, settings=settings, peers=peers))))
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.nouns import EngineStats, Ledger, RunState, TrainerStatus
+from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.services.cli.mesh import PATIENCE_S, Mesh, find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.queues import connect_queue

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.contract.errors import NotFoundError
-from meshrl.contract.nouns import Waiting
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Waiting
 from meshrl.services.cli.mesh import find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.fleet_waits import fleet_waits

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from meshrl.contract.extend import known
+from meshrl.contract.plugins import known
 from meshrl.services.config.verl.rules import (
     Answer,
     Convert,

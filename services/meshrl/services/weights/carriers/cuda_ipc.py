@@ -25,8 +25,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Cell, Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.ipc.device import Device, load_device

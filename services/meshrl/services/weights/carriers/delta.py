@@ -33,8 +33,8 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services import tls
 from meshrl.services.doors.base import full_name
 from meshrl.services.errors import from_rpc

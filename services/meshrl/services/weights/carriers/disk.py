@@ -14,8 +14,8 @@ from pathlib import Path
 
 from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
 from meshrl.contract.files import sync
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.checkpoint_files import (
     INDEX,

@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 
 from meshrl.contract.errors import ConfigError, UnavailableError
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.lane import Lane

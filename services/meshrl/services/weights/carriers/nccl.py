@@ -22,8 +22,8 @@ import asyncio
 import numpy as np
 
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.nccl.meeting import Meetings, check_alike, knock

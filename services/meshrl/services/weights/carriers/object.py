@@ -8,8 +8,8 @@ the number of replicas costs the trainer's machine nothing. See chain.py for wha
 from __future__ import annotations
 
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Cell, Link, Place
 from meshrl.services.weights.chain import MARK, ChainReader, ChainWriter, Store
 from meshrl.services.weights.config import WeightsConfig

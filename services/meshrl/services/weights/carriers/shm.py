@@ -29,8 +29,8 @@ import numpy as np
 
 from meshrl.contract.codec.arena import FOLDER, Arena, Lent, Offer, boot_id, sweep
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Cell, Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.lane import Lane

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.types import Uint8
 from meshrl.services.weights.delta.gaps import Indices, gaps_of, indices_of
 from meshrl.services.weights.delta.patch import Buffer, Head, Kind, head, join, planes, squeeze
 from meshrl.services.weights.delta.scan import changes

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.types import Uint8
 
 _FULL: Final = 255
 _PIECE: Final = 1 << 15

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
+from meshrl.contract.types import Uint8, Version, WeightManifest
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 import zstandard
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.types import Uint8
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _MAGIC: Final = b"mdp1"

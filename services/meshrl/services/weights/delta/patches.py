@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshrl.contract.nouns import Uint8, Version, WeightManifest
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.delta.codec import encode_sparse
 from meshrl.services.weights.lane import Lane
 from meshrl.services.weights.wire import digest

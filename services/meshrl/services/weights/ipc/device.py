@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from meshrl.contract.extend import load
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.plugins import load
+from meshrl.contract.types import Uint8
 from meshrl.services.weights.ipc.config import IpcConfig
 
 DEVICES = "meshrl.services.weights.ipc.devices"

@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Callable
 from typing import Protocol
 
-from meshrl.contract.extend import load
+from meshrl.contract.plugins import load
 
 LIBRARIES = "meshrl.services.weights.nccl.libraries"
 UNIQUE_ID_BYTES = 128

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import ConfigError, UnavailableError, from_wire
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.types import Uint8
 from meshrl.services.up.pdeath import PARENT_VARIABLE
 from meshrl.services.weights.nccl import frames
 from meshrl.services.weights.nccl.config import NcclConfig

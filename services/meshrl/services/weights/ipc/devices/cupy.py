@@ -11,7 +11,7 @@ from typing import Any
 import cupy.cuda.runtime
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.nouns import Uint8
+from meshrl.contract.types import Uint8
 from meshrl.services.weights.ipc.config import IpcConfig
 
 runtime: Any = cupy.cuda.runtime

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshrl.contract.nouns.names import Json, Outcome, Uid
-from meshrl.contract.nouns.tasks import Message
+from meshrl.contract.types.names import Json, Outcome, Uid
+from meshrl.contract.types.tasks import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from meshrl.contract.nouns.names import Version
+from meshrl.contract.types.names import Version
 
 
 class TrainerPhase(StrEnum):

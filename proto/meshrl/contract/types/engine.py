@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshrl.contract.nouns.names import Float32, Int32, Version
-from meshrl.contract.nouns.tasks import SamplingParams
+from meshrl.contract.types.names import Float32, Int32, Version
+from meshrl.contract.types.tasks import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from meshrl.contract.nouns import (
+from meshrl.contract.precision import Precision, with_rounded_logprobs
+from meshrl.contract.types import (
     Columns,
     PackedGroup,
     PayloadGroup,
@@ -15,7 +16,6 @@ from meshrl.contract.nouns import (
     packed_groups,
     siblings,
 )
-from meshrl.contract.precision import Precision, with_rounded_logprobs
 
 
 class RowVerbs(ABC):

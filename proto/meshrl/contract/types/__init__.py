@@ -4,13 +4,13 @@ Arrays are numpy, C-contiguous, little-endian. Shapes are written with T = token
 response together), R = response tokens, G = rows of one group.
 """
 
-from meshrl.contract.nouns.engine import (
+from meshrl.contract.types.engine import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,
     OnUpdate,
 )
-from meshrl.contract.nouns.groups import (
+from meshrl.contract.types.groups import (
     Batch,
     BatchGroup,
     BatchRow,
@@ -25,12 +25,12 @@ from meshrl.contract.nouns.groups import (
     packed_groups,
     siblings,
 )
-from meshrl.contract.nouns.judge import (
+from meshrl.contract.types.judge import (
     PostedReward,
     Sample,
     Score,
 )
-from meshrl.contract.nouns.names import (
+from meshrl.contract.types.names import (
     Columns,
     Float32,
     Int32,
@@ -40,7 +40,7 @@ from meshrl.contract.nouns.names import (
     Uint8,
     Version,
 )
-from meshrl.contract.nouns.rows import (
+from meshrl.contract.types.rows import (
     LeasedRow,
     RowFacts,
     RowWrite,
@@ -48,7 +48,7 @@ from meshrl.contract.nouns.rows import (
     VersionSpan,
     oldest_version,
 )
-from meshrl.contract.nouns.runs import (
+from meshrl.contract.types.runs import (
     POSTED_REWARD,
     REFERENCE_COLUMNS,
     REFERENCE_STAGE,
@@ -71,17 +71,17 @@ from meshrl.contract.nouns.runs import (
     reward_stage,
     rollout_stage,
 )
-from meshrl.contract.nouns.tasks import (
+from meshrl.contract.types.tasks import (
     Message,
     PackedTask,
     SamplingParams,
     Task,
 )
-from meshrl.contract.nouns.trainer import (
+from meshrl.contract.types.trainer import (
     TrainerPhase,
     TrainerStatus,
 )
-from meshrl.contract.nouns.weights import (
+from meshrl.contract.types.weights import (
     Adapter,
     TensorSpec,
     WeightManifest,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshrl.contract.nouns.names import Columns, Float32, Int32, Outcome, Uid, Uint8, Version
-from meshrl.contract.nouns.tasks import Task
+from meshrl.contract.types.names import Columns, Float32, Int32, Outcome, Uid, Uint8, Version
+from meshrl.contract.types.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

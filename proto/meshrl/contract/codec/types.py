@@ -15,7 +15,7 @@ from meshrl.contract.codec.checks import (
     malformed,
     require,
 )
-from meshrl.contract.nouns import Message, Outcome, SamplingParams, Task, Uid, Version
+from meshrl.contract.types import Message, Outcome, SamplingParams, Task, Uid, Version
 from meshrl.v1 import trajectory_pb2 as pb
 
 OUTCOMES = EnumCodec(Outcome, pb.Outcome, "OUTCOME")

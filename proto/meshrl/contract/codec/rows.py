@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 
 from meshrl.contract.codec.bulk import Frame
 from meshrl.contract.codec.checks import decoder, encoder, malformed, require
-from meshrl.contract.codec.nouns import OUTCOMES
-from meshrl.contract.nouns import BatchGroup, Outcome, Part, RowFacts, Siblings, Version
+from meshrl.contract.codec.types import OUTCOMES
+from meshrl.contract.types import BatchGroup, Outcome, Part, RowFacts, Siblings, Version
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import trajectory_pb2 as wire
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.frames import FRAME_BYTES, Array, Column, Flat, Frame, pack, signature
-from meshrl.contract.nouns.names import Outcome, Uid, Version
-from meshrl.contract.nouns.rows import LeasedRow, RowFacts, RowWrite
-from meshrl.contract.nouns.tasks import PackedTask, Task
+from meshrl.contract.types.names import Outcome, Uid, Version
+from meshrl.contract.types.rows import LeasedRow, RowFacts, RowWrite
+from meshrl.contract.types.tasks import PackedTask, Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from meshrl.contract.nouns.names import Int32, Json
+from meshrl.contract.types.names import Int32, Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

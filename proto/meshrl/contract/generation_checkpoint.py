@@ -9,7 +9,7 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import Flat, pack_flat
-from meshrl.contract.nouns import Columns, GenerateDelta, Version
+from meshrl.contract.types import Columns, GenerateDelta, Version
 
 COLUMNS: Final = {
     "tokens": (np.int32, 1),

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NoReturn, Protocol, TypeAlias
 
-from meshrl.contract.nouns import LeasedRow, Uid
+from meshrl.contract.types import LeasedRow, Uid
 
 FIRST_TTL_S: Final = 5.0
 """Until the first lease says how long its time to live is."""

@@ -20,9 +20,9 @@ from itertools import groupby
 from typing import Protocol, TypeAlias
 
 from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
-from meshrl.contract.keeping import Held, Holding
-from meshrl.contract.nouns import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
+from meshrl.contract.held_leases import Held, Holding
 from meshrl.contract.ports import Queue
+from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
 from meshrl.contract.write_back import WriteBack
 
 log = logging.getLogger(__name__)
