@@ -22,7 +22,7 @@ from work import GROUP
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
 from meshrl.services.wires import QueueWire
-from meshrl.transferqueue.admission import REMEMBERED
+from meshrl.transferqueue.operations.admission import REMEMBERED
 
 RUN = "soak"
 SEED = 0

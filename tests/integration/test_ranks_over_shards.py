@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from meshrl.services.queues import connect_queue
-from meshrl.transferqueue.sharding.plan import Plan
-from meshrl.transferqueue.sharding.taking import Taking
+from meshrl.transferqueue.sharding.batch_plan import Plan
+from meshrl.transferqueue.sharding.batches import Taking
 
 from ..contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 

@@ -6,8 +6,8 @@ import math
 
 from prometheus_client.core import GaugeMetricFamily
 
-from meshrl.transferqueue import admission
-from meshrl.transferqueue.run import Run
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.operations import admission
 
 
 class FleetFamilies:

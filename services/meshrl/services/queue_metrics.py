@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from meshrl.services.fleet_metrics import FleetFamilies
-from meshrl.transferqueue.measures import Durations
+from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Store
 

@@ -9,7 +9,7 @@ from meshrl.services.doors.shard import ShardDoor
 from meshrl.services.runtime import Server, ServerSettings
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.sharding import roll
+from meshrl.transferqueue.sharding import shard_list
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
@@ -48,7 +48,7 @@ async def look(plan: Plan) -> None:
     shards = [await opened(plan, number) for number in range(plan.all_shards)]
     if plan.grows:
         # In the order in which they were added, which is not that of their stores when two were at the same time.
-        lines = [await roll.read(shard) for shard in shards]
+        lines = [await shard_list.read(shard) for shard in shards]
         numbers = [line.number if line else -1 for line in lines]
         assert sorted(numbers) == list(range(plan.all_shards)), numbers
         shards = [shards[numbers.index(number)] for number in range(plan.all_shards)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.transferqueue import admission
+from meshrl.transferqueue.operations import admission
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -17,9 +17,9 @@ from meshrl.contract.errors import CapacityError, ConflictError, NotFoundError, 
 from meshrl.contract.types import Outcome
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.audit import Audit, audit
-from meshrl.transferqueue.backup import PARTIAL, back_up, opened, restore_backup
 from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.operations.audit import Audit, audit
+from meshrl.transferqueue.operations.backup import PARTIAL, back_up, opened, restore_backup
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Store
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from meshrl.transferqueue.group import Grant, Group, Traits
-from meshrl.transferqueue.waiting import SWEPT_GRANTS, Expiry
+from meshrl.transferqueue.model.group import Grant, Group, Traits
+from meshrl.transferqueue.model.waiting import SWEPT_GRANTS, Expiry
 
 
 def granted(expiry: Expiry, *, ttl_s: float) -> Grant:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from meshrl.contract.types import Outcome, RowFacts, Version
-from meshrl.transferqueue.group import Grant, Group, StoredFrame, Traits
-from meshrl.transferqueue.sealed import unseal_json
+from meshrl.transferqueue.model.group import Grant, Group, StoredFrame, Traits
+from meshrl.transferqueue.records import unseal_json
 
 FACTS = RowFacts(Outcome.OK, 7, Version(1, 2), Version(1, 3), "length")
 

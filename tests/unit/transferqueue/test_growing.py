@@ -20,8 +20,8 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_leases import Holding
 from meshrl.contract.types import Version
-from meshrl.transferqueue.sharding import membership, roll
-from meshrl.transferqueue.sharding.placing import Members, owner
+from meshrl.transferqueue.sharding import membership, shard_list
+from meshrl.transferqueue.sharding.placement import Members, owner
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -286,7 +286,7 @@ async def test_a_kill_at_any_write_leaves_a_queue_that_works_and_can_be_added_to
     cut = {f"at_{shard}": Cut(shards[shard], method, nth, after=after)}
     with pytest.raises(UnavailableError):
         await connect(**cut).add_shard("2")
-    done = "2" in str(await roll.read(shards[0])).split()[3:]
+    done = "2" in str(await shard_list.read(shards[0])).split()[3:]
     # Everybody else goes on, with the shard if it is one by then.
     assert await actors.feed(tasks(12, start=12)) == 12
     assert (admitted(shards)[2] > 0) is done
@@ -340,7 +340,7 @@ async def test_shards_that_have_other_addresses_by_now_are_those_that_are_named(
     moved = ShardedQueue(shards[:3], ["x", "y", "z"], lambda address: asyncio.sleep(0, shards[3]))
     assert (await moved.ledger("run")).admitted == 24
     assert await moved.add_shard("new") == 3
-    assert (await roll.read(shards[0])).addresses == ("x", "y", "z", "new")  # type: ignore[union-attr]
+    assert (await shard_list.read(shards[0])).addresses == ("x", "y", "z", "new")  # type: ignore[union-attr]
     await moved.close()
 
 

@@ -11,7 +11,7 @@ from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_leases import Holding
 from meshrl.contract.types import LeasedRow, Uid
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding.keeping import Agreement
+from meshrl.transferqueue.sharding.renewals import Agreement
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import WAIT_S, Actors, spec, tasks

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from meshrl.contract.types import Version
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.group import Group, Traits
-from meshrl.transferqueue.masks import bits, lowest
-from meshrl.transferqueue.ready import ReadyRows
+from meshrl.transferqueue.model.group import Group, Traits
+from meshrl.transferqueue.model.masks import bits, lowest
+from meshrl.transferqueue.model.ready import ReadyRows
 from meshrl.transferqueue.sampling import CompleteGroup
 
 

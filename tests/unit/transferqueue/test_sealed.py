@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshrl.contract.errors import CorruptError
-from meshrl.transferqueue.sealed import fragment, seal_json, unseal_json
+from meshrl.transferqueue.records import fragment, seal_json, unseal_json
 
 
 @pytest.mark.parametrize("value", [[1, "x", None, {"a": [0.5]}], "lone \ud83d surrogate", 2**70])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.transferqueue import pace
-from meshrl.transferqueue.sharding.placing import owner
+from meshrl.transferqueue.model import fair_share
+from meshrl.transferqueue.sharding.placement import owner
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -132,7 +132,7 @@ async def test_a_shard_that_owes_an_answer_is_not_asked_again(mesh: Mesh) -> Non
 async def test_a_worker_that_has_its_share_waits_without_asking_again(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "WEIGHT", 0.0)  # the speeds below are the last word
+    monkeypatch.setattr(fair_share, "WEIGHT", 0.0)  # the speeds below are the last word
     await mesh.actors.start(spec(batch_groups=60))
     await mesh.actors.feed(on(0, 3))
     run = mesh.shards[0].shard._runs["run"]

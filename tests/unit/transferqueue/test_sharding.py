@@ -13,14 +13,14 @@ import pytest
 
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec
-from meshrl.transferqueue import admission
-from meshrl.transferqueue.sharding import feeding
-from meshrl.transferqueue.sharding.placing import Members, owner
-from meshrl.transferqueue.sharding.plan import Plan, planned
+from meshrl.transferqueue.operations import admission
+from meshrl.transferqueue.sharding import admission as feeding
+from meshrl.transferqueue.sharding.batch_plan import Plan, planned
+from meshrl.transferqueue.sharding.batches import split
+from meshrl.transferqueue.sharding.placement import Members, owner
 from meshrl.transferqueue.sharding.port import Groups
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
-from meshrl.transferqueue.sharding.taking import split
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -439,7 +439,7 @@ async def test_the_turn_of_a_feeder_that_died_is_taken_from_it(shards: list[Shar
 async def test_what_a_shard_grants_too_late_is_given_back_and_counts_as_no_attempt(
     shards: list[ShardQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl.transferqueue.sharding.leasing.LAG_S", 0.01)
+    monkeypatch.setattr("meshrl.transferqueue.sharding.leases.LAG_S", 0.01)
     hold, granted = asyncio.Event(), asyncio.Event()
 
     class Slow(Failing):

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from meshrl.contract.types import Outcome
-from meshrl.transferqueue import trail
+from meshrl.transferqueue.model import audit_log
+from meshrl.transferqueue.model.audit_log import Trail
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-from meshrl.transferqueue.trail import Trail
 
 from ...contract.queue_actors import Actors, spec, tasks
 
@@ -41,7 +41,7 @@ async def test_it_adds_up_to_the_books_also_after_a_restart(
 ) -> None:
     wanted = {"admitted": 12, "trained": 8, "dead_lettered": 1, "filtered": 1}
     for kept in (1024, 2):
-        monkeypatch.setattr(trail, "KEPT", kept)
+        monkeypatch.setattr(audit_log, "KEPT", kept)
         store = MemoryStore()
         queue = (await lived(store)).queue
         assert isinstance(queue, TransferQueue)

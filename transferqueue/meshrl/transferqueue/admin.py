@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from meshrl.contract.types import Ledger
-from meshrl.transferqueue.audit import Audit, audit, compare
+from meshrl.transferqueue.operations.audit import Audit, audit, compare
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from meshrl.contract.codec.compression import DICTIONARY_BYTES, train_dictionary
 from meshrl.contract.errors import UserError
-from meshrl.transferqueue.backup import opened
+from meshrl.transferqueue.operations.backup import opened
 from meshrl.transferqueue.store import Table
 
 SAMPLE_BYTES: Final = 32 << 20

@@ -45,18 +45,21 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue import admission, batches, dead, explain, leases, partial, payload, specs
-from meshrl.transferqueue.group import Grant
-from meshrl.transferqueue.journal import Journal
-from meshrl.transferqueue.measures import Durations
-from meshrl.transferqueue.payload import PayloadReader
-from meshrl.transferqueue.restore import restore
-from meshrl.transferqueue.run import Run
-from meshrl.transferqueue.sealed import seal_json
-from meshrl.transferqueue.space import Space
-from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.disk_space import Space
+from meshrl.transferqueue.model import specs
+from meshrl.transferqueue.model.durations import Durations
+from meshrl.transferqueue.model.group import Grant
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.model.waiting import Bell, Expiry, Wait, Waits, any_bell
+from meshrl.transferqueue.operations import admission, batches, leases, payload, progress
+from meshrl.transferqueue.operations import dead_letters as dead
+from meshrl.transferqueue.operations import why_waiting as explain
+from meshrl.transferqueue.operations.payload import PayloadReader
+from meshrl.transferqueue.operations.recovery import restore
+from meshrl.transferqueue.records import seal_json
 from meshrl.transferqueue.store import OwnerLostError, Store, Table
-from meshrl.transferqueue.waiting import Bell, Expiry, Wait, Waits, any_bell
 
 
 class TransferQueue(RowVerbs):
@@ -298,17 +301,17 @@ class TransferQueue(RowVerbs):
         """See the port. Raises CapacityError for a full disk: nothing was kept, the lease goes on."""
         state = self._run(run)
         spec = state.stages[stage]
-        appends = partial.checked(state, spec, groups)
+        appends = progress.checked(state, spec, groups)
         if appends:
             nbytes = sum(len(item.frame) for item in appends)
             self._space.check(run, f"journal of stage {stage}", nbytes)
-            partial.append(state, spec, appends)
+            progress.append(state, spec, appends)
         await self._journal.flush()
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         """See the port."""
         state = self._run(run)
-        rows = partial.redo(state, state.stages[stage], uids)
+        rows = progress.redo(state, state.stages[stage], uids)
         await self._journal.flush()
         return rows
 

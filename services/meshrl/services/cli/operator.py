@@ -12,8 +12,8 @@ from meshrl.services.cli.mesh import PATIENCE_S, Mesh
 from meshrl.services.queues import build_store, connect_queue
 from meshrl.services.up.book import run_lock
 from meshrl.services.wires.queue_admin import QueueAdminWire
-from meshrl.transferqueue.audit import Audit, audit
-from meshrl.transferqueue.sharding.books import add
+from meshrl.transferqueue.operations.audit import Audit, audit
+from meshrl.transferqueue.sharding.merging import add
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.store import Operation, Store
 

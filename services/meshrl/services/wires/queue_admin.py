@@ -12,7 +12,7 @@ from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UnavailableError, UserError
 from meshrl.services.errors import from_rpc
 from meshrl.services.wires.peer import ANSWER_S, PERSON_PATIENCE_S, Wire
-from meshrl.transferqueue.audit import Audit
+from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2 as pb
 from meshrl.v1 import queue_admin_pb2_grpc as rpc

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.ordered import Key, OrderedNumbers
+from meshrl.transferqueue.model.ordered import Key, OrderedNumbers
 from meshrl.transferqueue.sampling import CompleteGroup
 
 

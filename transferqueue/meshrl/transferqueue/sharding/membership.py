@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunState
-from meshrl.transferqueue.sharding.placing import Members
+from meshrl.transferqueue.sharding.placement import Members
 from meshrl.transferqueue.sharding.port import Shard
 
 SUFFIX = ".shards"

@@ -39,14 +39,14 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue.sharding import books
-from meshrl.transferqueue.sharding.asking import all_of, any_of
-from meshrl.transferqueue.sharding.feeding import Feeding
-from meshrl.transferqueue.sharding.keeping import Agreement
-from meshrl.transferqueue.sharding.leasing import Ask, Leasing
-from meshrl.transferqueue.sharding.placing import Grown
+from meshrl.transferqueue.sharding import merging
+from meshrl.transferqueue.sharding.admission import Feeding
+from meshrl.transferqueue.sharding.directory import Dial, Known, Roster
+from meshrl.transferqueue.sharding.fan_out import all_of, any_of
+from meshrl.transferqueue.sharding.leases import Ask, Leasing
+from meshrl.transferqueue.sharding.placement import Grown
 from meshrl.transferqueue.sharding.port import Shard
-from meshrl.transferqueue.sharding.roster import Dial, Known, Roster
+from meshrl.transferqueue.sharding.renewals import Agreement
 
 RENEW_S = 5.0
 """A renewal waits no longer for a shard that restarts: the leases of the others must not end meanwhile."""
@@ -329,7 +329,7 @@ class ShardedQueue(RowVerbs):
 
     async def ledger(self, run: str) -> Ledger:
         """See Queue: the sum of the shards' books."""
-        return books.add(await self._roster.everywhere(run, lambda shard: shard.ledger(run)))
+        return merging.add(await self._roster.everywhere(run, lambda shard: shard.ledger(run)))
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See Queue: shard after shard, each in the order in which they died."""
@@ -345,7 +345,9 @@ class ShardedQueue(RowVerbs):
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         """See Queue; names the shard of what is not a call."""
-        return books.merge(await self._roster.everywhere(run, lambda shard: shard.why_waiting(run)))
+        return merging.merge(
+            await self._roster.everywhere(run, lambda shard: shard.why_waiting(run))
+        )
 
 
 def _task_of_uid(uid: Uid) -> str:

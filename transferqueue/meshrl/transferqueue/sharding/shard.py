@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
-from meshrl.transferqueue import admission, batches, leases
+from meshrl.transferqueue.model.waiting import Bell, any_bell
+from meshrl.transferqueue.operations import admission, batches, leases
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.batch_plan import ROUND_BITS, planned
 from meshrl.transferqueue.sharding.membership import SUFFIX
-from meshrl.transferqueue.sharding.plan import ROUND_BITS, planned
 from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
 from meshrl.transferqueue.store import Store
-from meshrl.transferqueue.waiting import Bell, any_bell
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
-    from meshrl.transferqueue.stages import Stage
+    from meshrl.transferqueue.model.run import Run
+    from meshrl.transferqueue.model.stages import Stage
 
 
 class ShardQueue(TransferQueue):

@@ -22,7 +22,7 @@ import xxhash
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.files import sync
-from meshrl.transferqueue.stores import _lmdb_tally
+from meshrl.transferqueue.stores import _lmdb_checksums
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def recover(path: Path) -> None:
             f"the queue at {path} was written with durability none when the machine went down and may be"
             " torn: restore a backup (meshrl queue restore), or choose another path"
         )
-    _lmdb_tally.forget(path)
+    _lmdb_checksums.forget(path)
     with (path / "data.mdb").open("r+b") as data:
         data.write(pages)
         data.flush()

@@ -27,7 +27,7 @@ from meshrl.contract import errors
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, Table
-from meshrl.transferqueue.stores import _lmdb_damage, _lmdb_sync, _lmdb_tally, _lmdb_walk
+from meshrl.transferqueue.stores import _lmdb_checksums, _lmdb_damage, _lmdb_sync, _lmdb_walk
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class DiskStore:
         self._exporting = asyncio.Lock()
         """Held by an export; taken before `_exclusive`."""
         self._closing = False
-        self._tally = _lmdb_tally.Tally()
-        self._witness: _lmdb_tally.Witness | None = None
+        self._tally = _lmdb_checksums.Tally()
+        self._witness: _lmdb_checksums.Witness | None = None
         self._witness_timer: asyncio.TimerHandle | None = None
         self._synced: _lmdb_sync.Synced | None = None
         self._sync_timer: asyncio.TimerHandle | None = None
@@ -175,8 +175,8 @@ class DiskStore:
             with self._env.begin() as transaction:
                 cursor = transaction.cursor(self._tables[Table.META])
                 items = [(k, v) for k, v in cursor if k != STAMP]
-                self._tally = _lmdb_tally.check(self._path, transaction, items, walked)
-            self._witness = _lmdb_tally.Witness(self._path)
+                self._tally = _lmdb_checksums.check(self._path, transaction, items, walked)
+            self._witness = _lmdb_checksums.Witness(self._path)
             return items
         except _DAMAGED as error:
             raise CorruptError(
@@ -242,8 +242,8 @@ class DiskStore:
         if stamp is None and empty and not known:
             with self._env.begin(write=True) as transaction:
                 transaction.put(STAMP, json.dumps({"format": FORMAT}).encode(), db=meta)
-                tally = _lmdb_tally.Tally().following(transaction.id())
-                transaction.put(_lmdb_tally.KEY, tally.encode())
+                tally = _lmdb_checksums.Tally().following(transaction.id())
+                transaction.put(_lmdb_checksums.KEY, tally.encode())
             return True
         try:
             found = json.loads(stamp or b"")["format"]
@@ -277,7 +277,7 @@ class DiskStore:
                     after.value(key, 1)
                 else:
                     transaction.put(key, value, db=payload)
-            transaction.put(_lmdb_tally.KEY, after.encode())
+            transaction.put(_lmdb_checksums.KEY, after.encode())
         self._tally = after.committed()
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:

@@ -23,7 +23,7 @@ from meshrl.services.cli.mesh import Mesh, find_mesh
 from meshrl.services.cli.operator import verify_all
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.exits import Exit
-from meshrl.transferqueue.audit import Audit
+from meshrl.transferqueue.operations.audit import Audit
 
 WATCH_EVERY_S: Final = 1.0
 

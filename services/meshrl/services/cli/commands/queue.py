@@ -31,9 +31,9 @@ from meshrl.services.exits import Exit
 from meshrl.services.queues import build_store, connect_queue
 from meshrl.services.up.book import newest_run_dir, run_lock
 from meshrl.services.up.control import ask_up
-from meshrl.transferqueue.audit import Audit
-from meshrl.transferqueue.backup import Copied, back_up, opened, restore_backup
 from meshrl.transferqueue.dictionary import LARGEST_BYTES, train
+from meshrl.transferqueue.operations.audit import Audit
+from meshrl.transferqueue.operations.backup import Copied, back_up, opened, restore_backup
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
 ADD_SHARD_S = 120.0

@@ -13,20 +13,20 @@ from meshrl.contract.errors import FencedError, NotFoundError
 from meshrl.contract.frames import seal_of
 from meshrl.contract.types import Json, RunSpec, RunState, Siblings, Uid, Version
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.batches import TakenBatch
-from meshrl.transferqueue.dead import DeadRow
-from meshrl.transferqueue.group import Counts, Group, StoredFrame, Traits
-from meshrl.transferqueue.journal import Journal
-from meshrl.transferqueue.ledger import Books, Exit, State
-from meshrl.transferqueue.measures import Durations
-from meshrl.transferqueue.ordered import OrderedNumbers
-from meshrl.transferqueue.pace import Pace
-from meshrl.transferqueue.ready import ReadyRows
-from meshrl.transferqueue.sealed import seal_json
-from meshrl.transferqueue.stages import Stages
+from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.model.audit_log import ADMITTED, Trail
+from meshrl.transferqueue.model.durations import Durations
+from meshrl.transferqueue.model.fair_share import Pace
+from meshrl.transferqueue.model.group import Counts, Group, StoredFrame, Traits
+from meshrl.transferqueue.model.ledger import Books, Exit, State
+from meshrl.transferqueue.model.ordered import OrderedNumbers
+from meshrl.transferqueue.model.ready import ReadyRows
+from meshrl.transferqueue.model.stages import Stages
+from meshrl.transferqueue.model.waiting import Bell, Expiry
+from meshrl.transferqueue.operations.batches import TakenBatch
+from meshrl.transferqueue.operations.dead_letters import DeadRow
+from meshrl.transferqueue.records import seal_json
 from meshrl.transferqueue.store import Table
-from meshrl.transferqueue.trail import ADMITTED, Trail
-from meshrl.transferqueue.waiting import Bell, Expiry
 
 
 class Run:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshrl.contract.types import GroupPolicy, StalePolicy
-from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.ledger import Exit, State
+from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.ledger import Exit, State
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
 
 INCOMPLETE = "group_incomplete"
 """Why siblings of a dead row leave."""

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.types import JournalGroup, Uid
-from meshrl.transferqueue import leases
-from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.masks import bits
-from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.operations import leases
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
 
 
 class CheckedAppend(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from meshrl.transferqueue.sharding.asking import all_of, by_key
-from meshrl.transferqueue.sharding.placing import Members
+from meshrl.transferqueue.sharding.fan_out import all_of, by_key
+from meshrl.transferqueue.sharding.placement import Members
 from meshrl.transferqueue.sharding.port import Shard
 
 Item = TypeVar("Item")

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, BatchGroup
-from meshrl.transferqueue.sharding.asking import all_of, any_of
-from meshrl.transferqueue.sharding.placing import Grown, Members
-from meshrl.transferqueue.sharding.plan import Plan
+from meshrl.transferqueue.sharding.batch_plan import Plan
+from meshrl.transferqueue.sharding.fan_out import all_of, any_of
+from meshrl.transferqueue.sharding.placement import Grown, Members
 from meshrl.transferqueue.sharding.port import Groups, Shard
-from meshrl.transferqueue.sharding.watch import Watch
+from meshrl.transferqueue.sharding.watcher import Watch
 
 PLANS = 64
 """Plans that a router keeps in mind; older ones are asked for again."""

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.contract.types import DeadLetter, Json, Outcome, Uid
-from meshrl.transferqueue import policies
-from meshrl.transferqueue.group import Group, Traits
-from meshrl.transferqueue.ledger import Exit
-from meshrl.transferqueue.sealed import seal_json
-from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.model import policies
+from meshrl.transferqueue.model.group import Group, Traits
+from meshrl.transferqueue.model.ledger import Exit
+from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.records import seal_json
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 
-from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.masks import lowest
+from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.masks import lowest
 
 CLAIM_S = 2.0
 """How long the rest of a group waits for the worker that has its siblings, while others have rows without it."""

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
 from meshrl.contract.types import Batch, BatchGroup, Json, Outcome, Uid, Version
-from meshrl.transferqueue import admission, policies
-from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.ledger import Exit
-from meshrl.transferqueue.masks import bits
-from meshrl.transferqueue.sealed import seal_json, unseal_json
+from meshrl.transferqueue.model import policies
+from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.ledger import Exit
+from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.operations import admission
+from meshrl.transferqueue.records import seal_json, unseal_json
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
 
 
 @dataclass(slots=True, eq=False)

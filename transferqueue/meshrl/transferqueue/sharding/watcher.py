@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final, Never
 
-from meshrl.transferqueue.sharding.placing import Grown
+from meshrl.transferqueue.sharding.placement import Grown
 from meshrl.transferqueue.sharding.port import Note, Shard
-from meshrl.transferqueue.sharding.roll import ROLL
+from meshrl.transferqueue.sharding.shard_list import ROLL
 
 DAY_S: Final = 86_400.0
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import unseal
 from meshrl.contract.types import Ledger, RunSpec
-from meshrl.transferqueue.group import task_key
-from meshrl.transferqueue.journal import Journal
-from meshrl.transferqueue.masks import bits
-from meshrl.transferqueue.restore import restore
-from meshrl.transferqueue.run import Run
+from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.model.audit_log import ADMITTED
+from meshrl.transferqueue.model.group import task_key
+from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.waiting import Expiry
+from meshrl.transferqueue.operations.recovery import restore
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
-from meshrl.transferqueue.trail import ADMITTED
-from meshrl.transferqueue.waiting import Expiry
 
 PROBLEMS_TOLD = 20
 """Problems of one kind that are named one by one; the rest are counted."""

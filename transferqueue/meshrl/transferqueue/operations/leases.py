@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.types import Outcome, PackedGroup, RowFacts, Uid, Version
-from meshrl.transferqueue import admission, columns, dead, partial, policies
-from meshrl.transferqueue.group import Grant, Group
-from meshrl.transferqueue.masks import bits
-from meshrl.transferqueue.payload import Extract, located
-from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.model import policies
+from meshrl.transferqueue.model.group import Grant, Group
+from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.operations import admission, columns, dead_letters, progress
+from meshrl.transferqueue.operations.payload import Extract, located
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
 
 EXPIRED = "lease expired"
 
@@ -244,7 +245,7 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
         _measure(group, stage, item, now)
         group.let_go(number, item.mask)
         group.done[number] |= item.mask
-        partial.drop(run, stage, group, item.mask)
+        progress.drop(run, stage, group, item.mask)
         writers = group.writers[number]
         for index in item.rows:
             writers[index] = item.token
@@ -349,7 +350,7 @@ def _redeliver(
     for index in bits(mask):
         # Burying one row may take its siblings with it.
         if deliveries[index] >= run.spec.max_attempts and group.present >> index & 1:
-            dead.bury(run, group, index, stage, outcome, reason)
+            dead_letters.bury(run, group, index, stage, outcome, reason)
 
 
 def fenced(run: Run, stage: Stage, uid: Uid, token: int) -> FencedError:

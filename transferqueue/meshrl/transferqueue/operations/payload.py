@@ -10,9 +10,9 @@ from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError
 from meshrl.contract.frames import Frame, seal_of, unseal
 from meshrl.contract.types import LeasedGroup, PackedTask, Part, PayloadGroup, Siblings
-from meshrl.transferqueue.group import Group, StoredFrame
-from meshrl.transferqueue.masks import bits
-from meshrl.transferqueue.stages import Stage
+from meshrl.transferqueue.model.group import Group, StoredFrame
+from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.store import Store
 
 TASKS_CACHED = 4096

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.transferqueue.group import Grant
+from meshrl.transferqueue.model.group import Grant
 
 TICK_S = 0.25
 """The longest time that may pass unwatched while leases are out."""

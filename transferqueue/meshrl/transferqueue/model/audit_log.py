@@ -12,8 +12,8 @@ from collections import Counter, deque
 from typing import Final, TypeAlias
 
 from meshrl.contract.types import Json
-from meshrl.transferqueue.journal import Journal
-from meshrl.transferqueue.sealed import seal_json
+from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.records import seal_json
 from meshrl.transferqueue.store import Table
 
 KEPT: Final = 1024

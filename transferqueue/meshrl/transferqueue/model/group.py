@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from orjson import Fragment
 
 from meshrl.contract.types import Json, Outcome, RowFacts, Siblings, Uid, Version
-from meshrl.transferqueue.masks import bits, hexed
-from meshrl.transferqueue.sealed import fragment, seal_json
+from meshrl.transferqueue.model.masks import bits, hexed
+from meshrl.transferqueue.records import fragment, seal_json
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.batches import TakenBatch
-    from meshrl.transferqueue.pace import Holder
+    from meshrl.transferqueue.model.fair_share import Holder
+    from meshrl.transferqueue.operations.batches import TakenBatch
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")

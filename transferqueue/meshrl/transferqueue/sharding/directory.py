@@ -20,14 +20,14 @@ from typing import TypeAlias, TypeVar
 
 from meshrl.contract.errors import FencedError, InfraError, NotFoundError, UserError
 from meshrl.contract.types import RunSpec, RunState
-from meshrl.transferqueue.sharding import membership, roll
-from meshrl.transferqueue.sharding.asking import all_of
-from meshrl.transferqueue.sharding.places import Places
-from meshrl.transferqueue.sharding.placing import Grown, Members
+from meshrl.transferqueue.sharding import membership, shard_list
+from meshrl.transferqueue.sharding.batches import Taking
+from meshrl.transferqueue.sharding.fan_out import all_of
+from meshrl.transferqueue.sharding.placement import Grown, Members
 from meshrl.transferqueue.sharding.port import Shard
-from meshrl.transferqueue.sharding.roll import Roll
-from meshrl.transferqueue.sharding.taking import Taking
-from meshrl.transferqueue.sharding.watch import Watch
+from meshrl.transferqueue.sharding.shard_list import Roll
+from meshrl.transferqueue.sharding.task_places import Places
+from meshrl.transferqueue.sharding.watcher import Watch
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -73,10 +73,10 @@ class Roster:
             raise UserError(f"the queue at {address} is shard {number} of this one already")
         added = await self._dialled(address)
         first, number = self.shards[0], len(self.shards)
-        runs = (await first.note(roll.ROLL)).runs
+        runs = (await first.note(shard_list.ROLL)).runs
         for run in runs:
             membership.check(run, await membership.recorded(first, run), number)
-        await roll.enrol(self.shards, self._addresses, added, address)
+        await shard_list.enrol(self.shards, self._addresses, added, address)
         try:
             await self._learn()
             for run in runs:
@@ -134,11 +134,11 @@ class Roster:
         """Raises UserError when a queue is not the shard that it was named as, or another has its address by now."""
         if not self._enrolled:
             for number, shard in enumerate(self.shards):
-                await roll.check_named_as(shard, number, written)
+                await shard_list.check_named_as(shard, number, written)
         for number in range(len(self.shards), len(written.addresses)):
             address = written.addresses[number]
             shard = await self._dialled(address)
-            await roll.check_known_as(shard, address, number, written)
+            await shard_list.check_known_as(shard, address, number, written)
             self.shards.append(shard)
             self._addresses.append(address)
         self._enrolled = len(written.addresses)

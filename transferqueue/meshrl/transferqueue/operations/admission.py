@@ -21,13 +21,13 @@ from meshrl.contract import codec
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import seal
 from meshrl.contract.types import PackedTask, Task
-from meshrl.transferqueue.group import Group, Traits
-from meshrl.transferqueue.sealed import seal_json
+from meshrl.transferqueue.model.group import Group, Traits
+from meshrl.transferqueue.records import seal_json
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.batches import TakenBatch
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
+    from meshrl.transferqueue.operations.batches import TakenBatch
 
 REMEMBERED = 20_000
 """Tasks that left whose ids are still known. A feeder that repeats itself is at most one call behind its cursor, and

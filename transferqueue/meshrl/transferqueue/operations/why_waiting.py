@@ -8,13 +8,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from meshrl.contract.types import Uid, Waiting
-from meshrl.transferqueue import admission
-from meshrl.transferqueue.group import Grant, Group
-from meshrl.transferqueue.masks import bits
-from meshrl.transferqueue.waiting import Wait
+from meshrl.transferqueue.model.group import Grant, Group
+from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.waiting import Wait
+from meshrl.transferqueue.operations import admission
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
 
 UIDS = 16
 """At most so many rows are named in one line."""

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
-from meshrl.transferqueue.measures import Durations
+from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
 
 log = logging.getLogger(__name__)

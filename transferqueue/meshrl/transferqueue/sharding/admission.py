@@ -38,13 +38,13 @@ from typing import TYPE_CHECKING, cast
 
 from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
 from meshrl.contract.types import RunSpec, Task
-from meshrl.transferqueue import admission
-from meshrl.transferqueue.sharding.asking import all_of, any_of, by_key
-from meshrl.transferqueue.sharding.placing import Grown, Members
+from meshrl.transferqueue.operations import admission
+from meshrl.transferqueue.sharding.fan_out import all_of, any_of, by_key
+from meshrl.transferqueue.sharding.placement import Grown, Members
 from meshrl.transferqueue.sharding.port import Room, Rows, Shard
 
 if TYPE_CHECKING:
-    from meshrl.transferqueue.run import Run
+    from meshrl.transferqueue.model.run import Run
 
 TURN_S = 2.0
 """A turn that lasts longer is taken away: its feeder is slow or dead, and if it comes back it is fenced."""

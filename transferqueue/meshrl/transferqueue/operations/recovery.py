@@ -13,12 +13,13 @@ from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Json, RunSpec
-from meshrl.transferqueue import admission, policies, specs
-from meshrl.transferqueue.batches import TakenBatch
-from meshrl.transferqueue.dead import DeadRow, keep
-from meshrl.transferqueue.group import Group
-from meshrl.transferqueue.run import Run
-from meshrl.transferqueue.sealed import unseal_json
+from meshrl.transferqueue.model import policies, specs
+from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.operations import admission
+from meshrl.transferqueue.operations.batches import TakenBatch
+from meshrl.transferqueue.operations.dead_letters import DeadRow, keep
+from meshrl.transferqueue.records import unseal_json
 
 MakeRun: TypeAlias = Callable[[RunSpec, int], Run]
 Sorted: TypeAlias = dict[bytes, list[tuple[bytes, bytes]]]

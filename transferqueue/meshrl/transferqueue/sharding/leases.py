@@ -21,10 +21,10 @@ from typing import Any
 
 from meshrl.contract.errors import EndOfDataError, MeshError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec, Version
-from meshrl.transferqueue.sharding.asking import Questions, any_of
-from meshrl.transferqueue.sharding.feeding import free
+from meshrl.transferqueue.sharding.admission import free
+from meshrl.transferqueue.sharding.fan_out import Questions, any_of
 from meshrl.transferqueue.sharding.port import Rows, Shard
-from meshrl.transferqueue.sharding.watch import Watch
+from meshrl.transferqueue.sharding.watcher import Watch
 
 LAG_S = 0.5
 """A shard that takes longer for a question without a wait is passed over until it answers."""
