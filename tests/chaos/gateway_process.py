@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.engines.echo import build
-from meshrl.rollout.library import Programs
+from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.services.certificates import Certificates

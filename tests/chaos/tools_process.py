@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.library import Programs
+from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.services.wires import QueueWire
 

@@ -22,7 +22,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.recorder import continuation
+from meshrl.rollout.resumable_generator import continuation
 from meshrl.rollout.sampling import Response, closing, sample
 
 SLOTS = 4

@@ -29,7 +29,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import torch
-from meshrl.rollout.library import Programs
+from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker

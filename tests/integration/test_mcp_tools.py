@@ -16,8 +16,8 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Uid
-from meshrl.rollout.tools import servers
-from meshrl.rollout.tools.assembly import Workshop
+from meshrl.rollout.tools import mcp_servers
+from meshrl.rollout.tools.building import Workshop
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
@@ -137,7 +137,7 @@ async def test_a_hanging_call_is_observed_and_a_hanging_server_is_a_fault(bench:
 async def test_an_answer_without_end_is_cut_off_before_it_reaches_the_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(mcp_servers, "MOST_BYTES", 100_000)
     await bench.open()
     assert "more than 100000" in await bench.say("long", n=3_000_000)
     assert await bench.say("add", a=1, b=2) == "3"
@@ -189,8 +189,8 @@ async def test_attempts_that_fail_wait_longer_and_longer(
         pauses.append(seconds)
         await real(0)
 
-    monkeypatch.setattr(servers.asyncio, "sleep", sleep)
-    server = servers.Server(ToolConfig(command=["/nowhere/server"]))
+    monkeypatch.setattr(mcp_servers.asyncio, "sleep", sleep)
+    server = mcp_servers.Server(ToolConfig(command=["/nowhere/server"]))
     for _ in range(9):  # whoever asks meanwhile shares the attempt
         found = await asyncio.gather(server.tools(), server.tools(), return_exceptions=True)
         assert [type(each) for each in found] == [InfraError, InfraError]

@@ -27,7 +27,7 @@ from meshrl.contract.types import (
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import echo
 from meshrl.rollout.engines.echo import Behaviour
-from meshrl.rollout.journal import Journal
+from meshrl.rollout.generation_checkpoint import Journal
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
 from meshrl.rollout.sampling import sample

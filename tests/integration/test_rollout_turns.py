@@ -15,7 +15,7 @@ import pytest
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import echo
-from meshrl.rollout.library import Programs
+from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.trainer.steps import anchors_of
 from meshrl.transferqueue.queue import TransferQueue

@@ -33,7 +33,7 @@ from meshrl.contract.types import (
     VersionSpan,
     WeightManifest,
 )
-from meshrl.rollout.breaker import BreakerState
+from meshrl.rollout.circuit_breaker import BreakerState
 from meshrl.rollout.config import BreakerConfig
 from meshrl.rollout.engines import echo, torch
 from meshrl.rollout.engines.echo import Behaviour

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import Version
-from meshrl.rollout.engines._server import guard
-from meshrl.rollout.engines._server.answer import Answer, Chunk
+from meshrl.rollout.engines._server import subprocess_guard
 from meshrl.rollout.engines._server.checkpoint import check_version, read_checkpoint, write_version
-from meshrl.rollout.engines._server.process import Server, last_fault
+from meshrl.rollout.engines._server.response import Answer, Chunk
+from meshrl.rollout.engines._server.server_process import Server, last_fault
 from meshrl.rollout.engines._server.staging import PREFIX, Staging
 
 from ..unit.rollout.checkpoints import VOCAB, make_model, pack
@@ -196,7 +196,7 @@ async def test_what_a_killed_guard_leaves_behind_is_killed_by_who_waits_for_it(
 
 async def test_a_server_and_its_children_end_when_their_parent_is_killed() -> None:
     parent = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", PARENT, str(guard.__file__), sys.executable, FAMILY],
+        [sys.executable, "-c", PARENT, str(subprocess_guard.__file__), sys.executable, FAMILY],
         stdout=subprocess.PIPE,
         text=True,
     )

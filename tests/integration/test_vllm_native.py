@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._server.engine import ServerEngine
-from meshrl.rollout.engines._server.pieces import ITEM_BYTES, Piece
+from meshrl.rollout.engines._server.tensor_ranges import ITEM_BYTES, Piece
 from meshrl.rollout.engines._vllm.packing import pack as pack_pieces
 from meshrl.rollout.engines._vllm.packing import update_info
 from meshrl.rollout.engines.vllm import build

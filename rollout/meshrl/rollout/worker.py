@@ -28,16 +28,16 @@ from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.stage_worker import Failure, Returned, StageLoop, StageResult, StageStats
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Outcome
-from meshrl.rollout.breaker import Breaker, WatchedGenerator
+from meshrl.rollout.circuit_breaker import Breaker, WatchedGenerator
 from meshrl.rollout.config import BreakerConfig, JournalIntervals
-from meshrl.rollout.journal import Journal
-from meshrl.rollout.library import Programs
+from meshrl.rollout.generation_checkpoint import Journal
 from meshrl.rollout.ports import Generator, GiveBackError, TogetherEngine
-from meshrl.rollout.recorder import Recorder
-from meshrl.rollout.report import NO_BREAKER, WorkerReport
+from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.resumable_generator import Recorder
+from meshrl.rollout.sync_batch import Wave
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
-from meshrl.rollout.wave import Wave
+from meshrl.rollout.worker_report import NO_BREAKER, WorkerReport
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from meshrl.contract.types import POSTED_REWARD, Json, Outcome, Sample, Task, Ui
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.posted import POSTED, score_unposted
 from meshrl.rollout.assembly import build_engine
-from meshrl.rollout.library import Programs
 from meshrl.rollout.ports import Rollout
+from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.gateway.serving import gateway_of

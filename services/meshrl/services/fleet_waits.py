@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Waiting
-from meshrl.rollout.breaker import BreakerState
-from meshrl.rollout.report import NO_BREAKER
+from meshrl.rollout.circuit_breaker import BreakerState
 from meshrl.rollout.versions import UNSERVED
+from meshrl.rollout.worker_report import NO_BREAKER
 from meshrl.services.wires.member import MemberReport, MemberWire
 
 PATIENCE_S = 1.0

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.errors import InfraError, UnavailableError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest, SamplingParams, Uid, Version
-from meshrl.rollout.breaker import (
+from meshrl.rollout.circuit_breaker import (
     FIRST_PROBES,
     PROBES,
     SPARED,

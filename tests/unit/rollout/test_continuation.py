@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, OnUpdate, Version
-from meshrl.rollout.decoder.stopping import StopStrings
-from meshrl.rollout.engines._server.answer import Answer, Chunk
 from meshrl.rollout.engines._server.checkpoint import Checkpoint as CheckpointFacts
 from meshrl.rollout.engines._server.config import ServerConfig
 from meshrl.rollout.engines._server.request import Ask, ended_before, read_request
-from meshrl.rollout.recorder import continuation
+from meshrl.rollout.engines._server.response import Answer, Chunk
+from meshrl.rollout.resumable_generator import continuation
 from meshrl.rollout.sampling import closing, sample, version_spans
+from meshrl.rollout.torch_engine.stopping import StopStrings
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs, make_model, pack, request
 from .conftest import EngineMaker

@@ -10,9 +10,9 @@ import pytest
 from meshrl.contract.types import Columns, LeasedRow, SamplingParams, Task, Trajectory, Uid, Version
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.journal import Journal
+from meshrl.rollout.generation_checkpoint import Journal
 from meshrl.rollout.ports import Generator
-from meshrl.rollout.recorder import Recorder
+from meshrl.rollout.resumable_generator import Recorder
 from meshrl.rollout.versions import UNSERVED
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs

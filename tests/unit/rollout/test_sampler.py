@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.rollout.decoder.sampler import OFF, SamplingRows, row_key, uniforms
+from meshrl.rollout.torch_engine.sampler import OFF, SamplingRows, row_key, uniforms
 
 VOCABULARY = 12
 ROWS = 40_000

@@ -22,7 +22,7 @@ from meshrl.contract.types import (
     Trajectory,
     Uid,
 )
-from meshrl.rollout.sessions.asks import (
+from meshrl.rollout.sessions.requests import (
     Answer,
     Ask,
     ContextLengthError,
@@ -30,7 +30,7 @@ from meshrl.rollout.sessions.asks import (
     ToolCall,
 )
 from meshrl.rollout.sessions.session import Branch, Session, SessionRules
-from meshrl.rollout.sessions.visible import Visible
+from meshrl.rollout.sessions.visible_text import Visible
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from ...talking import FIRST, SECOND, Scripted, talking_tokenizer

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.rollout.engines._server.pieces import read_pieces
 from meshrl.rollout.engines._server.request import Ask
+from meshrl.rollout.engines._server.tensor_ranges import read_pieces
 from meshrl.rollout.engines._sglang.client import Facts, _Reader, request_body
 from meshrl.rollout.engines._sglang.kind import PLUGIN_DIR
 from meshrl.rollout.engines._sglang.payload import named_empty_tensor

@@ -10,14 +10,14 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import Uid
-from meshrl.rollout.options import read_options
-from meshrl.rollout.tools.assembly import Workshop
+from meshrl.rollout.plugin_options import read_options
+from meshrl.rollout.tools.building import Workshop
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
-from meshrl.rollout.tools.cutting import GAP, Cut
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 from meshrl.rollout.tools.functions import FunctionTool, as_text
 from meshrl.rollout.tools.ports import Caller, ToolCall, ToolError
 from meshrl.rollout.tools.toolbox import TaskTools
+from meshrl.rollout.tools.truncation import GAP, Cut
 
 from . import some_tools
 from .chats import chat_tokenizer

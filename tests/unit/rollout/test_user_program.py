@@ -10,8 +10,8 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, Uid
-from meshrl.rollout.library import Programs
 from meshrl.rollout.ports import Rollout
+from meshrl.rollout.programs._cache import Programs
 
 from . import some_agents
 from .chats import chat_tokenizer

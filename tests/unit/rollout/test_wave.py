@@ -10,7 +10,7 @@ import pytest
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.engines import echo
 from meshrl.rollout.sampling import Response, sample
-from meshrl.rollout.wave import Seat, Wave
+from meshrl.rollout.sync_batch import Seat, Wave
 
 from .checkpoints import request
 

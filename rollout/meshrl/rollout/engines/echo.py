@@ -35,7 +35,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.options import read_options
+from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.streams import TokenStream, check_request
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED

@@ -31,22 +31,22 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.decoder.architecture import Architecture, read_architecture
-from meshrl.rollout.decoder.batch import Batch, Row
-from meshrl.rollout.decoder.cache import KvCache
-from meshrl.rollout.decoder.forward import Decoder
-from meshrl.rollout.decoder.stopping import StopStrings
-from meshrl.rollout.decoder.thread import Abort, DecodeThread, Stop, Submit, Swap
-from meshrl.rollout.decoder.weights import (
+from meshrl.rollout.plugin_options import read_options
+from meshrl.rollout.streams import TokenStream, check_request, response_before
+from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.torch_engine.architecture import Architecture, read_architecture
+from meshrl.rollout.torch_engine.batch import Batch, Row
+from meshrl.rollout.torch_engine.cache import KvCache
+from meshrl.rollout.torch_engine.decode_thread import Abort, DecodeThread, Stop, Submit, Swap
+from meshrl.rollout.torch_engine.forward import Decoder
+from meshrl.rollout.torch_engine.stopping import StopStrings
+from meshrl.rollout.torch_engine.weights import (
     DTYPES,
     Weights,
     check_checkpoint,
     from_buckets,
     from_checkpoint,
 )
-from meshrl.rollout.options import read_options
-from meshrl.rollout.streams import TokenStream, check_request, response_before
-from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
 
 log = logging.getLogger(__name__)

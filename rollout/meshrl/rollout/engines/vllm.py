@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshrl.rollout.engines._server.engine import ServerEngine
-from meshrl.rollout.engines._server.host import Host
+from meshrl.rollout.engines._server.server import Host
 from meshrl.rollout.engines._vllm.config import Config
 from meshrl.rollout.engines._vllm.kind import Vllm
-from meshrl.rollout.options import read_options
+from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.tokenizer import Tokenizer
 
 

@@ -21,8 +21,7 @@ from pydantic import Field, PositiveInt, model_validator
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Task, Uid
-from meshrl.rollout.loading import check_function
-from meshrl.rollout.options import read_options
+from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.ports import Address, Gateway, Generator, GiveBackError, Program, Rollout
 from meshrl.rollout.sessions.agents import (
     FUNCTION,
@@ -34,6 +33,7 @@ from meshrl.rollout.sessions.agents import (
 )
 from meshrl.rollout.sessions.session import Branch, Session, SessionRules
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
+from meshrl.rollout.user_functions import check_function
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Int32, Task, Uid
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.loading import check_function
-from meshrl.rollout.options import read_options
+from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.ports import Gateway, Generator, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
-from meshrl.rollout.tools.assembly import Workshop, named_tools
+from meshrl.rollout.tools.building import Workshop, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
+from meshrl.rollout.user_functions import check_function
 
 log = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, SamplingParams, Task, Uid
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.loading import check_function, load_function
-from meshrl.rollout.options import read_options
+from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.ports import Gateway, Generator, Program, Rollout
 from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.user_functions import check_function, load_function
 
 KEY = "rollout.program_options.function"
 WANT = "want async def agent(session) or async def agent(task, uid, engine, tokenizer)"

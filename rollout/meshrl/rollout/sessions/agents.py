@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, PostedReward, Task, Uid
-from meshrl.rollout.loading import load_function
 from meshrl.rollout.ports import Address
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.tools import leash
+from meshrl.rollout.tools import subprocess_guard
+from meshrl.rollout.user_functions import load_function
 
 FUNCTION = "rollout.program_options.function"
-LEASH = Path(leash.__file__)
+LEASH = Path(subprocess_guard.__file__)
 OUTPUT_BYTES = 4096
 """Of the end of a command's output: what a failure is told by."""
 MAX_LINE_BYTES = 1 << 20

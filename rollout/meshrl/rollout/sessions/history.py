@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 from meshrl.contract.types import Json
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.sampling import Response
-from meshrl.rollout.sessions.asks import ToolCall
-from meshrl.rollout.sessions.calls import same_call
+from meshrl.rollout.sessions.requests import ToolCall
+from meshrl.rollout.sessions.tool_calls import same_call
 
 Key: TypeAlias = bytes
 """Of a conversation up to some message: a hash over its messages, chained."""

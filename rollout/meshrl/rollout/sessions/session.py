@@ -36,15 +36,15 @@ from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.sampling import Response
-from meshrl.rollout.sessions.asking import Asking
-from meshrl.rollout.sessions.asks import (
+from meshrl.rollout.sessions.answer_stream import Asking
+from meshrl.rollout.sessions.history import History, Place, Said, Turn, Written
+from meshrl.rollout.sessions.requests import (
     Answer,
     Ask,
     ContextLengthError,
     SessionEndedError,
 )
-from meshrl.rollout.sessions.history import History, Place, Said, Turn, Written
-from meshrl.rollout.sessions.visible import Visible
+from meshrl.rollout.sessions.visible_text import Visible
 from meshrl.rollout.tokenizer import ChatTokenizer
 
 TOKEN_PREFIX: Final = "mrs_"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Task
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rollout.tools.cutting import Cut
 from meshrl.rollout.tools.ports import Caller, Tool, ToolCall, ToolError
+from meshrl.rollout.tools.truncation import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

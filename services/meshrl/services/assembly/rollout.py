@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 
 from meshrl.contract.errors import InfraError
 from meshrl.rollout.assembly import build_engine, is_deterministic
-from meshrl.rollout.library import Programs
+from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.services import tls

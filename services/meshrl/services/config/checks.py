@@ -14,7 +14,7 @@ from pathlib import Path
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
-from meshrl.rollout.options import read_options
+from meshrl.rollout.plugin_options import read_options
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.recipe import Recipe, algorithm_needs
 from meshrl.services.weights.config import CARRIERS

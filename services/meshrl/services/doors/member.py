@@ -10,7 +10,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.types import EngineStats
-from meshrl.rollout.report import WorkerReport
+from meshrl.rollout.worker_report import WorkerReport
 from meshrl.services.doors.base import full_name
 from meshrl.services.handlers import Context
 from meshrl.v1 import member_pb2 as pb

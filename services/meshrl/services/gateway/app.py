@@ -17,8 +17,8 @@ from starlette.responses import Response
 from meshrl.contract.errors import ForbiddenError
 from meshrl.contract.types import PostedReward
 from meshrl.rollout.sessions.agents import task_json
-from meshrl.rollout.sessions.asking import Asking
-from meshrl.rollout.sessions.asks import SessionEndedError
+from meshrl.rollout.sessions.answer_stream import Asking
+from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.services.gateway import models as m

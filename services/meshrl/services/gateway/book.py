@@ -18,7 +18,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import PostedReward
 from meshrl.rollout.ports import Address
-from meshrl.rollout.sessions.asks import SessionEndedError
+from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 
 REMEMBERED = 4096

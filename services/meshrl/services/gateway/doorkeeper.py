@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshrl.contract.errors import UnauthenticatedError
-from meshrl.rollout.sessions.asks import SessionEndedError
+from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.services.gateway.book import GatewayBook
 from meshrl.services.gateway.problems import refused
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
 from meshrl.contract.types import Json
-from meshrl.rollout.sessions.asks import Ask
-from meshrl.rollout.sessions.calls import read_arguments
+from meshrl.rollout.sessions.requests import Ask
+from meshrl.rollout.sessions.tool_calls import read_arguments
 from meshrl.services.gateway.problems import ParameterError
 
 MAX_STOPS = 16

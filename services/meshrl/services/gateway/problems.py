@@ -21,7 +21,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.rollout.sessions.asks import ContextLengthError, SessionEndedError
+from meshrl.rollout.sessions.requests import ContextLengthError, SessionEndedError
 from meshrl.services.errors import by_class
 from meshrl.services.rewards.problems import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 

@@ -39,22 +39,22 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.capacity import Room, Running
-from meshrl.rollout.decoder.stopping import StopStrings
-from meshrl.rollout.engines._server.answer import Answer, ended
 from meshrl.rollout.engines._server.checkpoint import (
     Checkpoint,
     check_version,
     read_checkpoint,
     write_version,
 )
+from meshrl.rollout.engines._server.concurrency_limit import Gate
 from meshrl.rollout.engines._server.config import ServerConfig
-from meshrl.rollout.engines._server.gate import Gate
-from meshrl.rollout.engines._server.host import Host
 from meshrl.rollout.engines._server.rate import Rate
 from meshrl.rollout.engines._server.request import Ask, ended_before, read_request
+from meshrl.rollout.engines._server.response import Answer, ended
+from meshrl.rollout.engines._server.server import Host
 from meshrl.rollout.engines._server.staging import Files, Staging
 from meshrl.rollout.streams import TokenStream, response_before
 from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.torch_engine.stopping import StopStrings
 from meshrl.rollout.versions import UNSERVED
 
 log = logging.getLogger(__name__)

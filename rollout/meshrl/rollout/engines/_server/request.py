@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest
-from meshrl.rollout.decoder.stopping import StopStrings
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.config import ServerConfig
 from meshrl.rollout.streams import check_request, response_before
+from meshrl.rollout.torch_engine.stopping import StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.engines._server.answer import Chunk
 from meshrl.rollout.engines._server.http import Http, message_of
 from meshrl.rollout.engines._server.request import Ask
+from meshrl.rollout.engines._server.response import Chunk
 from meshrl.rollout.engines._sglang.payload import named_empty_tensor
 
 LOADER = "meshrl_sglang.load"
@@ -56,7 +56,7 @@ class Sender(Protocol):
 
 
 class Client(Http):
-    """Satisfies `meshrl.rollout.engines._server.host.Client`."""
+    """Satisfies `meshrl.rollout.engines._server.server.Client`."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ ALMOST_ZERO = 1e-3
 
 
 class Sglang:
-    """Satisfies `meshrl.rollout.engines._server.host.Kind`."""
+    """Satisfies `meshrl.rollout.engines._server.server.Kind`."""
 
     name = "SGLang"
     package = "sglang"

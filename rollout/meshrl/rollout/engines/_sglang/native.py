@@ -28,7 +28,7 @@ import torch.distributed
 
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.types import Version
-from meshrl.rollout.engines._server.pieces import read_pieces
+from meshrl.rollout.engines._server.tensor_ranges import read_pieces
 from meshrl.rollout.engines._sglang.client import Client
 from meshrl.rollout.engines._sglang.plan import Bucket, plan, update_body
 

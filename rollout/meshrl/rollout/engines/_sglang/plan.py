@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.rollout.engines._server.pieces import TORCH_DTYPE, Piece, aligned
+from meshrl.rollout.engines._server.tensor_ranges import TORCH_DTYPE, Piece, aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.engines._server.answer import Chunk
 from meshrl.rollout.engines._server.http import Http, message_of
 from meshrl.rollout.engines._server.request import Ask
+from meshrl.rollout.engines._server.response import Chunk
 from meshrl.rollout.engines._vllm.native import NativeSender
 
 GENERATE = "/inference/v1/generate"
@@ -31,7 +31,7 @@ PAUSE = {
 
 
 class Client(Http):
-    """Satisfies `meshrl.rollout.engines._server.host.Client`."""
+    """Satisfies `meshrl.rollout.engines._server.server.Client`."""
 
     def __init__(
         self, url: str, *, silence_s: float, update_s: float, sender: NativeSender | None = None

@@ -41,7 +41,7 @@ ALMOST_ZERO = 1e-3
 
 
 class Vllm:
-    """Satisfies `meshrl.rollout.engines._server.host.Kind`."""
+    """Satisfies `meshrl.rollout.engines._server.server.Kind`."""
 
     name = "vLLM"
     package = "vllm"

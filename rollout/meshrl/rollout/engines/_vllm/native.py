@@ -20,7 +20,7 @@ import numpy as np
 
 from meshrl.contract.types import Uint8
 from meshrl.rollout.engines._server.http import Http
-from meshrl.rollout.engines._server.pieces import Piece, read_pieces
+from meshrl.rollout.engines._server.tensor_ranges import Piece, read_pieces
 from meshrl.rollout.engines._vllm.packing import pack, update_info
 
 ROOT_RANKS = 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from meshrl.rollout.engines._server.pieces import TORCH_DTYPE, Piece, aligned
+from meshrl.rollout.engines._server.tensor_ranges import TORCH_DTYPE, Piece, aligned
 
 
 def pack(pieces: Sequence[Piece], buffer_bytes: int) -> list[tuple[Piece, ...]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshrl.contract.types import Uint8
-from meshrl.rollout.options import read_options
+from meshrl.rollout.plugin_options import read_options
 from meshrl.services.weights.nccl.config import NcclConfig
 from meshrl.services.weights.nccl.process import NcclProcess, environment
 

@@ -7,13 +7,13 @@ import importlib.util
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uid
-from meshrl.rollout.loading import load_function
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
-from meshrl.rollout.tools.cutting import Cut
 from meshrl.rollout.tools.functions import FunctionTool
+from meshrl.rollout.tools.mcp_servers import Server
 from meshrl.rollout.tools.ports import Tool
-from meshrl.rollout.tools.servers import Server
 from meshrl.rollout.tools.toolbox import Offered, Toolbox
+from meshrl.rollout.tools.truncation import Cut
+from meshrl.rollout.user_functions import load_function
 
 KEY = "rollout.program_options.tools"
 

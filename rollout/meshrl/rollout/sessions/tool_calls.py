@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from meshrl.rollout.sessions.asks import ToolCall
+from meshrl.rollout.sessions.requests import ToolCall
 from meshrl.rollout.tools.parsing import called, from_json
 
 OPENING = "<tool_call>"

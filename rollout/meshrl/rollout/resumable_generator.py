@@ -21,7 +21,7 @@ from meshrl.contract.types import (
     LeasedRow,
     Version,
 )
-from meshrl.rollout.journal import Journal
+from meshrl.rollout.generation_checkpoint import Journal
 from meshrl.rollout.ports import Generator
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.versions import UNSERVED

@@ -47,7 +47,7 @@ class Server:
         Raises:
             InfraError: the log cannot be written, or no process started.
         """
-        guard = Path(__file__).with_name("guard.py")
+        guard = Path(__file__).with_name("subprocess_guard.py")
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("wb") as log:

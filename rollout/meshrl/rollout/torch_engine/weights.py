@@ -13,8 +13,8 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
-from meshrl.rollout.decoder.architecture import Architecture
-from meshrl.rollout.decoder.operations import RmsNorm
+from meshrl.rollout.torch_engine.architecture import Architecture
+from meshrl.rollout.torch_engine.operations import RmsNorm
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

@@ -17,11 +17,11 @@ from typing import Any, Protocol, TypeVar
 
 from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.engines._server.answer import Chunk
 from meshrl.rollout.engines._server.checkpoint import Checkpoint
 from meshrl.rollout.engines._server.config import ServerConfig
-from meshrl.rollout.engines._server.process import Server
 from meshrl.rollout.engines._server.request import Ask
+from meshrl.rollout.engines._server.response import Chunk
+from meshrl.rollout.engines._server.server_process import Server
 
 log = logging.getLogger(__name__)
 

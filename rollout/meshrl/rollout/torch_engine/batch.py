@@ -17,11 +17,11 @@ import torch
 
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
-from meshrl.rollout.decoder.cache import KvCache
-from meshrl.rollout.decoder.forward import Decoder
-from meshrl.rollout.decoder.sampler import OFF, SamplingRows, row_key
-from meshrl.rollout.decoder.stopping import StopStrings
-from meshrl.rollout.decoder.weights import Weights
+from meshrl.rollout.torch_engine.cache import KvCache
+from meshrl.rollout.torch_engine.forward import Decoder
+from meshrl.rollout.torch_engine.sampler import OFF, SamplingRows, row_key
+from meshrl.rollout.torch_engine.stopping import StopStrings
+from meshrl.rollout.torch_engine.weights import Weights
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

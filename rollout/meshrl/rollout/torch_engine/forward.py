@@ -10,10 +10,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from meshrl.rollout.decoder.architecture import Architecture
-from meshrl.rollout.decoder.cache import KvCache, rounded
-from meshrl.rollout.decoder.operations import attend
-from meshrl.rollout.decoder.weights import LayerWeights, Weights
+from meshrl.rollout.torch_engine.architecture import Architecture
+from meshrl.rollout.torch_engine.cache import KvCache, rounded
+from meshrl.rollout.torch_engine.operations import attend
+from meshrl.rollout.torch_engine.weights import LayerWeights, Weights
 
 
 class Decoder:

@@ -10,8 +10,8 @@ from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest
 from meshrl.rollout.ports import Generator
 from meshrl.rollout.sampling import Response, closing, response_of
-from meshrl.rollout.sessions.asks import Answer, Piece
-from meshrl.rollout.sessions.visible import Visible
+from meshrl.rollout.sessions.requests import Answer, Piece
+from meshrl.rollout.sessions.visible_text import Visible
 
 ENDS = ("stop", "length")
 """Reasons with which a response is whole."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import GenerateDelta, Version
-from meshrl.rollout.decoder.stopping import StopStrings
+from meshrl.rollout.torch_engine.stopping import StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshrl.rollout.sessions.asks import ToolCall
-from meshrl.rollout.sessions.calls import OPENING, parse_calls
+from meshrl.rollout.sessions.requests import ToolCall
+from meshrl.rollout.sessions.tool_calls import OPENING, parse_calls
 from meshrl.rollout.tokenizer import Tokenizer
 
 BROKEN = "�"
