@@ -26,7 +26,7 @@ import torch
 
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Outcome, Sample, Score
-from meshrl.rewardd.stage import RewardStage
+from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker

@@ -44,10 +44,10 @@ from reward_bench.services import measure
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
-from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.pool.rule import FunctionSpec, Rule
+from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.rewards import gsm8k
-from meshrl.rewardd.rule import FunctionSpec, Rule
-from meshrl.rewardd.sandbox.cell import Isolation, open_cell
+from meshrl.rewardd.sandbox.sandbox import Isolation, open_cell
 
 PEER = Path(__file__).parents[1] / ".venv-peer-reward"
 BATCH = 64

@@ -14,10 +14,10 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
-from meshrl.rewardd.rule import FunctionSpec, Rule
+from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.sandbox import landlock, seccomp
-from meshrl.rewardd.sandbox.cell import Isolation, no_bubblewrap
-from meshrl.rewardd.sandbox.submitted import submitted_cell
+from meshrl.rewardd.sandbox.sandbox import Isolation, no_bubblewrap
+from meshrl.rewardd.sandbox.submitted_code import submitted_cell
 
 from .hostile import ATTACKS, SECRET, Attack, table
 

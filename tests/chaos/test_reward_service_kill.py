@@ -10,8 +10,8 @@ from pathlib import Path
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
-from meshrl.rewardd.registry.nouns import Case, Submission
-from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.rewardd.registry.types import Case, Submission
+from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import train_spec
 from meshrl.services.wires.queue import QueueWire

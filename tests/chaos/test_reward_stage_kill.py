@@ -12,7 +12,7 @@ from pathlib import Path
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.stage import RewardStage
+from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

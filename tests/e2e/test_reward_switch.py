@@ -11,7 +11,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.services.cli.commands.reward import reward
 
 from ..mesh import Mesh, make_mesh

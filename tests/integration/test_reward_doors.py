@@ -23,10 +23,10 @@ from hypothesis.errors import Unsatisfiable
 from meshrl.contract import errors
 from meshrl.contract.types import Sample, Uid
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.registry.nouns import Case, Submission
-from meshrl.rewardd.registry.open import open_registry
+from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
-from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.rewardd.registry.types import Case, Submission
+from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.services.certificates import Certificates
 from meshrl.services.doors.reward import RewardDoor
 from meshrl.services.doors.reward_registry import RewardRegistryDoor

@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
-from meshrl.rewardd.registry.nouns import Submission
-from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.rewardd.registry.types import Submission
+from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.services.cli.commands.reward import reward
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import train_spec

@@ -9,8 +9,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.sandbox.cell import Isolation
 from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.rewardd.sandbox.sandbox import Isolation
 
 
 class RewardFunctionConfig(Config):

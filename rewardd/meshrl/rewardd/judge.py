@@ -7,11 +7,11 @@ from pathlib import Path
 
 from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judges._build import with_judges
+from meshrl.rewardd.judges._building import with_judges
 from meshrl.rewardd.judges._composite import CompositeJudge
-from meshrl.rewardd.pool import ScoringPool
-from meshrl.rewardd.rule import Rule, read_rule
-from meshrl.rewardd.sandbox.cell import Cell, open_cell
+from meshrl.rewardd.pool.pool import ScoringPool
+from meshrl.rewardd.pool.rule import Rule, read_rule
+from meshrl.rewardd.sandbox.sandbox import Cell, open_cell
 
 
 class PoolJudge:

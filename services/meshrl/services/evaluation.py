@@ -17,7 +17,7 @@ from meshrl.contract.ports import Engine, Judge
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Json, Outcome, Sample, Task, Uid, Version
 from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.posted import POSTED, score_unposted
+from meshrl.rewardd.posted_rewards import POSTED, score_unposted
 from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs._cache import Programs

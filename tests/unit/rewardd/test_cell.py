@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.rewardd.sandbox import cell
-from meshrl.rewardd.sandbox.cell import NOBODY, WeakCell
+from meshrl.rewardd.sandbox import sandbox
 from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.rewardd.sandbox.sandbox import NOBODY, WeakCell
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder() -> Iterator[Path]:
 def test_a_weak_cell_of_roots_becomes_nobody_where_nobody_can_read_the_function(
     folder: Path, mode: int, user: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cell, "python_paths", set)
+    monkeypatch.setattr(sandbox, "python_paths", set)
     function = folder / "versions" / "1"
     function.mkdir(parents=True)
     folder.chmod(mode)

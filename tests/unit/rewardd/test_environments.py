@@ -16,11 +16,11 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
-from meshrl.rewardd.rule import FunctionSpec, Rule
-from meshrl.rewardd.sandbox.cell import Isolation, no_bubblewrap
+from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.sandbox.environment import Environment, environment_of, missing
 from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.submitted import submitted_cell
+from meshrl.rewardd.sandbox.sandbox import Isolation, no_bubblewrap
+from meshrl.rewardd.sandbox.submitted_code import submitted_cell
 
 SOURCE = """
 import counting_apples

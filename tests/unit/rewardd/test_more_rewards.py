@@ -15,7 +15,7 @@ from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge, build_judge
 from meshrl.rewardd.rewards import code, regex_match, tool_use
-from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 
 HUMANEVAL = Path("/work/shared/data/humaneval/HumanEval.jsonl.gz")
 

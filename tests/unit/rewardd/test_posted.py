@@ -24,8 +24,8 @@ from meshrl.contract.types import (
     rollout_stage,
 )
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.registry.open import open_registry
-from meshrl.rewardd.stage import RewardStage
+from meshrl.rewardd.registry.building import open_registry
+from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -24,15 +24,15 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.registry.nouns import Action, Case, Submission
-from meshrl.rewardd.registry.open import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import VersionStore
-from meshrl.rewardd.sandbox.cell import no_bubblewrap
+from meshrl.rewardd.registry.types import Action, Case, Submission
 from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 Open = Callable[..., Awaitable[Registry]]
@@ -395,7 +395,7 @@ import sys
 from pathlib import Path
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.registry.nouns import Action, Event, Name, Submission
+from meshrl.rewardd.registry.types import Action, Event, Name, Submission
 from meshrl.rewardd.registry.store import VersionStore
 from meshrl.rewardd.sandbox.limits import Limits
 store = VersionStore(Path(sys.argv[1]), 10_000)

@@ -31,7 +31,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import PoolJudge, build_judge
-from meshrl.rewardd.stage import RewardStage, sample_of
+from meshrl.rewardd.reward_stage import RewardStage, sample_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -14,7 +14,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.rule import read_rule
+from meshrl.rewardd.pool.rule import read_rule
 
 GOOD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1\n"
@@ -101,7 +101,7 @@ def test_the_hash_follows_source_name_kwargs_and_weight_but_not_the_place(tmp_pa
 
 
 def test_the_hash_of_a_built_in_covers_the_helpers_that_it_imports() -> None:
-    from meshrl.rewardd import rule
+    from meshrl.rewardd.pool import rule
     from meshrl.rewardd.rewards import _latex, math_dapo, verl
 
     def digests(module: Any) -> list[str]:
@@ -115,7 +115,7 @@ def test_the_hash_of_a_built_in_covers_the_helpers_that_it_imports() -> None:
 
 def test_importing_the_room_imports_neither_torch_nor_sympy() -> None:
     program = (
-        "import sys, meshrl.rewardd.judge, meshrl.rewardd.stage, meshrl.rewardd.rewards.verl\n"
+        "import sys, meshrl.rewardd.judge, meshrl.rewardd.reward_stage, meshrl.rewardd.rewards.verl\n"
         "import meshrl.rewardd.rewards.math\n"
         "print([m for m in ('torch', 'sympy', 'math_verify', 'grpc') if m in sys.modules])"
     )

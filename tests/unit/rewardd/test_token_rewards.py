@@ -11,10 +11,10 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
-from meshrl.rewardd.functions import Scorer, combine
 from meshrl.rewardd.judges._composite import CompositeJudge, Part
-from meshrl.rewardd.kinds import BadShapeError, Kind, as_compute_score
-from meshrl.rewardd.rule import FunctionSpec
+from meshrl.rewardd.pool.functions import Scorer, combine
+from meshrl.rewardd.pool.rule import FunctionSpec
+from meshrl.rewardd.pool.signatures import BadShapeError, Kind, as_compute_score
 from meshrl.rewardd.token_ends import token_ends
 
 TEXT = "2 + 2 = 4\n\nso 4\n+ 1 = 5\n \n#### 5"

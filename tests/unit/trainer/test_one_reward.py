@@ -27,7 +27,7 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.rewardd.stage import RewardStage
+from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.trainer.one_reward import OneReward
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

@@ -15,7 +15,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validat
 from meshrl.contract.config import RegularExpression
 from meshrl.contract.errors import CorruptError, InfraError
 from meshrl.contract.types import Json, Sample
-from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig
+from meshrl.rewardd.judges._remote import Elsewhere, ElsewhereConfig
 
 TEMPLATE = """Grade the response to the question.
 

@@ -10,7 +10,7 @@ from meshrl.contract import config
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
-from meshrl.rewardd.judges._guard import Guard, GuardConfig
+from meshrl.rewardd.judges._retrying import Guard, GuardConfig
 
 WIRE = "meshrl.services.wires.reward"
 """Its client. This room knows no gRPC, so it is found by name when a recipe asks for it."""

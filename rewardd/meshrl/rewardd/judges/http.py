@@ -10,7 +10,7 @@ from typing import Any
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import Json, Sample
-from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig
+from meshrl.rewardd.judges._remote import Elsewhere, ElsewhereConfig
 
 
 class Config(ElsewhereConfig):

@@ -13,7 +13,7 @@ from pydantic import NonNegativeInt
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Json, Sample
-from meshrl.rewardd.judges._elsewhere import Elsewhere, ElsewhereConfig, conversation
+from meshrl.rewardd.judges._remote import Elsewhere, ElsewhereConfig, conversation
 
 
 class Config(ElsewhereConfig):

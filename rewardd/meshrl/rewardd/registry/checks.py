@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.rewardd.kinds import ARGUMENTS, Kind
+from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.registry.nouns import Case, Submission, checked_name
+from meshrl.rewardd.registry.types import Case, Submission, checked_name
 from meshrl.rewardd.sandbox.limits import Limits
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(==[A-Za-z0-9][A-Za-z0-9.!+_-]*)?")

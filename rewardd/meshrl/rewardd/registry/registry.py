@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.types import Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.registry.active_reward import SwitchJudge
 from meshrl.rewardd.registry.checks import checked
-from meshrl.rewardd.registry.differences import Differences
-from meshrl.rewardd.registry.nouns import (
+from meshrl.rewardd.registry.comparison import Differences
+from meshrl.rewardd.registry.judge_cache import Shelf
+from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.registry.types import (
     Action,
     Case,
     Event,
@@ -30,9 +33,6 @@ from meshrl.rewardd.registry.nouns import (
     checked_name,
     content_hash,
 )
-from meshrl.rewardd.registry.shelf import Shelf
-from meshrl.rewardd.registry.store import VersionStore
-from meshrl.rewardd.registry.switch import SwitchJudge
 
 AT_ONCE = 2
 """Submissions being loaded and tested; further ones wait."""

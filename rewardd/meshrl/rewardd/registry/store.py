@@ -21,7 +21,7 @@ from typing import Any
 
 from meshrl.contract.errors import CapacityError, CorruptError, NotFoundError, UserError
 from meshrl.contract.files import sync
-from meshrl.rewardd.registry.nouns import Case, Manifest, Name, Submission, content_hash
+from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission, content_hash
 
 SOURCE, WHEEL, MANIFEST, TESTS = "source.py", "reward.whl", "manifest.json", "tests.json"
 

@@ -29,7 +29,7 @@ from pydantic import PositiveFloat, PositiveInt
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Outcome
-from meshrl.rewardd.sandbox import inside
+from meshrl.rewardd.sandbox import confinement
 
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
@@ -57,7 +57,7 @@ class Test:
 
 def prepare() -> None:
     """Raises ConfigError outside a cell: these programs are nobody's."""
-    if inside.level != "strict":
+    if confinement.level != "strict":
         raise ConfigError(
             "reward 'code' runs programs that a model wrote, and does so in a cell only: "
             "set reward.recipe_sandbox: strict"

@@ -302,7 +302,11 @@ def _transport(config: ToolConfig) -> Transport:
 
     if config.url:
         return _http(config)
-    leash = [str(Path(__file__).with_name("subprocess_guard.py")), str(os.getpid()), str(MOST_BYTES)]
+    leash = [
+        str(Path(__file__).with_name("subprocess_guard.py")),
+        str(os.getpid()),
+        str(MOST_BYTES),
+    ]
     return stdio_client(
         StdioServerParameters(
             command=sys.executable,

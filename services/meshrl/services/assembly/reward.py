@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack, closing
 from typing import Any
 
 from meshrl.contract.errors import UserError
+from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.registry.open import open_registry
-from meshrl.rewardd.stage import RewardStage
+from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rewardd.token_ends import token_ends
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe

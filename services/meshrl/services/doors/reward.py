@@ -11,7 +11,7 @@ import grpc
 from meshrl.contract import codec, types
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Judge
-from meshrl.rewardd.registry.switch import SwitchJudge
+from meshrl.rewardd.registry.active_reward import SwitchJudge
 from meshrl.services.doors.base import full_name
 from meshrl.services.handlers import Context
 from meshrl.v1 import reward_pb2 as pb

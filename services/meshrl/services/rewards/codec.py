@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from meshrl.contract import codec
 from meshrl.contract.codec.checks import decoder, from_json, json_object, lossless_json, printable
 from meshrl.contract.types import Sample
-from meshrl.rewardd.kinds import Kind
-from meshrl.rewardd.registry.differences import Differences
-from meshrl.rewardd.registry.nouns import Action, Case, Event, Name, Submission
+from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.registry.comparison import Differences
+from meshrl.rewardd.registry.types import Action, Case, Event, Name, Submission
 from meshrl.v1 import reward_pb2
 from meshrl.v1 import reward_registry_pb2 as pb
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.registry.differences import Differences
-from meshrl.rewardd.registry.nouns import Case, Manifest, Name, Submission, content_hash
+from meshrl.rewardd.registry.comparison import Differences
 from meshrl.rewardd.registry.registry import Accepted, Registry
+from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission, content_hash
 from meshrl.services.rewards.audit import AuditLog
 from meshrl.services.rewards.auth import Guard, Role
 

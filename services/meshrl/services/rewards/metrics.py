@@ -8,7 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from meshrl.rewardd.registry.switch import SwitchJudge
+from meshrl.rewardd.registry.active_reward import SwitchJudge
 
 VALUES = {
     "rows": "Rows that both versions were asked to score.",

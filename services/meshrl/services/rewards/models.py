@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
-from meshrl.rewardd.kinds import Kind
-from meshrl.rewardd.registry.differences import Differences
-from meshrl.rewardd.registry.nouns import Case, Manifest, Name, Submission
+from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.registry.comparison import Differences
+from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission
 
 
 def _text(value: str) -> str:

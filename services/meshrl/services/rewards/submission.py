@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
 
 from meshrl.contract.errors import UserError
-from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.pool.signatures import Kind
 from meshrl.services.rewards import models as m
 
 MAX_FORM_FIELDS = 32

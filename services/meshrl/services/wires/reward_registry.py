@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from meshrl.contract import codec
 from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.registry.nouns import Name, Submission
+from meshrl.rewardd.registry.types import Name, Submission
 from meshrl.services.rewards.codec import decode_name, encode_submission
 from meshrl.services.wires.peer import PERSON_PATIENCE_S, Wire
 from meshrl.v1 import reward_registry_pb2 as pb

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
-from meshrl.rewardd.kinds import Kind
-from meshrl.rewardd.registry.nouns import Case, Submission
+from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.services.cli.commands._reward_rescore import rescore_run
 from meshrl.services.cli.options import PATH, json_option
 from meshrl.services.exits import Exit

@@ -20,7 +20,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import known
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
-from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.pool.signatures import Kind
 
 REWARDS = "meshrl.rewardd.rewards"
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)"

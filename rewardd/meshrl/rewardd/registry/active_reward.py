@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.posted import score_unposted
-from meshrl.rewardd.registry.differences import Differences
-from meshrl.rewardd.registry.shelf import Shelf
+from meshrl.rewardd.posted_rewards import score_unposted
+from meshrl.rewardd.registry.comparison import Differences
+from meshrl.rewardd.registry.judge_cache import Shelf
 
 log = logging.getLogger(__name__)
 

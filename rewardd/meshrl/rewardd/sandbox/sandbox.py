@@ -33,7 +33,7 @@ from meshrl.rewardd.sandbox.limits import Limits
 NOBODY = 65534
 """Who a function runs as when the service runs as root."""
 PROBE_S = 10.0
-HOST = ("-P", "-m", "meshrl.rewardd.host")
+HOST = ("-P", "-m", "meshrl.rewardd.pool.scoring_process")
 
 
 class Isolation(StrEnum):

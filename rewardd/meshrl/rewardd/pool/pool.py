@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import MeshError, UnavailableError
 from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.rule import Rule
-from meshrl.rewardd.sandbox.cell import Cell
-from meshrl.rewardd.worker import MAX_REASON, Worker
+from meshrl.rewardd.pool.rule import Rule
+from meshrl.rewardd.pool.worker import MAX_REASON, Worker
+from meshrl.rewardd.sandbox.sandbox import Cell
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Json
-from meshrl.rewardd.kinds import Kind
+from meshrl.rewardd.pool.signatures import Kind
 
 HASH_DIGITS = 32
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")

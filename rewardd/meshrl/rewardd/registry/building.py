@@ -9,12 +9,12 @@ from pathlib import Path
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import judge_of
 from meshrl.rewardd.judges._composite import StartableJudge
+from meshrl.rewardd.pool.rule import read_rule
+from meshrl.rewardd.registry.active_reward import SwitchJudge
+from meshrl.rewardd.registry.judge_cache import Shelf
 from meshrl.rewardd.registry.registry import Registry
-from meshrl.rewardd.registry.run import version_judge
-from meshrl.rewardd.registry.shelf import Shelf
 from meshrl.rewardd.registry.store import VersionStore
-from meshrl.rewardd.registry.switch import SwitchJudge
-from meshrl.rewardd.rule import read_rule
+from meshrl.rewardd.registry.version_judge import version_judge
 
 
 @asynccontextmanager

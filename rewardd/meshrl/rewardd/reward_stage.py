@@ -22,7 +22,7 @@ from meshrl.contract.types import (
     Score,
     Uint8,
 )
-from meshrl.rewardd.posted import POSTED
+from meshrl.rewardd.posted_rewards import POSTED
 
 TokenEnds = Callable[[Int32], Sequence[int]]
 """Of each response token, int32[R]: characters of the response up to its end."""

@@ -20,8 +20,8 @@ import pydantic
 
 from meshrl.contract.errors import ConfigError, MeshError
 from meshrl.contract.types import Json, Outcome
-from meshrl.rewardd.kinds import ARGUMENTS, Kind, as_compute_score
-from meshrl.rewardd.rule import SIGNATURE, FunctionSpec
+from meshrl.rewardd.pool.rule import SIGNATURE, FunctionSpec
+from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind, as_compute_score
 
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_REASON = 2000

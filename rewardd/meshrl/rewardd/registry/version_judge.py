@@ -8,11 +8,11 @@ from pathlib import Path
 
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
-from meshrl.rewardd.registry.nouns import Manifest
+from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.store import MANIFEST
-from meshrl.rewardd.rule import FunctionSpec, Rule
+from meshrl.rewardd.registry.types import Manifest
 from meshrl.rewardd.sandbox.environment import environment_of
-from meshrl.rewardd.sandbox.submitted import submitted_cell
+from meshrl.rewardd.sandbox.submitted_code import submitted_cell
 
 ENVIRONMENTS = "environments"
 """Beside the versions: their dependencies."""

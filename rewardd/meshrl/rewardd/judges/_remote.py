@@ -16,8 +16,8 @@ from pydantic import Field, PositiveInt
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score
-from meshrl.rewardd.functions import numbers_of, token_rewards_of
-from meshrl.rewardd.judges._guard import Guard, GuardConfig
+from meshrl.rewardd.judges._retrying import Guard, GuardConfig
+from meshrl.rewardd.pool.functions import numbers_of, token_rewards_of
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER_BYTES = 16 << 20

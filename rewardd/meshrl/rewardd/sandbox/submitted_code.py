@@ -7,8 +7,8 @@ from pathlib import Path
 
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.sandbox.cell import Cell, open_cell
 from meshrl.rewardd.sandbox.environment import Environment
+from meshrl.rewardd.sandbox.sandbox import Cell, open_cell
 
 
 def submitted_cell(

@@ -1,4 +1,4 @@
-"""A scoring process: `python -P -m meshrl.rewardd.host <parent pid>`, one rule, samples in and results out on pipes.
+"""A scoring process: `python -P -m meshrl.rewardd.pool.scoring_process <parent pid>`, one rule, samples in and results out on pipes.
 
     stdin  ◀── {"load": rule, …}, then {"score": [sample, …]} again and again
     stdout ──▶ {"ready": …} or {"refused": why}, then one {"id", "score" | "fault" …} per sample, as it is done
@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Json, Outcome
-from meshrl.rewardd import frames
-from meshrl.rewardd.functions import Scorer, combine, describe, load, where
-from meshrl.rewardd.rule import Rule
-from meshrl.rewardd.sandbox import inside
+from meshrl.rewardd.pool import messages as frames
+from meshrl.rewardd.pool.functions import Scorer, combine, describe, load, where
+from meshrl.rewardd.pool.rule import Rule
+from meshrl.rewardd.sandbox import confinement
 
 PR_SET_PDEATHSIG = 1
 WHERE_SIGNAL = signal.SIGUSR2
@@ -160,7 +160,7 @@ def main() -> None:
     message = frames.read(requests)
     if message is None:
         return
-    inside.confine(message["cell"], message["limits"])
+    confinement.confine(message["cell"], message["limits"])
     try:
         scorers = tuple(load(spec) for spec in Rule.from_json(message["load"]).functions)
     except MeshError as error:

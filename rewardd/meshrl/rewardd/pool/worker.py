@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rewardd import frames
-from meshrl.rewardd.pipes import PipeReader, PipeWriter
-from meshrl.rewardd.rule import Rule
-from meshrl.rewardd.sandbox.cell import Cell, Isolation, Launch
+from meshrl.rewardd.pool import messages as frames
+from meshrl.rewardd.pool.pipes import PipeReader, PipeWriter
+from meshrl.rewardd.pool.rule import Rule
+from meshrl.rewardd.sandbox.sandbox import Cell, Isolation, Launch
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")

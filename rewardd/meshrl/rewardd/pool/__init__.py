@@ -1,0 +1,1 @@
+"""Scoring processes: samples in, scores out, whatever the reward functions do."""
