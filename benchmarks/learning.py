@@ -41,6 +41,7 @@ from meshrl.services.config.recipe import (
 )
 from meshrl.services.demo.prepare import prepare
 from meshrl.services.prompts import read_prompts
+from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import task_maker
@@ -48,8 +49,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
-from meshrl.trainer.resume import resume
-from meshrl.trainer.setting import Setting
+from meshrl.trainer.settings import Setting
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

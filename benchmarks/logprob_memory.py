@@ -32,7 +32,7 @@ def measure_here(side: str, tokens: int, vocab: int, hidden: int) -> float:
     import measure
     import torch
 
-    from meshrl.trainer.logprob import linear_logprob
+    from meshrl.trainer.model.logprob import linear_logprob
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -123,7 +123,7 @@ def _judged(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from meshrl.trainer.export import export_checkpoint
+    from meshrl.trainer.checkpoint.export import export_checkpoint
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)

@@ -18,8 +18,8 @@ from meshrl.services.config.fields import Key, config_of, walk
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.errors import status_of
 from meshrl.services.exits import Exit
-from meshrl.trainer.bundles import defaults
-from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig, SftConfig
+from meshrl.trainer.algorithms.named import defaults
+from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 from meshrl.trainer.parity.cases import load
 from meshrl.trainer.parity.compare import Verdict, judge
 

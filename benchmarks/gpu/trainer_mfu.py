@@ -30,10 +30,10 @@ from transformers import Qwen3Config
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model import build_policy, random_hf
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.policy_gradient import PolicyGradient
-from meshrl.trainer.step import Learner
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model.policy import build_policy, random_hf
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(

@@ -187,7 +187,7 @@ def summary(passes: Sequence[Pass], samples: int, nbytes: int) -> dict[str, Any]
 
 def slowest_share(passes: Sequence[Pass], ranks: int) -> float:
     """The payload that the busiest rank fetches, in the worst batch, against the mean: as the trainer deals rows."""
-    from meshrl.trainer.packing import plan  # brings torch, and the clocks have stopped
+    from meshrl.trainer.model.packing import plan  # brings torch, and the clocks have stopped
 
     worst = 0.0
     for lengths in (lengths for done in passes for lengths in done.lengths):

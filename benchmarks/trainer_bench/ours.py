@@ -16,10 +16,10 @@ from work import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, GROUP, LEARNING_RATE, Work
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model import build_policy, load_hf
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.policy_gradient import PolicyGradient
-from meshrl.trainer.step import Learner
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model.policy import build_policy, load_hf
 
 NOW = Version(1, 0)
 MAX_TOKENS = 512

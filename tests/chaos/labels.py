@@ -103,7 +103,7 @@ class Saying:
 
     def __init__(self, version: Version, shapes: dict[str, tuple[int, ...]]) -> None:
         # With it comes torch, which whoever only reads the command line can do without.
-        from meshrl.trainer.snapshot import layout
+        from meshrl.trainer.model.snapshot import layout
 
         specs = layout(list(shapes.items()), dtype="float32", itemsize=4, bucket_bytes=1 << 30)
         self._bucket = np.zeros(sum(spec.nbytes for spec in specs), np.uint8)

@@ -17,10 +17,10 @@ from meshrl.rollout.engines.torch import build
 from meshrl.services.weights.carrier import Place
 from meshrl.trainer.config import ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model import Policy, build_policy, load_hf, random_hf
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.packing import pack
-from meshrl.trainer.snapshot import Snapshot, take_snapshot
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.model.packing import pack
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
+from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
 
 from ..waiting import until
 from .weights_fleet import RUN, Fleet, opened

@@ -17,7 +17,7 @@ from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import echo
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.trainer.steps import anchors_of
+from meshrl.trainer.algorithms.agent_steps import anchors_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -13,7 +13,7 @@ from meshrl.contract.errors import FencedError, InfraError, UserError
 from meshrl.contract.types import TrainerPhase, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model import load_hf
+from meshrl.trainer.model.policy import load_hf
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -32,6 +32,8 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
+from meshrl.trainer.algorithms.needs import needs_of
+from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import (
     ActorConfig,
@@ -41,17 +43,15 @@ from meshrl.trainer.config import (
     TrainerConfig,
 )
 from meshrl.trainer.distributed import World
-from meshrl.trainer.evaluate import Evaluator
+from meshrl.trainer.evaluator import Evaluator
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
-from meshrl.trainer.model import build_policy, load_hf, random_hf
-from meshrl.trainer.needs import needs_of
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.policy_gradient import PolicyGradient
+from meshrl.trainer.model.policy import build_policy, load_hf, random_hf
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
-from meshrl.trainer.resume import resume
-from meshrl.trainer.setting import Setting
-from meshrl.trainer.step import Learner
+from meshrl.trainer.settings import Setting
 
 VOCABULARY = 23
 LUCKY = 7

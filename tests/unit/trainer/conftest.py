@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from meshrl.trainer.model import random_hf
+from meshrl.trainer.model.policy import random_hf
 
 from . import tiny
 from .ranks import Ranks

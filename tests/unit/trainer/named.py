@@ -22,10 +22,10 @@ from meshrl.services.assembly.learner import build_learner
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import Recipe, algorithm_needs
 from meshrl.trainer.distributed import World
-from meshrl.trainer.passes import OwnRows
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.micro_batcher import OwnRows
 from meshrl.trainer.reference import ReferenceModel
-from meshrl.trainer.setting import Setting
-from meshrl.trainer.step import Learner
+from meshrl.trainer.settings import Setting
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -19,15 +19,15 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.trainer import checkpoint
-from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.export import export_policy
-from meshrl.trainer.model import build_policy, load_hf
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.policy_gradient import PolicyGradient
-from meshrl.trainer.step import Learner
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model.policy import build_policy, load_hf
 
 PROMPT = 3
 VOCABULARY = 37

@@ -19,16 +19,16 @@ from typing import cast
 import torch
 
 from meshrl.contract.ports import Queue
-from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.async_checkpointer import Saves
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, TrainerConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model import build_policy, load_hf
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.policy_gradient import PolicyGradient
-from meshrl.trainer.saving import Saves
-from meshrl.trainer.setting import Setting
-from meshrl.trainer.step import Learner
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.settings import Setting
 
 LONGEST_S = 0.25
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.advantages._types import AdvantageBatch, Advantages, outcome_rewards
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, outcome_rewards
+from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
-from meshrl.trainer.ragged import Ragged
 
-ESTIMATORS = plugins.known("meshrl.trainer.advantages")
+ESTIMATORS = plugins.known("meshrl.trainer.algorithms.advantages")
 
 
 def ragged(*rows: str, groups: list[int]) -> Ragged:
@@ -25,7 +25,9 @@ def ragged(*rows: str, groups: list[int]) -> Ragged:
 
 def compute(name: str, batch: AdvantageBatch, **settings: object) -> Advantages:
     config = AlgorithmConfig.model_validate({"adv_estimator": name, **settings})
-    found: Advantages = plugins.load("meshrl.trainer.advantages", name, "compute")(batch, config)
+    found: Advantages = plugins.load("meshrl.trainer.algorithms.advantages", name, "compute")(
+        batch, config
+    )
     return found
 
 

@@ -12,16 +12,20 @@ from torch import Tensor
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.aggregation import Aggregator
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig, AggregationMode
-from meshrl.trainer.losses._types import LossInputs
-from meshrl.trainer.objective import actor_loss
-from meshrl.trainer.ragged import Ragged
+from meshrl.trainer.learner.objective import actor_loss
 
 MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)
 WITHIN_MICRO_BATCH = {"clip_cov", "kl_cov", "m2po"}
 """Losses that choose tokens within a micro-batch, as their documentation says."""
-LOSSES = [name for name in plugins.known("meshrl.trainer.losses") if name not in WITHIN_MICRO_BATCH]
+LOSSES = [
+    name
+    for name in plugins.known("meshrl.trainer.algorithms.losses")
+    if name not in WITHIN_MICRO_BATCH
+]
 GROUPS, N = 6, 2
 SPLITS = [[6], [1] * 6, [2, 4], [3, 1, 2]]
 

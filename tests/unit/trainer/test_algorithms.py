@@ -10,9 +10,9 @@ import torch
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import known, load
 from meshrl.services.config.load import load_recipe
-from meshrl.trainer import checkpoint
-from meshrl.trainer.bundles import ALGORITHMS, defaults, merged, name_of
-from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.algorithms.named import ALGORITHMS, defaults, merged, name_of
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.distributed import World
 
 from . import named

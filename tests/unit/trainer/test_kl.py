@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.kl import ESTIMATORS, KlController, kl_in_reward, kl_penalty
+from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import KlControlConfig
-from meshrl.trainer.kl import ESTIMATORS, KlController, kl_in_reward, kl_penalty
-from meshrl.trainer.ragged import Ragged
 
 
 def test_k1_and_k3_agree_in_expectation_with_the_exact_divergence() -> None:

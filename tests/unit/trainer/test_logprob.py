@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshrl.trainer.logprob import linear_logprob
+from meshrl.trainer.model.logprob import linear_logprob
 
 
 def whole(

@@ -9,16 +9,17 @@ from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Version
-from meshrl.trainer import checkpoint, lora
-from meshrl.trainer.base_model import BaseModel
-from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
 from meshrl.trainer.config import ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.export import export_checkpoint, export_policy
-from meshrl.trainer.model import Policy, build_policy, load_hf, random_hf
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.packing import pack
-from meshrl.trainer.snapshot import take_snapshot
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.model import lora
+from meshrl.trainer.model.base_model import BaseModel
+from meshrl.trainer.model.packing import pack
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
+from meshrl.trainer.model.snapshot import take_snapshot
 
 from . import tiny
 

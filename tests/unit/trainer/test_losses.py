@@ -8,15 +8,15 @@ from torch import Tensor
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.trainer.aggregation import Aggregator
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.second_moment import second_moment_mask
+from meshrl.trainer.algorithms.value_loss import value_loss
 from meshrl.trainer.config import ActorConfig
-from meshrl.trainer.losses._types import LossInputs, LossOutput
-from meshrl.trainer.objective import actor_loss, positive_nll
-from meshrl.trainer.ragged import Ragged
-from meshrl.trainer.second_moment import second_moment_mask
-from meshrl.trainer.value_loss import value_loss
+from meshrl.trainer.learner.objective import actor_loss, positive_nll
 
-LOSSES = plugins.known("meshrl.trainer.losses")
+LOSSES = plugins.known("meshrl.trainer.algorithms.losses")
 ON_POLICY_GRADIENT = (
     *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "kl_cov", "cispo", "m2po"),
     *("reinforce", "dro"),
@@ -47,7 +47,7 @@ def pairs(scores: list[float], *, reference: Tensor | None) -> LossInputs:
 
 
 def run(name: str, inputs: LossInputs, **policy_loss: object) -> LossOutput:
-    compute = plugins.load("meshrl.trainer.losses", name, "compute")
+    compute = plugins.load("meshrl.trainer.algorithms.losses", name, "compute")
     output: LossOutput = compute(inputs, config(**policy_loss), Aggregator())
     return output
 
@@ -85,7 +85,7 @@ def test_clip_ratio_alone_moves_both_bounds() -> None:
     )
     narrow = ActorConfig.model_validate({"clip_ratio": 0.1})
 
-    output = plugins.load("meshrl.trainer.losses", "vanilla", "compute")(
+    output = plugins.load("meshrl.trainer.algorithms.losses", "vanilla", "compute")(
         inputs, narrow, Aggregator()
     )
 
@@ -102,7 +102,7 @@ def test_dppo_truncates_at_twenty_unless_told_otherwise() -> None:
     )
     loose = ActorConfig.model_validate({"clip_ratio": 1.0})
     tight = ActorConfig.model_validate({"clip_ratio": 1.0, "clip_ratio_c": 3.0})
-    compute = plugins.load("meshrl.trainer.losses", "dppo_tv", "compute")
+    compute = plugins.load("meshrl.trainer.algorithms.losses", "dppo_tv", "compute")
 
     loose_loss, tight_loss = (compute(inputs, c, Aggregator()).loss for c in (loose, tight))
 
@@ -119,7 +119,7 @@ def test_gmpo_leaves_out_rows_without_trained_tokens() -> None:
     )
 
     sane = run("geo_mean", inputs).loss
-    verl = plugins.load("meshrl.trainer.losses", "geo_mean", "compute")(
+    verl = plugins.load("meshrl.trainer.algorithms.losses", "geo_mean", "compute")(
         inputs, ActorConfig(conventions="verl"), Aggregator()
     ).loss
 
@@ -254,6 +254,6 @@ def test_the_value_loss_ignores_a_prediction_that_runs_away() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_says_what_it_needs(name: str) -> None:
-    needs = plugins.load("meshrl.trainer.losses", name, "NEEDS")
+    needs = plugins.load("meshrl.trainer.algorithms.losses", name, "NEEDS")
 
     assert set(needs) <= set(LossInputs.__dataclass_fields__)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model import Policy, build_policy, load_hf, random_hf
-from meshrl.trainer.packing import pack
+from meshrl.trainer.model.packing import pack
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
 
 from . import tiny
 

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.trainer import checkpoint
+from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
-from meshrl.trainer.sequence import repeats
+from meshrl.trainer.model.sequence_parallel import repeats
 
 from . import rank_work
 from .ranks import Ranks

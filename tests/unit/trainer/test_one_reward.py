@@ -28,7 +28,7 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.trainer.one_reward import OneReward
+from meshrl.trainer.reward_version_guard import OneReward
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

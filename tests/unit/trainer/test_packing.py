@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from meshrl.contract.types import Batch, BatchRow, Int32, Outcome, Uid, Version
-from meshrl.trainer.batch import schedule
-from meshrl.trainer.packing import cut_alike, layout_of, pack, plan
+from meshrl.trainer.learner.experience import schedule
+from meshrl.trainer.model.packing import cut_alike, layout_of, pack, plan
 
 LENGTHS = np.random.default_rng(0).integers(2, 300, 101).tolist()
 

@@ -22,11 +22,11 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Message, Outcome, Sample, Uid
 from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judges._building import build_part
-from meshrl.trainer import dpo, reward_training
 from meshrl.trainer.config import ModelConfig, OptimConfig, PolicyLossConfig
-from meshrl.trainer.offline import Progress
-from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig
-from meshrl.trainer.reward_training import bradley_terry, load_classifier, scoring_pack
+from meshrl.trainer.offline import dpo, reward_training
+from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
+from meshrl.trainer.offline.loop import Progress
+from meshrl.trainer.offline.reward_training import bradley_terry, load_classifier, scoring_pack
 
 Row = dict[str, Any]
 
@@ -183,7 +183,7 @@ import os, signal, sys
 from pathlib import Path
 from meshrl.services.config.load import Written
 from meshrl.trainer import dpo
-from meshrl.trainer.offline_config import DpoConfig
+from meshrl.trainer.offline.config import DpoConfig
 def report(progress):
     if progress.step == 10:
         os.kill(os.getpid(), signal.SIGKILL)

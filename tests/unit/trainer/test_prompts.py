@@ -13,8 +13,8 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Message
 from meshrl.trainer.config import DataConfig
+from meshrl.trainer.data.files import read_rows
 from meshrl.trainer.data.prompts import load_prompts
-from meshrl.trainer.data.reading import read_rows
 
 
 class Characters:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshrl.contract.errors import InfraError
-from meshrl.trainer.ragged import Ragged, variance, whiten
+from meshrl.trainer.algorithms.ragged import Ragged, variance, whiten
 
 
 @pytest.fixture

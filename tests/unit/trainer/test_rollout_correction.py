@@ -8,14 +8,18 @@ import pytest
 import torch
 
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.mismatch import mismatch_by, mismatch_metrics
+from meshrl.trainer.algorithms.overlong_penalty import overlong_penalty
+from meshrl.trainer.algorithms.proximal import interpolate
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.rejection import STATISTICS, parse
+from meshrl.trainer.algorithms.resampling import resample
+from meshrl.trainer.algorithms.rollout_correction import (
+    correct,
+    importance_weights,
+    parse_threshold,
+)
 from meshrl.trainer.config import PfPpoConfig, RolloutCorrectionConfig
-from meshrl.trainer.mismatch import mismatch_by, mismatch_metrics
-from meshrl.trainer.proximal import interpolate
-from meshrl.trainer.ragged import Ragged
-from meshrl.trainer.rejection import STATISTICS, parse
-from meshrl.trainer.resampling import resample
-from meshrl.trainer.rollout_correction import correct, importance_weights, parse_threshold
-from meshrl.trainer.shaping import overlong_penalty
 
 
 def rows(*lengths: int) -> Ragged:

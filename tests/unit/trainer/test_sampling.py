@@ -13,19 +13,19 @@ import torch
 
 from meshrl.contract.errors import ConfigError, CorruptError, UserError
 from meshrl.contract.types import SamplingParams, Task, Trajectory, Uid, Version, VersionSpan
-from meshrl.trainer.advantages._types import AdvantageBatch, outcome_rewards
-from meshrl.trainer.advantages.gigpo import compute as gigpo
-from meshrl.trainer.batch import assemble, redrawn, schedule
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, outcome_rewards
+from meshrl.trainer.algorithms.advantages.gigpo import compute as gigpo
+from meshrl.trainer.algorithms.agent_steps import anchors_of, steps_of
+from meshrl.trainer.algorithms.proximal import interpolate
+from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OverlongBufferConfig
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.distributed import World
-from meshrl.trainer.facts import mismatch_facts
-from meshrl.trainer.policy_gradient import Before, PolicyGradient
-from meshrl.trainer.proximal import interpolate
-from meshrl.trainer.ragged import Ragged
-from meshrl.trainer.steps import anchors_of, steps_of
-from meshrl.trainer.value_learner import explained_variance, monte_carlo
+from meshrl.trainer.learner.batch_metrics import mismatch_facts
+from meshrl.trainer.learner.experience import assemble, redrawn, schedule
+from meshrl.trainer.learner.policy_gradient import Before, PolicyGradient
+from meshrl.trainer.learner.value_learner import explained_variance, monte_carlo
 
 from . import rank_work
 

@@ -14,9 +14,9 @@ import torch
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError
 from meshrl.contract.types import Version
-from meshrl.trainer import checkpoint
-from meshrl.trainer.checkpoint import Keep, TrainerState
-from meshrl.trainer.dcp_reading import INDEX, SafeReader
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
+from meshrl.trainer.checkpoint.dcp_reading import INDEX, SafeReader
 from meshrl.trainer.distributed import World
 
 from . import rank_work, save_and_die

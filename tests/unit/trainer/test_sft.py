@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer import sft
 from meshrl.trainer.config import ModelConfig, OptimConfig
-from meshrl.trainer.offline import shuffled
-from meshrl.trainer.offline_config import SftConfig
-from meshrl.trainer.sft import SftProgress
+from meshrl.trainer.offline import sft
+from meshrl.trainer.offline.config import SftConfig
+from meshrl.trainer.offline.loop import shuffled
+from meshrl.trainer.offline.sft import SftProgress
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> Path:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import Batch, BatchRow, Outcome, Uid, Version
-from meshrl.trainer.batch import Schedule, schedule
+from meshrl.trainer.learner.experience import Schedule, schedule
 
 GROUPS, SIZE = 32, 8
 

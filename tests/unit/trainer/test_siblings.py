@@ -10,8 +10,8 @@ import pytest
 
 from meshrl.contract.stage_worker import StageResult
 from meshrl.contract.types import LeasedRow, RowWrite, Task, Uid
-from meshrl.trainer import siblings
-from meshrl.trainer.siblings import Siblings
+from meshrl.trainer.algorithms import siblings
+from meshrl.trainer.algorithms.siblings import Siblings
 
 GROUP = 4
 

@@ -189,9 +189,9 @@ class AlgorithmConfig(Config):
     """From rewards to advantages."""
 
     name: str | None = None
-    """A module of `meshrl.trainer.algorithms`, or a dotted path: its settings become the defaults of this recipe."""
+    """A module of `meshrl.trainer.algorithms.recipes`, or a dotted path: its settings become the defaults of this recipe."""
     adv_estimator: str = "grpo"
-    """A module of `meshrl.trainer.advantages`, or a dotted path."""
+    """A module of `meshrl.trainer.algorithms.advantages`, or a dotted path."""
     norm_adv_by_std_in_grpo: bool = True
     gamma: float = 1.0
     lam: float = 1.0
@@ -223,7 +223,7 @@ class PolicyLossConfig(Config):
     """Which policy loss, and the knobs that only some losses read."""
 
     loss_mode: str = "vanilla"
-    """A module of `meshrl.trainer.losses` (verl's names), or a dotted path."""
+    """A module of `meshrl.trainer.algorithms.losses` (verl's names), or a dotted path."""
     clip_cov_ratio: float = 2e-4
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0

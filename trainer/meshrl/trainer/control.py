@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 from meshrl.contract.errors import UnavailableError, WaitTimeoutError
 from meshrl.contract.types import TrainerStatus
-from meshrl.trainer.board import Board
-from meshrl.trainer.intake import Intake
+from meshrl.trainer.batch_source import Intake
+from meshrl.trainer.status import Board
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.trainer.sequence import SequenceGroup
+from meshrl.trainer.model.sequence_parallel import SequenceGroup
 
 _Item = TypeVar("_Item", bound=np.generic)
 

@@ -20,21 +20,21 @@ from typing import cast
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.rows import trajectory
 from meshrl.contract.types import Batch, TrainerPhase, Version
-from meshrl.trainer.batch import Schedule
-from meshrl.trainer.board import Board
-from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.batch_source import Intake, Word
+from meshrl.trainer.checkpoint.async_checkpointer import Saves
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.control import Control
-from meshrl.trainer.evaluate import Evaluator
-from meshrl.trainer.evaluations import Evaluations
-from meshrl.trainer.export import export_policy
-from meshrl.trainer.intake import Intake, Word
+from meshrl.trainer.evaluation_schedule import Evaluations
+from meshrl.trainer.evaluator import Evaluator
+from meshrl.trainer.learner.experience import Schedule
+from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.metrics import MetricsLog
-from meshrl.trainer.one_reward import OneReward
-from meshrl.trainer.saving import Saves
-from meshrl.trainer.setting import Setting
-from meshrl.trainer.snapshot import take_snapshot
-from meshrl.trainer.step import Learner
+from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.reward_version_guard import OneReward
+from meshrl.trainer.settings import Setting
+from meshrl.trainer.status import Board
 
 
 class Trainer:

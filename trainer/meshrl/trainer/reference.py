@@ -26,9 +26,9 @@ from meshrl.contract.types import (
     Outcome,
     RowWrite,
 )
-from meshrl.trainer.model import Policy, load_hf
-from meshrl.trainer.packing import cut_alike, pack
-from meshrl.trainer.siblings import Siblings
+from meshrl.trainer.algorithms.siblings import Siblings
+from meshrl.trainer.model.packing import cut_alike, pack
+from meshrl.trainer.model.policy import Policy, load_hf
 
 
 class ReferenceModel:

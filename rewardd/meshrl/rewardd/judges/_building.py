@@ -13,7 +13,7 @@ from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judges._composite import CompositeJudge, Part, StartableJudge
 
 JUDGES = "meshrl.rewardd.judges"
-ELSEWHERE: Mapping[str, str] = {"model": "meshrl.trainer.reward_model"}
+ELSEWHERE: Mapping[str, str] = {"model": "meshrl.trainer.model.reward_model"}
 """Kinds that other rooms have, found by name: this one knows no torch."""
 
 

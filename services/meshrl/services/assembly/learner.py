@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from meshrl.services.config.recipe import Recipe, algorithm_needs
-from meshrl.trainer.critic import build_critic
+from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model import build_policy, load_hf
-from meshrl.trainer.needs import rollout_is_old
-from meshrl.trainer.optim import Optimizers
-from meshrl.trainer.policy_gradient import PolicyGradient
-from meshrl.trainer.reward_learner import RewardLearner
-from meshrl.trainer.setting import Setting
-from meshrl.trainer.step import Learner
-from meshrl.trainer.value_learner import ValueLearner
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.learner.reward_learner import RewardLearner
+from meshrl.trainer.learner.value_learner import ValueLearner
+from meshrl.trainer.model.critic import build_critic
+from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.settings import Setting
 
 
 def build_learner(recipe: Recipe, setting: Setting, world: World) -> Learner:

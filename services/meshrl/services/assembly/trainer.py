@@ -40,16 +40,16 @@ from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane
 from meshrl.services.wires.reward import JudgeWire
 from meshrl.services.wires.space import Shortage
-from meshrl.trainer.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
-from meshrl.trainer.evaluate import Evaluator
+from meshrl.trainer.evaluator import Evaluator
+from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
-from meshrl.trainer.one_reward import OneReward
-from meshrl.trainer.resume import resume
-from meshrl.trainer.setting import Setting
-from meshrl.trainer.step import Learner
+from meshrl.trainer.reward_version_guard import OneReward
+from meshrl.trainer.settings import Setting
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from meshrl.rollout.plugin_options import read_options
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.recipe import Recipe, algorithm_needs
 from meshrl.services.weights.config import CARRIERS
-from meshrl.trainer import needs as algorithm_rules
+from meshrl.trainer.algorithms import needs as algorithm_rules
 
 Problem = tuple[Loc, str]
 PROGRAMS = "meshrl.rollout.programs"
@@ -135,7 +135,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         (("queue", "store"), "meshrl.transferqueue.stores"),
         (("queue", "sampler"), "meshrl.transferqueue.samplers"),
         (("weights", "carrier"), CARRIERS),
-        (("algorithm", "adv_estimator"), "meshrl.trainer.advantages"),
+        (("algorithm", "adv_estimator"), "meshrl.trainer.algorithms.advantages"),
     ):
         yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
     library = recipe.weights.nccl.library
@@ -146,7 +146,9 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
     for index, carrier in enumerate(recipe.weights.among):
         yield from _name(("weights", "among", index), CARRIERS, carrier)
     loss = recipe.actor.policy_loss.loss_mode
-    yield from _name(("actor", "policy_loss", "loss_mode"), "meshrl.trainer.losses", loss)
+    yield from _name(
+        ("actor", "policy_loss", "loss_mode"), "meshrl.trainer.algorithms.losses", loss
+    )
     if recipe.data.curriculum is not None:
         at_order: Loc = ("data", "curriculum")
         yield from _name(at_order, "meshrl.trainer.data.curricula", recipe.data.curriculum)

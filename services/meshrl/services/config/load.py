@@ -18,7 +18,7 @@ from meshrl.services.config.checks import cross_checks
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.services.config.recipe import Recipe
-from meshrl.trainer import bundles
+from meshrl.trainer.algorithms import named as bundles
 
 C = TypeVar("C", bound=Config)
 

@@ -21,6 +21,7 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
 from meshrl.services.config.tls import TlsConfig
 from meshrl.services.weights.config import WeightsConfig
+from meshrl.trainer.algorithms.needs import Needs, needs_of
 from meshrl.trainer.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -30,7 +31,6 @@ from meshrl.trainer.config import (
     ReferenceConfig,
     TrainerConfig,
 )
-from meshrl.trainer.needs import Needs, needs_of
 from meshrl.transferqueue.config import QueueConfig
 
 EVAL_SUFFIX = ".eval"

@@ -18,7 +18,7 @@ from meshrl.services.config import load_recipe
 if TYPE_CHECKING:
     from meshrl.contract.types import Ledger
     from meshrl.services.config.recipe import Recipe
-    from meshrl.trainer.sft import SftProgress
+    from meshrl.trainer.offline.sft import SftProgress
 
 RECIPE = Path("recipes/demo/recipe.yaml")
 

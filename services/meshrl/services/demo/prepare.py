@@ -16,7 +16,7 @@ from meshrl.services.demo.trace import Program, programs
 from meshrl.services.demo.warm_start import Stage, warm_start, write_rows
 
 if TYPE_CHECKING:
-    from meshrl.trainer.sft import SftProgress
+    from meshrl.trainer.offline.sft import SftProgress
 
 HELD_OUT = 256
 SFT_ROWS = 12_800

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from meshrl.services.demo.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
-    from meshrl.trainer.sft import SftProgress
+    from meshrl.trainer.offline.sft import SftProgress
 
 Pair: TypeAlias = tuple[str, str]
 """A prompt and its response."""
@@ -55,9 +55,9 @@ def warm_start(
         tokenizer: As for `write_tiny_model`.
     """
     # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.
-    from meshrl.trainer import sft
     from meshrl.trainer.config import ModelConfig, OptimConfig
-    from meshrl.trainer.offline_config import SftConfig
+    from meshrl.trainer.offline import sft
+    from meshrl.trainer.offline.config import SftConfig
 
     model = directory / "model"
     if (model / "config.json").exists():

@@ -15,7 +15,7 @@ from meshrl.services.weights.wire import digest, wrong_tensors
 if TYPE_CHECKING:
     import torch
 
-    from meshrl.trainer.base_model import BaseModel
+    from meshrl.trainer.model.base_model import BaseModel
 
 
 class Merger:
@@ -57,7 +57,9 @@ class Merger:
         return whole
 
     def _checked(self, adapter: Adapter) -> BaseModel:
-        from meshrl.trainer.base_model import BaseModel  # torch, which not every fleet needs here
+        from meshrl.trainer.model.base_model import (
+            BaseModel,  # torch, which not every fleet needs here
+        )
 
         if self._path is None:
             raise UserError("a LoRA adapter arrived, and this process was given no model.path")
@@ -76,7 +78,7 @@ def _weight(
     base: BaseModel, spec: TensorSpec, adapter: Adapter, parts: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """float32, as the trainer has it before the cast."""
-    from meshrl.trainer.lora import merged
+    from meshrl.trainer.model.lora import merged
 
     weight = base.tensor(spec.name).float()
     module, _, kind = spec.name.rpartition(".")

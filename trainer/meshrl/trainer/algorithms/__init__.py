@@ -1,1 +1,1 @@
-"""Algorithms by name, one file each: the settings that its paper describes. See `meshrl.trainer.bundles`."""
+"""The mathematics of each algorithm as pure functions of tensors; `recipes` holds the named ones."""

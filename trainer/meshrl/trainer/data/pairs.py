@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer.data.reading import Located, located_rows
-from meshrl.trainer.offline_config import PreferenceConfig
+from meshrl.trainer.data.files import Located, located_rows
+from meshrl.trainer.offline.config import PreferenceConfig
 
 Messages = list[dict[str, str]]
 

@@ -17,7 +17,7 @@ import numpy as np
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
-from meshrl.trainer.data.reading import Located, located_rows
+from meshrl.trainer.data.files import Located, located_rows
 
 
 class PromptTokenizer(Protocol):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from meshrl.contract import plugins
-from meshrl.trainer.advantages import gpg, grpo
-from meshrl.trainer.advantages._types import AdvantageBatch
+from meshrl.trainer.algorithms.advantages import gpg, grpo
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.parity.cases import Case
 from meshrl.trainer.parity.layout import Found, flat, optional_flat, padded, ragged_of
@@ -70,7 +70,7 @@ def _found(case: Case, advantages: Tensor, returns: Tensor | None = None) -> Fou
 
 def _by_name(name: str) -> Callable[[Case], Found]:
     def adapter(case: Case) -> Found:
-        compute = plugins.load("meshrl.trainer.advantages", name, "compute")
+        compute = plugins.load("meshrl.trainer.algorithms.advantages", name, "compute")
         result = compute(_batch(case), _config(case))
         return _found(case, result.advantages, result.returns)
 

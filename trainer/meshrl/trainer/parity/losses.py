@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from meshrl.contract import plugins
-from meshrl.trainer.losses import vanilla
-from meshrl.trainer.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses import vanilla
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.value_loss import value_loss
 from meshrl.trainer.parity.cases import Case
 from meshrl.trainer.parity.correction import refuse_no_weight
 from meshrl.trainer.parity.layout import (
@@ -23,8 +25,6 @@ from meshrl.trainer.parity.layout import (
     ragged_of,
 )
 from meshrl.trainer.parity.statistics import token_entropy
-from meshrl.trainer.ragged import Ragged
-from meshrl.trainer.value_loss import value_loss
 
 CORE = "verl.trainer.ppo.core_algos."
 LOSSES = (
@@ -59,7 +59,7 @@ def _found(case: Case, inputs: LossInputs, output: LossOutput) -> Found:
 
 def _by_name(name: str) -> Callable[[Case], Found]:
     def adapter(case: Case) -> Found:
-        compute = plugins.load("meshrl.trainer.losses", name, "compute")
+        compute = plugins.load("meshrl.trainer.algorithms.losses", name, "compute")
         ragged = ragged_of(case)
         config = actor_config(case)
         mode = case.kwargs.get("loss_agg_mode") or DEFAULT_MODES.get(name, "token-mean")

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from meshrl.trainer.advantages import gigpo, preference, prime, sppo
-from meshrl.trainer.advantages._types import AdvantageBatch
-from meshrl.trainer.advantages.grpo import group_relative
-from meshrl.trainer.aggregation import Aggregator
+from meshrl.trainer.algorithms.advantages import gigpo, preference, prime, sppo
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
+from meshrl.trainer.algorithms.advantages.grpo import group_relative
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.implicit_reward import cross_entropy, detached_dpo
+from meshrl.trainer.algorithms.losses import dpo, ipo
+from meshrl.trainer.algorithms.losses import sppo as sppo_loss
+from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.algorithms.ragged import Ragged, variance
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
-from meshrl.trainer.implicit_reward import cross_entropy, detached_dpo
-from meshrl.trainer.losses import dpo, ipo
-from meshrl.trainer.losses import sppo as sppo_loss
-from meshrl.trainer.losses._types import LossInputs
 from meshrl.trainer.parity.cases import Array, Case
 from meshrl.trainer.parity.layout import Found, flat, padded, ragged_of
 from meshrl.trainer.parity.statistics import token_logprobs
-from meshrl.trainer.ragged import Ragged, variance
 
 IGNORED = -100
 """Label of a token that is not scored."""

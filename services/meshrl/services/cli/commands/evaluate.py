@@ -60,7 +60,7 @@ def _as_model(recipe: Recipe, source: Path) -> Iterator[Path]:
     if (source / "config.json").is_file():
         yield source
         return
-    from meshrl.trainer.export import export_checkpoint
+    from meshrl.trainer.checkpoint.export import export_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as scratch:
         yield export_checkpoint(

@@ -57,7 +57,7 @@ def export(
     if target.exists() and not force:
         raise UserError(f"{target} is there already; choose another, or give --force")
     # Imported here: with it comes torch.
-    from meshrl.trainer.export import export_checkpoint
+    from meshrl.trainer.checkpoint.export import export_checkpoint
 
     made = export_checkpoint(
         source,

@@ -12,23 +12,23 @@ import click
 
 from meshrl.services.cli.options import json_option, recipe_argument
 from meshrl.services.config.load import Written
-from meshrl.trainer.offline_config import DpoConfig, RewardModelConfig
+from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 
 if TYPE_CHECKING:
-    from meshrl.trainer.offline import Progress
+    from meshrl.trainer.offline.loop import Progress
 
 
 @click.command()
 @recipe_argument
 @json_option
 def dpo(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Train a policy on prompt/chosen/rejected rows as RECIPE says (keys: meshrl.trainer.offline_config.DpoConfig).
+    """Train a policy on prompt/chosen/rejected rows as RECIPE says (keys: meshrl.trainer.offline.config.DpoConfig).
 
     The same command goes on from the newest checkpoint.
     """
     config = Written.read(recipe, overrides).as_config(DpoConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
-    from meshrl.trainer.dpo import run
+    from meshrl.trainer.offline.dpo import run
 
     _say_end(config.output_dir, run(config, _reporter(as_json)), as_json)
 
@@ -37,14 +37,14 @@ def dpo(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @recipe_argument
 @json_option
 def train_reward(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Train a reward model on such rows (keys: meshrl.trainer.offline_config.RewardModelConfig).
+    """Train a reward model on such rows (keys: meshrl.trainer.offline.config.RewardModelConfig).
 
     What it writes is scored with by `reward.judges: [{kind: model, options: {path: OUTPUT_DIR}}]`. The same command
     goes on from the newest checkpoint.
     """
     config = Written.read(recipe, overrides).as_config(RewardModelConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
-    from meshrl.trainer.reward_training import run
+    from meshrl.trainer.offline.reward_training import run
 
     _say_end(config.output_dir, run(config, _reporter(as_json)), as_json)
 

@@ -10,17 +10,17 @@ import click
 
 from meshrl.services.cli.options import json_option, recipe_argument
 from meshrl.services.config.load import Written
-from meshrl.trainer.offline_config import SftConfig
+from meshrl.trainer.offline.config import SftConfig
 
 
 @click.command()
 @recipe_argument
 @json_option
 def sft(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Fine-tune on prompt/response rows as RECIPE says (keys: see meshrl.trainer.offline_config.SftConfig)."""
+    """Fine-tune on prompt/response rows as RECIPE says (keys: see meshrl.trainer.offline.config.SftConfig)."""
     config = Written.read(recipe, overrides).as_config(SftConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
-    from meshrl.trainer.sft import SftProgress, run
+    from meshrl.trainer.offline.sft import SftProgress, run
 
     def report(progress: SftProgress) -> None:
         if as_json:

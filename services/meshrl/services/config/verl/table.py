@@ -100,7 +100,9 @@ def _data() -> Iterator[Rule]:
 def _algorithm() -> Iterator[Rule]:
     at = "algorithm"
     yield rule(
-        f"{at}.adv_estimator", to.name_in("meshrl.trainer.advantages", f"{at}.adv_estimator"), "gae"
+        f"{at}.adv_estimator",
+        to.name_in("meshrl.trainer.algorithms.advantages", f"{at}.adv_estimator"),
+        "gae",
     )
     for name in (
         "norm_adv_by_std_in_grpo",
@@ -168,7 +170,7 @@ def _actor() -> Iterator[Rule]:
     loss = "actor.policy_loss"
     yield rule(
         f"{ACTOR}.policy_loss.loss_mode",
-        to.name_in("meshrl.trainer.losses", f"{loss}.loss_mode"),
+        to.name_in("meshrl.trainer.algorithms.losses", f"{loss}.loss_mode"),
         "vanilla",
     )
     knobs = (

@@ -1,0 +1,126 @@
+"""What an advantage estimator reads and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.agent_steps import Steps
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import AlgorithmConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageBatch:
+    """A whole training batch, all groups; estimators see it before it is cut into mini-batches."""
+
+    ragged: Ragged
+    token_rewards: Tensor
+    """float32[N]: the reward, usually the outcome at the last trained token (`outcome_rewards`)."""
+    values: Tensor | None = None
+    """float32[N]: the critic's V_t."""
+    old_logprobs: Tensor | None = None
+    """float32[N]: under the policy that is about to be trained."""
+    reward_baselines: Tensor | None = None
+    """float32[B]: reward of the prompt's greedy response (ReMax)."""
+    sum_pi_squared: Tensor | None = None
+    """float32[N]: Σ_v π(v)² over the vocabulary."""
+    rollout_is_weights: Tensor | None = None
+    """float32[N]: see rollout_correction."""
+    reward_components: Mapping[str, Tensor] = field(default_factory=dict)
+    """float32[B] each, by name."""
+    group_sizes: Tensor | None = None
+    """int64[B]: rows that each row's group was asked for; a partial group has fewer in the batch."""
+    implicit_rewards: Tensor | None = None
+    """float32[N]: PRIME's β (log π_φ - log π_ref)."""
+    steps: Steps | None = None
+    """The steps of rows that are whole episodes (GiGPO)."""
+    trajectories: Tensor | None = None
+    """int64[B]: rows that are steps of the same episode, in order (GiGPO)."""
+    anchors: Tensor | None = None
+    """int64[B]: rows whose step starts from the same observation (GiGPO)."""
+    step_rewards: Tensor | None = None
+    """float32[B]: reward of each step (GiGPO); None takes the row's reward."""
+
+    @property
+    def scores(self) -> Tensor:
+        """s, float32[B]: each row's reward, summed over trained and masked tokens alike."""
+        return self.ragged.row_sum(self.token_rewards, masked=False)
+
+    def with_rewards(self, row_rewards: Tensor) -> AdvantageBatch:
+        """The same batch with other outcomes, float32[B]."""
+        return replace(self, token_rewards=outcome_rewards(self.ragged, row_rewards))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """What an estimator returns; both 0 at masked tokens."""
+
+    advantages: Tensor
+    """float32[N]"""
+    returns: Tensor
+    """float32[N]: what a critic learns; the advantages again where there is no critic."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Estimator(Protocol):
+    """A module of this package."""
+
+    NEEDS: tuple[str, ...]
+    """Fields of AdvantageBatch that must be given, besides the reward."""
+
+    def compute(self, batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
+        """Estimate."""
+        ...
+
+
+def outcome_rewards(ragged: Ragged, row_rewards: Tensor) -> Tensor:
+    """[B] to [N]: each row's reward at its last trained token, so that no estimator can miss it.
+
+    A row without trained tokens carries it at its last token; an empty row carries none.
+    """
+    where = torch.where(ragged.mask, ragged.positions, -1)
+    last = torch.full_like(ragged.lengths, -1).scatter_reduce(0, ragged.rows, where, "amax")
+    last = torch.where(last < 0, ragged.lengths - 1, last)
+    rewards = torch.zeros(ragged.num_tokens, dtype=torch.float32, device=ragged.mask.device)
+    present = ragged.lengths > 0
+    rewards[(ragged.offsets[:-1] + last)[present]] = row_rewards[present].float()
+    return rewards
+
+
+def broadcast(batch: AdvantageBatch, row_advantages: Tensor) -> Advantages:
+    """Outcome advantages [B] at every trained token."""
+    tokens = batch.ragged.to_tokens(row_advantages.float())
+    return Advantages(advantages=tokens, returns=tokens, metrics=group_metrics(batch))
+
+
+def group_metrics(batch: AdvantageBatch) -> dict[str, float]:
+    """Shares of rows that a group-relative estimator learns nothing from."""
+    ragged = batch.ragged
+    if not ragged.num_rows:
+        return {}
+    flat = ragged.group_std(batch.scores.double())[ragged.groups] == 0
+    metrics = {
+        "advantages/rows_alone": float(ragged.alone.float().mean()),
+        "advantages/rows_in_equal_groups": float((flat & ~ragged.alone).float().mean()),
+    }
+    if batch.group_sizes is not None:
+        partial = ragged.group_counts[ragged.groups] < batch.group_sizes
+        metrics["advantages/rows_in_partial_groups"] = float(partial.float().mean())
+    return metrics
+
+
+def need(value: Tensor | None, name: str, estimator: str) -> Tensor:
+    """`value`, if it was given.
+
+    Raises:
+        ConfigError: it was not.
+    """
+    if value is None:
+        raise ConfigError(f"algorithm.adv_estimator {estimator} needs {name}, the batch has none")
+    return value

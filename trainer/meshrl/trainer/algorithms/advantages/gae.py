@@ -1,0 +1,45 @@
+"""GAE: exponentially weighted temporal differences of a learned value function.
+
+Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16:
+
+    δ_t = r_t + γ V_{t+1} - V_t
+    A_t = δ_t + γ λ A_{t+1}
+    R_t = A_t + V_t                       what the critic learns
+    advantages = whiten(A)                over the trained tokens of the whole batch
+
+t counts trained tokens: a tool's tokens are skipped, so a value is compared with the next sampled token's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, need
+from meshrl.trainer.algorithms.ragged import Ragged, whiten
+from meshrl.trainer.config import AlgorithmConfig
+
+NEEDS = ("values",)
+
+
+def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
+    """Whitened advantages and the critic's returns.
+
+    Raises:
+        ConfigError: no values.
+    """
+    ragged = batch.ragged
+    values = need(batch.values, "values", "gae")
+    lam = torch.full((ragged.num_rows,), config.lam, device=values.device)
+    A = gae(ragged, batch.token_rewards, values, gamma=config.gamma, lam=lam)
+    returns = torch.where(ragged.mask, A + values, 0.0)
+    return Advantages(advantages=whiten(ragged, A), returns=returns)
+
+
+def gae(ragged: Ragged, r: Tensor, V: Tensor, *, gamma: float, lam: Tensor) -> Tensor:
+    """A [N] from rewards and values [N] and one λ per row [B]; 0 at masked tokens."""
+    steps = ragged.valid_only()
+    r, V = r[ragged.mask].double(), V[ragged.mask].double()
+    delta = r + gamma * steps.next_in_row(V) - V
+    A = steps.discounted_suffix_sum(delta, gamma * lam.double()[steps.rows])
+    return ragged.from_valid(A.float())

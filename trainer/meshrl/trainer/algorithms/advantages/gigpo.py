@@ -1,0 +1,103 @@
+"""GiGPO: an agent's step is judged against its episode's group and against steps from the same state.
+
+Feng et al. 2025, https://arxiv.org/abs/2505.10978, eqs. 3, 5-8:
+
+    A^E = s_i - mean over the episodes of the prompt                         (eq. 3)
+    R_t = r_t + γ R_{t+1}                                                    return of a step in its episode (eq. 5)
+    A^S = R_t - mean over the steps of the prompt with the same observation  (eq. 7)
+    A   = A^E + ω A^S                                                        (eq. 8)
+
+A row of this mesh is an episode: its steps are runs of sampled tokens, an observation is what stands before a run
+(`steps.py`), each token has its step's A. In the layout of verl-agent, one row per step (`trajectories`, `anchors`),
+the mean of eq. 3 runs over step rows, so that a longer episode weighs more. `gigpo.mode: mean_std_norm` divides both
+by the unbiased standard deviation. A step whose observation nobody shares has A^S = 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshrl.trainer.algorithms.advantages._types import (
+    AdvantageBatch,
+    Advantages,
+    broadcast,
+    group_metrics,
+    need,
+)
+from meshrl.trainer.algorithms.advantages.grpo import EPSILON, group_relative
+from meshrl.trainer.algorithms.agent_steps import Steps
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import AlgorithmConfig
+
+NEEDS = ("steps",)
+
+
+def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
+    """Advantages of whole steps.
+
+    Raises:
+        ConfigError: neither steps nor the numbers of episodes and observations.
+    """
+    if batch.steps is not None:
+        return _of_episodes(batch, batch.steps, config)
+    ragged = batch.ragged
+    episodes = need(batch.trajectories, "trajectories", "gigpo")
+    anchors = need(batch.anchors, "anchors", "gigpo")
+    rewards = batch.scores if batch.step_rewards is None else batch.step_rewards
+    R = step_returns(rewards, episodes, gamma=config.gamma)
+    divide = config.gigpo.mode == "mean_std_norm"
+    A_episode = group_relative(
+        ragged, batch.scores, divide_by_std=divide, conventions=config.conventions
+    )
+    A_step = step_relative(ragged, R, anchors, divide_by_std=divide)
+    return broadcast(batch, A_episode + config.gigpo.step_advantage_w * A_step)
+
+
+def _of_episodes(batch: AdvantageBatch, steps: Steps, config: AlgorithmConfig) -> Advantages:
+    """Rows are episodes of `steps`, S in all."""
+    ragged, divide = batch.ragged, config.gigpo.mode == "mean_std_norm"
+    counts = torch.bincount(steps.rows, minlength=ragged.num_rows)
+    ones = torch.ones(len(steps.rows), dtype=torch.bool)
+    layout = Ragged.from_lengths(counts, ones)
+    sampled = steps.of_token >= 0
+    r = torch.zeros(len(steps.rows), dtype=torch.float64)
+    r = r.index_add(0, steps.of_token[sampled], batch.token_rewards[sampled].double())
+    R = layout.discounted_suffix_sum(r, torch.full_like(r, config.gamma))
+    of_prompt = Ragged.from_lengths(torch.ones_like(steps.rows), ones, ragged.groups[steps.rows])
+    A_step = step_relative(of_prompt, R, steps.anchors, divide_by_std=divide)
+    A_episode = group_relative(
+        ragged, batch.scores, divide_by_std=divide, conventions=config.conventions
+    )
+    tokens = ragged.to_tokens(A_episode.double())
+    tokens = tokens + config.gigpo.step_advantage_w * A_step[steps.of_token.clamp(min=0)]
+    found = torch.where(ragged.mask, tokens, 0.0).float()
+    shared = _shared(of_prompt, steps)
+    metrics = {**group_metrics(batch), "advantages/steps_with_shared_observation": shared}
+    return Advantages(advantages=found, returns=found, metrics=metrics)
+
+
+def _shared(of_prompt: Ragged, steps: Steps) -> float:
+    """The share of steps whose observation another step of their prompt has too."""
+    pairs = torch.stack([of_prompt.groups, steps.anchors], dim=1)
+    _, states, counts = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
+    return float((counts[states] > 1).float().mean()) if len(states) else 0.0
+
+
+def step_returns(r: Tensor, episodes: Tensor, *, gamma: float) -> Tensor:
+    """R [B] from r [B]; the rows of an episode are its steps in order, others may lie between."""
+    order = episodes.argsort(stable=True)
+    lengths = torch.unique_consecutive(episodes[order], return_counts=True)[1]
+    steps = Ragged.from_lengths(lengths, torch.ones_like(episodes, dtype=torch.bool))
+    R = steps.discounted_suffix_sum(r[order].double(), torch.full_like(r, gamma).double())
+    return torch.empty_like(r).index_copy(0, order, R.to(r.dtype))
+
+
+def step_relative(ragged: Ragged, R: Tensor, anchors: Tensor, *, divide_by_std: bool) -> Tensor:
+    """A^S [B] from R [B]: relative to the rows of the same prompt and the same observation."""
+    pairs = torch.stack([ragged.groups, anchors.to(ragged.groups)], dim=1)
+    states = torch.unique(pairs, dim=0, return_inverse=True)[1]
+    same_state = Ragged(offsets=ragged.offsets, mask=ragged.mask, groups=states)
+    R = R.double()
+    centred = R - same_state.group_mean(R)[states]
+    return centred / (same_state.group_std(R)[states] + EPSILON) if divide_by_std else centred

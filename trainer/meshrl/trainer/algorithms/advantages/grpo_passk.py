@@ -1,0 +1,51 @@
+"""Pass@k GRPO: only the best response of a group is paid, by its lead over the second best.
+
+Tang et al. 2025, https://arxiv.org/abs/2503.19595:
+
+    A_best = (s_best - s_second) / (std_g(s) + ε),   every other A = 0
+
+A tie for the best leaves no lead. `norm_adv_by_std_in_grpo: false` drops the division.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.advantages.grpo import EPSILON
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import AlgorithmConfig
+
+NEEDS: tuple[str, ...] = ()
+
+
+def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
+    """Advantages of whole responses.
+
+    Raises:
+        ConfigError: a group of one row under verl's conventions; otherwise that row gets 0.
+    """
+    ragged = batch.ragged
+    if config.conventions == "verl" and bool(ragged.alone.any()):
+        group = int(ragged.groups[ragged.alone][0])
+        raise ConfigError(f"grpo_passk needs two rows per group, group {group} has one")
+    return broadcast(
+        batch, lead(ragged, batch.scores, divide_by_std=config.norm_adv_by_std_in_grpo)
+    )
+
+
+def lead(ragged: Ragged, s: Tensor, *, divide_by_std: bool) -> Tensor:
+    """A [B] from s [B]."""
+    s = s.double()
+    g = ragged.groups
+    lowest = s.new_full((ragged.num_groups,), -torch.inf)
+    best = lowest.scatter_reduce(0, g, s, "amax")[g]
+    row_numbers = torch.arange(ragged.num_rows, device=s.device)
+    candidates = torch.where(s == best, row_numbers, ragged.num_rows)
+    none_yet = torch.full((ragged.num_groups,), ragged.num_rows, device=s.device)
+    winner = none_yet.scatter_reduce(0, g, candidates, "amin")[g] == row_numbers
+    second = lowest.scatter_reduce(0, g, torch.where(winner, -torch.inf, s), "amax")[g]
+    A = torch.where(winner & ~ragged.alone, s - second, 0.0)
+    return A / (ragged.group_std(s)[g] + EPSILON) if divide_by_std else A

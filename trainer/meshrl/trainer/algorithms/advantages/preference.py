@@ -1,0 +1,48 @@
+"""Preferences from rewards: the best response of a group is chosen, the worst rejected.
+
+Online DPO (Guo et al. 2024, https://arxiv.org/abs/2402.04792) and SPIN-style self-play (Chen et al. 2024,
+https://arxiv.org/abs/2401.01335) with a scalar reward as the annotator:
+
+    +1 at the tokens of argmax_g s,   -1 at those of argmin_g s,   0 elsewhere
+
+Trained with `policy_loss.loss_mode: dpo` or `ipo`. A group whose rewards are all equal has no preference; under
+verl's conventions its first row is chosen and its second rejected.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import AlgorithmConfig
+
+NEEDS: tuple[str, ...] = ()
+
+
+def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
+    """Signs of whole responses."""
+    signs = choose(batch.ragged, batch.scores, ties=config.conventions == "verl")
+    return broadcast(batch, signs)
+
+
+def choose(ragged: Ragged, s: Tensor, *, ties: bool) -> Tensor:
+    """+1 for the chosen, -1 for the rejected row of each group [B]; first row first among equals."""
+    g = ragged.groups
+    lowest = s.new_full((ragged.num_groups,), -torch.inf)
+    best = lowest.scatter_reduce(0, g, s, "amax")[g]
+    worst = (-lowest).scatter_reduce(0, g, s, "amin")[g]
+    chosen = _first(ragged, s == best)
+    rejected = _first(ragged, (s == worst) & ~chosen)
+    signs = chosen.double() - rejected.double()
+    silent = ragged.alone if ties else ragged.alone | (best == worst)
+    return torch.where(silent, 0.0, signs)
+
+
+def _first(ragged: Ragged, rows: Tensor) -> Tensor:
+    """bool[B]: the first of `rows` bool[B] in each group."""
+    numbers = torch.arange(ragged.num_rows, device=rows.device)
+    candidates = torch.where(rows, numbers, ragged.num_rows)
+    none_yet = torch.full((ragged.num_groups,), ragged.num_rows, device=rows.device)
+    return none_yet.scatter_reduce(0, ragged.groups, candidates, "amin")[ragged.groups] == numbers

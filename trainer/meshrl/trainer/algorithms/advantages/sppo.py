@@ -1,0 +1,38 @@
+"""SPPO: the advantage of a response is its distance from the soft mean of its group.
+
+Wu et al. 2024, https://arxiv.org/abs/2405.00675; the reward stands in for the win rate:
+
+    A_i = s_i - 1/b log mean_g exp(b s)        b = `sppo_beta`; b = 0 is the mean
+
+Trained with `policy_loss.loss_mode: sppo`. verl's recipe takes the soft mean over the whole batch, mixing prompts of
+different difficulty; `conventions: verl` does so too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import AlgorithmConfig
+
+NEEDS: tuple[str, ...] = ()
+
+
+def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
+    """Advantages of whole responses."""
+    whole = config.conventions == "verl"
+    g = torch.zeros_like(batch.ragged.groups) if whole else batch.ragged.groups
+    groups = Ragged(offsets=batch.ragged.offsets, mask=batch.ragged.mask, groups=g)
+    s = batch.scores.double()
+    return broadcast(batch, s - soft_mean(groups, s, config.sppo_beta)[g])
+
+
+def soft_mean(groups: Ragged, s: Tensor, b: float) -> Tensor:
+    """1/b log mean exp(b s), [B] to [G]."""
+    if b == 0:
+        return groups.group_mean(s)
+    g = groups.groups
+    top = s.new_full((groups.num_groups,), -torch.inf).scatter_reduce(0, g, s, "amax")
+    return top + groups.group_mean(((s - top[g]) * b).exp()).log() / b

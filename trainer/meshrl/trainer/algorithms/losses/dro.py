@@ -1,0 +1,40 @@
+"""DRO: direct reward optimisation, a policy gradient with a quadratic leash.
+
+Richemond et al. 2024, https://arxiv.org/abs/2405.19107:
+
+    l = -(A log π_θ - β/2 (log π_θ - log π_old)²)
+
+β is `policy_loss.dro_beta`, which has no default.
+"""
+
+from __future__ import annotations
+
+from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import (
+    LossInputs,
+    LossOutput,
+    log_ratio,
+    mean_metrics,
+    weighted,
+)
+from meshrl.trainer.config import ActorConfig
+
+NEEDS: tuple[str, ...] = ()
+
+
+def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
+    """Policy loss.
+
+    Raises:
+        ConfigError: no β.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None:
+        raise ConfigError("loss_mode dro needs actor.policy_loss.dro_beta, a positive number")
+    d = log_ratio(inputs, clamp=False)
+    loss = -(inputs.logprobs * inputs.advantages - beta / 2 * d.square())
+    return LossOutput(
+        loss=aggregate(weighted(loss, inputs.rollout_is_weights), inputs.ragged),
+        metrics=mean_metrics(inputs.ragged, ppo_kl=-d),
+    )

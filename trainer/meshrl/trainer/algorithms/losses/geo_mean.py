@@ -1,0 +1,52 @@
+"""GMPO: the geometric mean of a row's token ratios, clipped token by token in log space.
+
+Zhao et al. 2025, https://arxiv.org/abs/2507.20673. With sgn the sign of A_t:
+
+    k_t  = sgn · min(sgn d_t, sgn clip(d_t, -ε_low, ε_high))        d = log π_θ - log π_old
+    l_i  = -mean_t(A) · exp(mean_t(k))                               one value per row
+
+The mean over rows leaves out rows without trained tokens and is the same for every split of the batch; under verl's
+conventions it is the plain mean over the micro-batch's rows, empty ones included. `loss_agg_mode` is not read.
+ε_low and ε_high bound the log-ratio; the paper uses 0.4.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import (
+    LossInputs,
+    LossOutput,
+    clip_range,
+    log_ratio,
+    mean_metrics,
+)
+from meshrl.trainer.config import ActorConfig
+
+NEEDS: tuple[str, ...] = ()
+
+
+def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
+    """Policy loss of whole rows; importance weights enter as their geometric mean over the row."""
+    ragged, A = inputs.ragged, inputs.advantages
+    eps_low, eps_high = clip_range(config)
+    d = log_ratio(inputs, clamp=False)
+    d_clipped = d.clamp(-eps_low, eps_high)
+    sgn = A.sign()
+    k = sgn * torch.minimum(sgn * d, sgn * d_clipped)
+    loss = -ragged.row_mean(A) * ragged.row_mean(k).exp()
+    if inputs.rollout_is_weights is not None:
+        loss = loss * ragged.row_mean((inputs.rollout_is_weights + 1e-10).log()).exp()
+
+    clipped = d != d_clipped
+    verl = config.conventions == "verl"
+    return LossOutput(
+        loss=loss.mean() if verl else aggregate.over_rows(loss, ragged),
+        metrics=mean_metrics(
+            ragged,
+            pg_clipfrac=clipped & (A > 0),
+            ppo_kl=-d,
+            pg_clipfrac_lower=clipped & (A < 0),
+        ),
+    )

@@ -1,0 +1,50 @@
+"""GSPO: the importance ratio of a whole sequence, length-normalised.
+
+Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eqs. 7, 13-14 (GSPO-token):
+
+    s_i   = exp( 1/L_i Σ_t log π_θ/π_old )
+    s_i,t = sg[s_i] · π_θ / sg[π_θ]
+    l = max(-A s, -A clip(s, 1 - ε_low, 1 + ε_high))
+
+ε is of the order of 3e-4, because s averages over a row. The paper averages rows: `loss_agg_mode:
+seq-mean-token-mean`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import (
+    LossInputs,
+    LossOutput,
+    clip_range,
+    log_ratio,
+    mean_metrics,
+    weighted,
+)
+from meshrl.trainer.config import ActorConfig
+
+NEEDS: tuple[str, ...] = ()
+LOG_RATIO_MAX = 10.0
+
+
+def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
+    """Clipped policy loss with sequence ratios."""
+    ragged, A = inputs.ragged, inputs.advantages
+    eps_low, eps_high = clip_range(config)
+    d = log_ratio(inputs, clamp=False)
+    log_s_row = ragged.row_sum(d.detach()) / ragged.valid_lengths.clamp(min=1)
+    log_s = inputs.logprobs - inputs.logprobs.detach() + log_s_row[ragged.rows]
+    s = log_s.clamp(max=LOG_RATIO_MAX).exp()
+
+    plain = -A * s
+    clipped = -A * s.clamp(1 - eps_low, 1 + eps_high)
+    loss = torch.maximum(plain, clipped)
+    never = torch.zeros_like(plain)
+    return LossOutput(
+        loss=aggregate(weighted(loss, inputs.rollout_is_weights), ragged),
+        metrics=mean_metrics(
+            ragged, pg_clipfrac=clipped > plain, ppo_kl=-d, pg_clipfrac_lower=never
+        ),
+    )

@@ -1,0 +1,34 @@
+"""IPO: DPO with a squared loss, which does not push a certain preference without end.
+
+Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. With the margin h of `_pairs` (summed log-probs):
+
+    l = (h - 1/(2 β))²
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._pairs import compute_with
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.config import ActorConfig
+
+NEEDS = ("ref_logprobs",)
+WHOLE_GROUPS = True
+"""The rows of a group must be in one micro-batch."""
+
+
+def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
+    """Preference loss; see `_pairs` for what is raised."""
+    p = config.policy_loss
+
+    def of_margin(h: Tensor) -> Tensor:
+        return pair_loss(h, beta=p.dpo_beta)
+
+    return compute_with(of_margin, inputs, p, aggregate, "ipo")
+
+
+def pair_loss(h: Tensor, *, beta: float) -> Tensor:
+    """L of margins h, any shape."""
+    return (h - 1 / (2 * beta)).square()

@@ -1,0 +1,32 @@
+"""SPPO: regress a row's log-ratio on its advantage.
+
+Wu et al. 2024, https://arxiv.org/abs/2405.00675:
+
+    l_i = ( Σ_t log π_θ - Σ_t log π_old - η A_i )²,      mean over rows
+
+A_i comes from `adv_estimator: sppo`; η is `policy_loss.sppo_eta`. `loss_agg_mode` is not read.
+"""
+
+from __future__ import annotations
+
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import (
+    LossInputs,
+    LossOutput,
+    log_ratio,
+    mean_metrics,
+)
+from meshrl.trainer.config import ActorConfig
+
+NEEDS: tuple[str, ...] = ()
+
+
+def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
+    """Squared error of whole rows."""
+    ragged = inputs.ragged
+    d = log_ratio(inputs, clamp=False)
+    A = ragged.row_mean(inputs.advantages)
+    loss = (ragged.row_sum(d) - config.policy_loss.sppo_eta * A).square()
+    return LossOutput(
+        loss=aggregate.over_rows(loss, ragged), metrics=mean_metrics(ragged, ppo_kl=-d)
+    )

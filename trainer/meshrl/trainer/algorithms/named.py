@@ -1,0 +1,57 @@
+"""A recipe's `algorithm.name`: what that algorithm's file says becomes the default of every key it names.
+
+    recipe as written ──▶ merged over DEFAULTS of `meshrl.trainer.algorithms.recipes.<name>` ──▶ recipe
+
+Whatever is written down wins, so an algorithm is changed by a key, not by a copy. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+from meshrl.contract.plugins import load
+
+ALGORITHMS = "meshrl.trainer.algorithms.recipes"
+Tree: TypeAlias = Mapping[str, Any]
+"""Sections of a recipe, as YAML gives them."""
+Place: TypeAlias = tuple[str, ...]
+
+
+def name_of(tree: Tree) -> str | None:
+    """`algorithm.name` of a recipe, where one is written down."""
+    section = tree.get("algorithm")
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """What algorithm `name` sets, by section.
+
+    Raises:
+        ConfigError: no such algorithm.
+    """
+    found: dict[str, Any] = copy.deepcopy(load(ALGORITHMS, name, "DEFAULTS"))
+    return found
+
+
+def merged(tree: Tree, under: Tree) -> dict[str, Any]:
+    """`tree` with the keys of `under` that it lacks; neither is changed."""
+    result = copy.deepcopy(dict(tree))
+    for key, value in under.items():
+        mine = result.get(key)
+        if isinstance(value, Mapping) and (isinstance(mine, Mapping) or mine is None):
+            result[key] = merged(mine or {}, value)
+        elif key not in result:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def places(tree: Tree, at: Place = ()) -> Iterator[Place]:
+    """Every key that holds a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from places(value, (*at, key))
+        else:
+            yield (*at, key)

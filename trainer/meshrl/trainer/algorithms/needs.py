@@ -1,0 +1,143 @@
+"""What an algorithm asks of the mesh, decided once from its configuration. Imports no torch.
+
+The columns that services write, the models that the trainer trains beside the policy, the passes that it makes before
+an update: recipe, queue and trainer all ask here, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshrl.contract import plugins
+from meshrl.contract.errors import ConfigError
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig
+
+ADVANTAGES = "meshrl.trainer.algorithms.advantages"
+LOSSES = "meshrl.trainer.algorithms.losses"
+PROVIDED = frozenset(
+    {
+        *("old_logprobs", "sum_pi_squared", "reward_components", "group_sizes"),
+        *("values", "implicit_rewards", "reward_baselines", "steps"),
+    }
+)
+"""Fields of AdvantageBatch that this mesh can fill, besides the reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What one algorithm needs."""
+
+    reference: bool
+    """`ref_logprobs` of every row: a reference service."""
+    critic: bool
+    """Values: a value model beside the policy."""
+    implicit_reward: bool
+    """Process rewards: PRIME's reward model beside the policy."""
+    greedy: bool
+    """One more row per group, sampled greedily; it is not trained, its reward is the group's baseline."""
+    steps: bool
+    """Where the steps of a row begin, and from which observation."""
+    old_logprobs: bool
+    """Log-probs before the update, for more than the loss."""
+    sum_pi_squared: bool
+    """Σ_v π(v)² of every token before the update."""
+    whole_groups: bool
+    """The loss compares rows of a group, which must then share a micro-batch."""
+
+    @property
+    def extra_rows(self) -> int:
+        """Rows that a group has beside the `rollout.n` that are trained."""
+        return int(self.greedy)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What must be fetched of each row beside what every algorithm needs."""
+        return ("ref_logprobs",) if self.reference else ()
+
+
+def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
+    """Read the `NEEDS` of the estimator and of the loss, and the switches beside them."""
+    estimator = estimator_needs(algorithm)
+    loss = loss_name(algorithm, actor)
+    reads = set(plugins.constant(LOSSES, loss, "NEEDS", ()))
+    if actor.policy_loss.dpo_reference_free:
+        reads.discard("ref_logprobs")
+    implicit = "implicit_rewards" in estimator
+    return Needs(
+        reference=(
+            algorithm.use_kl_in_reward or actor.use_kl_loss or implicit or "ref_logprobs" in reads
+        ),
+        critic="values" in estimator,
+        implicit_reward=implicit,
+        greedy="reward_baselines" in estimator,
+        steps="steps" in estimator,
+        old_logprobs=(
+            algorithm.use_kl_in_reward
+            or corrects(algorithm)
+            or algorithm.use_pf_ppo
+            or "old_logprobs" in estimator
+        ),
+        sum_pi_squared="sum_pi_squared" in estimator,
+        whole_groups=bool(plugins.constant(LOSSES, loss, "WHOLE_GROUPS", False)),
+    )
+
+
+def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """The fields of AdvantageBatch that the estimator reads."""
+    return tuple(plugins.constant(ADVANTAGES, algorithm.adv_estimator, "NEEDS", ()))
+
+
+def loss_name(algorithm: AlgorithmConfig, actor: ActorConfig) -> str:
+    """The loss that is computed: bypass mode has one of its own."""
+    bypass = algorithm.rollout_correction.bypass_mode
+    return "bypass_mode" if bypass else actor.policy_loss.loss_mode
+
+
+def corrects(algorithm: AlgorithmConfig) -> bool:
+    """Is anything weighed or rejected before the loss? Bypass mode and an interpolated anchor do it inside."""
+    found = algorithm.rollout_correction
+    if found.bypass_mode:
+        return False
+    weighs = found.rollout_is is not None and found.proximal == "recompute"
+    return weighs or found.rollout_rs is not None or found.second_moment_threshold is not None
+
+
+def rollout_is_old(algorithm: AlgorithmConfig, actor: ActorConfig, *, on_policy: bool) -> bool:
+    """Do the rollout's log-probs stand for the old policy's?
+
+    `on_policy`: `queue.max_staleness` is 0.
+
+    Raises:
+        ConfigError: they shall, and a correction shall compare the two: it would see no difference.
+    """
+    correction = algorithm.rollout_correction
+    if correction.proximal == "interpolate" and (corrects(algorithm) or correction.bypass_mode):
+        raise ConfigError(
+            "algorithm.rollout_correction.proximal: interpolate corrects by itself; leave bypass_mode, rollout_rs and"
+            " second_moment_threshold out"
+        )
+    if correction.bypass_mode or correction.proximal == "interpolate":
+        return True
+    if actor.recompute_old_log_probs is False and corrects(algorithm):
+        raise ConfigError(
+            "actor.recompute_old_log_probs is false, so algorithm.rollout_correction would compare the rollout's"
+            " log-probs with themselves; leave it null, or set algorithm.rollout_correction.bypass_mode"
+        )
+    if actor.recompute_old_log_probs is None:
+        return not (on_policy or corrects(algorithm))
+    return not actor.recompute_old_log_probs
+
+
+def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
+    """Refuse what no part of the mesh can provide.
+
+    Raises:
+        ConfigError: an estimator with a need that nobody fills.
+    """
+    missing = [need for need in estimator_needs(algorithm) if need not in PROVIDED]
+    if missing:
+        raise ConfigError(
+            f"algorithm.adv_estimator {algorithm.adv_estimator} needs {', '.join(missing)}, which no service"
+            f" provides (there are: the reward, {', '.join(sorted(PROVIDED))})"
+        )
+    rollout_is_old(algorithm, actor, on_policy=False)

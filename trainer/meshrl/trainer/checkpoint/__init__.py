@@ -1,0 +1,1 @@
+"""Checkpoints: writing, reading, resuming from and exporting them."""

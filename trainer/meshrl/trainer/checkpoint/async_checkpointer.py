@@ -1,0 +1,112 @@
+"""Checkpoints beside training: the weights are copied, then written while the next steps are made.
+
+    loop ──begin──▶ freeze (compute thread) ──▶ write (a thread and a gloo group of its own) ──▶ commit to the queue
+                                                  durable: fsync, rename                         on rank 0
+
+consumes: states to save, on every rank alike. waits for: the write before it; other ranks' writers, in their own
+collectives. unblocked by: the disk; a rank that dies ends its peers' collectives with an error. produces: durable
+checkpoints, each followed by the commit that releases its rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import torch
+
+from meshrl.contract.ports import Queue
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
+from meshrl.trainer.compute import Compute
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.settings import Setting
+
+Result = TypeVar("Result")
+
+
+class Saves:
+    """Writes one checkpoint at a time. Belongs to one event loop."""
+
+    def __init__(
+        self, setting: Setting, learner: Learner, compute: Compute, queue: Queue, *, step: int
+    ) -> None:
+        """Prepare.
+
+        Args:
+            setting: Where checkpoints go, and how many stay.
+            learner: What is saved.
+            compute: The thread that computes: copies are made on it.
+            queue: Hears of a durable checkpoint, from rank 0.
+            step: Of the checkpoint that this run resumed from; 0 for none.
+        """
+        self._setting = setting
+        self._learner = learner
+        self._compute = compute
+        self._queue = queue
+        self._begun = step or -1
+        self._writer = Compute(torch.device("cpu"))
+        self._world: World | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def begin(self, state: TrainerState) -> None:
+        """Copy what `state` describes and start to write it; waits for the write before it.
+
+        Does nothing when this step is saved already. Raises what the write before it raised.
+        """
+        if state.step == self._begun:
+            return
+        await self.done()
+        learner = self._learner
+        state = checkpoint.describe(state, learner.policy, learner.beside)
+        tensors = await self._compute.run(
+            lambda: checkpoint.freeze(learner.policy, learner.optimizers, learner.beside)
+        )
+        if self._world is None:
+            self._world = await self._compute.run(learner.world.with_own_group)
+        self._begun = state.step
+        self._running = asyncio.create_task(self._write(tensors, state, self._world))
+        self._running.add_done_callback(self._ended)
+
+    async def done(self) -> None:
+        """Return when nothing is being written any more; raises what the write raised."""
+        if self._running is not None:
+            await asyncio.shield(self._running)
+
+    async def beside(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`; a write that fails meanwhile ends it at once, and is what is raised."""
+        task = asyncio.create_task(work)
+        try:
+            waited: set[asyncio.Future[Any]] = {task, self._failed}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._failed.result()
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Wait for the writer, whatever becomes of it; idempotent."""
+        if self._running is not None:
+            await asyncio.gather(self._running, return_exceptions=True)
+        if self._failed.done():
+            self._failed.exception()  # whoever closes has another error to tell
+        self._writer.close()
+
+    async def _write(self, tensors: Tensors, state: TrainerState, world: World) -> None:
+        config = self._setting.trainer
+        keep = Keep(newest=config.max_ckpt_to_keep, every=config.keep_ckpt_every)
+        root = self._setting.checkpoints
+        await self._writer.run(lambda: checkpoint.write(root, tensors, state, world, keep=keep))
+        if world.is_main:
+            await self._queue.commit(self._setting.run, epoch=state.epoch, step=state.step)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._failed.done():
+            self._failed.set_exception(error)

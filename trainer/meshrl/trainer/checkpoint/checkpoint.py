@@ -1,0 +1,389 @@
+"""Checkpoints that are there whole or not at all: torch DCP tensors and a state.json, renamed into place.
+
+    .writing-…/            tensors/ (DCP: models, optimizers), state.json (hash of every file), all fsynced
+    step-00000040-epoch-0001/   the same, after one rename
+
+A kill at any moment leaves the last good one; leftovers are ignored and swept. Directories are ordered by Version,
+epoch first: what a trainer that resumed at step 10 has written is newer than its predecessor's step 20.
+
+There is no scheduler and no RNG state in a checkpoint: the learning rate is a pure function of the step, and the
+draws of a step are seeded by (seed, step, rank). `saving.py` writes beside training what `freeze` has copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.contract.files import sync
+from meshrl.contract.types import Json, Version
+from meshrl.trainer.checkpoint.dcp_reading import SafePlanner, SafeReader
+from meshrl.trainer.checkpoint.dcp_writing import PlainWriter
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.optimizer import Optimizers, Trained
+from meshrl.trainer.model.policy import Policy
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
+_WRITING = ".writing-"
+_REMOVING = ".removing-"
+
+Tensors: TypeAlias = dict[str, Any]
+"""What DCP calls a state dict: models and optimizers by name, nested."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay when a newer one is durable."""
+
+    newest: int
+    """How many of the newest."""
+    every: int | None = None
+    """Beside those, all whose step is a multiple of this."""
+
+    def drops(self, versions: list[Version]) -> list[Version]:
+        """What goes, of `versions`, newest first."""
+        old = versions[self.newest :]
+        return [v for v in old if self.every is None or v.step % self.every]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What a run remembers beside its tensors."""
+
+    run: str
+    step: int
+    """Optimizer steps done: the policy is Version(epoch, step). Also the position in the queue's ledger: rows settled
+    at steps before it are in these weights."""
+    epoch: int
+    seed: int
+    world_size: int
+    kl_coef: float
+    """The KL controller's coefficient."""
+    rows_trained: int = 0
+    tokens_trained: int = 0
+    beside: tuple[str, ...] = ()
+    """Names of the models that were trained beside the policy; `describe` writes it."""
+    adapter: dict[str, Json] | None = None
+    """The policy's LoRA settings: then the checkpoint holds adapters only. `describe` writes it."""
+
+
+def save(
+    root: Path,
+    policy: Policy,
+    optimizers: Optimizers,
+    state: TrainerState,
+    world: World,
+    *,
+    keep: int,
+    beside: Mapping[str, Trained] | None = None,
+) -> Path:
+    """Write one checkpoint; durable on return. Every rank calls this.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        policy: The model.
+        optimizers: Its optimizer.
+        state: Everything that is no tensor.
+        world: The ranks.
+        keep: How many checkpoints remain; older ones are removed afterwards.
+        beside: Models that are trained beside the policy, such as the critic, by name.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CapacityError: the disk is full; the checkpoints before this one are as they were.
+        InfraError: it cannot be written for another reason.
+    """
+    state = describe(state, policy, beside)
+    tensors = _tensors(policy, optimizers, beside or {})
+    return write(root, tensors, state, world, keep=Keep(newest=keep))
+
+
+def describe(
+    state: TrainerState, policy: Policy, beside: Mapping[str, Trained] | None = None
+) -> TrainerState:
+    """`state`, and what models the tensors beside it belong to."""
+    return dataclasses.replace(state, beside=tuple(sorted(beside or {})), adapter=policy.adapter)
+
+
+def freeze(
+    policy: Policy, optimizers: Optimizers, beside: Mapping[str, Trained] | None = None
+) -> Tensors:
+    """A copy of what a checkpoint holds, on the CPU: training may go on while `write` reads it.
+
+    Costs memory for one more model and optimizer on each rank (its shards of them). Every rank calls this.
+    """
+    frozen: Tensors = _copied(_tensors(policy, optimizers, beside or {}))
+    return frozen
+
+
+def write(root: Path, tensors: Tensors, state: TrainerState, world: World, *, keep: Keep) -> Path:
+    """Write tensors and state as one checkpoint; durable on return. Every rank calls this.
+
+    Args:
+        root: Directory of the run's checkpoints.
+        tensors: What `freeze` gave.
+        state: Everything that is no tensor.
+        world: The ranks; off the thread that computes, with a group of its own (`World.with_own_group`).
+        keep: Which checkpoints stay.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CapacityError: the disk is full; the checkpoints before this one are as they were.
+        InfraError: it cannot be written for another reason: a rank is gone, another trainer swept it.
+    """
+    try:
+        return _write(root, tensors, state, world, keep)
+    except CheckpointException as error:  # DCP's, of one rank or several
+        first = next(cause for cause, _ in error.failures.values())
+        raise _failed(root, state, first) from error
+    except OSError as error:
+        raise _failed(root, state, error) from error
+
+
+def _failed(root: Path, state: TrainerState, error: BaseException) -> Exception:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(
+            f"no space left in {root} for the checkpoint of step {state.step}; free some and start again"
+        )
+    return InfraError(f"cannot write the checkpoint of step {state.step} in {root}: {error}")
+
+
+def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep: Keep) -> Path:
+    final = root / f"step-{state.step:08d}-epoch-{state.epoch:04d}"
+    writing = root / f"{_WRITING}{final.name}"
+    if world.is_main:
+        root.mkdir(parents=True, exist_ok=True)
+        sweep(root)
+        writing.mkdir()
+    world.barrier()
+    state_dict_saver.save(
+        tensors,
+        storage_writer=PlainWriter(writing / "tensors"),
+        process_group=world.group,
+    )
+    if world.is_main:
+        facts = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
+        (writing / "state.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
+        for path in (writing / "state.json", *(p for p in writing.rglob("*"))):
+            sync(path)
+        sync(writing)
+        if final.exists():  # the same Version: the same weights, already durable
+            shutil.rmtree(writing)
+        else:
+            writing.rename(final)
+            sync(root)
+        _prune(root, keep)
+    world.barrier()
+    return final
+
+
+def _prune(root: Path, keep: Keep) -> None:
+    """Out of sight by one rename, then removed: a kill in between leaves nothing that looks like a checkpoint."""
+    paths = dict(found(root))
+    for version in keep.drops(list(paths)):
+        doomed = root / f"{_REMOVING}{paths[version].name}"
+        paths[version].rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def load(
+    path: Path,
+    policy: Policy,
+    optimizers: Optimizers | None = None,
+    *,
+    beside: Mapping[str, Trained] | None = None,
+) -> TrainerState:
+    """Fill the model (and optimizer) from a checkpoint; any world size reads what any other wrote.
+
+    Args:
+        path: The checkpoint.
+        policy: The model to fill.
+        optimizers: Its optimizer; None leaves that out.
+        beside: The other models to fill, by name; what else the checkpoint has is left out.
+
+    Raises:
+        CorruptError: the directory is not what was written.
+        UserError: it has no such other model, or another adapter.
+    """
+    state, beside = read_state(path), beside or {}
+    missing = sorted(set(beside) - set(state.beside))
+    if missing:
+        raise UserError(
+            f"checkpoint {path} was written without a {missing[0]}, and the recipe's algorithm trains one:"
+            " start a run with another name"
+        )
+    _check_adapter(path, state.adapter, policy.adapter)
+    tensors = _tensors(policy, optimizers, beside)
+    reader = SafeReader(path / "tensors")
+    reader.read_metadata()  # DCP reads it too, and drops what is raised
+    state_dict_loader.load(tensors, storage_reader=reader, planner=SafePlanner())
+    _fill(policy, tensors["model"])
+    if optimizers is not None:
+        set_optimizer_state_dict(policy, optimizers.parts, tensors["optimizer"])
+    for name, other in beside.items():
+        _fill(other.model, tensors[name]["model"])
+        set_optimizer_state_dict(other.model, other.optimizers.parts, tensors[name]["optimizer"])
+    return state
+
+
+def peek(path: Path) -> TrainerState:
+    """The state of a checkpoint as it says itself: nothing is compared with it.
+
+    Raises:
+        CorruptError: it cannot be read.
+    """
+    return _facts(path)[0]
+
+
+def read_state(path: Path) -> TrainerState:
+    """The state of a checkpoint, after every file's hash was compared.
+
+    Raises:
+        CorruptError: a file is missing or differs.
+    """
+    state, expected = _facts(path)
+    present = _fingerprints(path)
+    for name, digest in expected.items():
+        if present.get(name) != digest:
+            what = "differs from" if name in present else "is missing beside"
+            raise CorruptError(f"checkpoint {path}: {name} {what} what state.json says")
+    return state
+
+
+def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
+    try:
+        facts = json.loads((path / "state.json").read_text())
+        stored = facts["state"]
+        state = TrainerState(**{**stored, "beside": tuple(stored.get("beside", ()))})
+        files: dict[str, str] = facts["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"checkpoint {path}: unreadable state.json ({error})") from error
+    return state, files
+
+
+def newest(root: Path) -> tuple[Path, TrainerState] | None:
+    """The newest good checkpoint; damaged ones are named in the log and passed over."""
+    for _, path in found(root):
+        try:
+            return path, read_state(path)
+        except CorruptError as error:
+            log.warning("%s; trying the one before", error)
+    return None
+
+
+def found(root: Path) -> Iterator[tuple[Version, Path]]:
+    """Complete checkpoints, newest first."""
+    names = ((_NAME.fullmatch(p.name), p) for p in root.iterdir()) if root.is_dir() else ()
+    versions = [(Version(int(m[2]), int(m[1])), p) for m, p in names if m]
+    yield from sorted(versions, reverse=True)
+
+
+def sweep(root: Path) -> None:
+    """Remove what killed writers left. A writer that still lives can then put nothing in place."""
+    for prefix in (_WRITING, _REMOVING):
+        for path in root.glob(f"{prefix}*"):
+            shutil.rmtree(path)
+
+
+def _tensors(
+    policy: Policy, optimizers: Optimizers | None, beside: Mapping[str, Trained]
+) -> Tensors:
+    tensors: Tensors = {"model": _trained_state(policy)}
+    if optimizers is not None:
+        tensors["optimizer"] = get_optimizer_state_dict(policy, optimizers.parts)
+    for name, other in beside.items():
+        tensors[name] = {
+            "model": _trained_state(other.model),
+            "optimizer": get_optimizer_state_dict(other.model, other.optimizers.parts),
+        }
+    return tensors
+
+
+def _trained_state(model: nn.Module) -> Tensors:
+    """What training changes: frozen parameters are where the run started from."""
+    state: Tensors = get_model_state_dict(model)
+    # Not DCP's `ignore_frozen_params`: it leaves a tied tensor in under its second name.
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return state if _is_whole(model) else {n: v for n, v in state.items() if n in trained}
+
+
+def _fill(model: nn.Module, state: Tensors) -> None:
+    set_model_state_dict(model, state, options=StateDictOptions(strict=_is_whole(model)))
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _check_adapter(
+    path: Path, stored: dict[str, Json] | None, trained: dict[str, Json] | None
+) -> None:
+    if stored == trained:
+        return
+    if _named(stored) == _named(trained):
+        raise UserError(
+            f"checkpoint {path} holds an adapter of another base model: its weights have the fingerprint"
+            f" {(stored or {})['base']}, those of model.path {(trained or {})['base']};"
+            " give the model that the run started from"
+        )
+    raise UserError(
+        f"checkpoint {path} holds {_named(stored)}, and the recipe trains {_named(trained)}:"
+        " keep model.lora_rank, lora_alpha and target_modules, or start a run with another name"
+    )
+
+
+def _named(adapter: dict[str, Json] | None) -> str:
+    if adapter is None:
+        return "all weights"
+    settings = ", ".join(f"{k} {v}" for k, v in sorted(adapter.items()) if k != "base")
+    return f"a LoRA adapter ({settings})"
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        own = value.detach()
+        return own.clone() if own.device.type == "cpu" else own.cpu()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def _fingerprints(path: Path) -> dict[str, str]:
+    """Relative file name to xxh3-128 of its bytes; state.json, which holds them, is left out."""
+    digests = {}
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != "state.json"):
+        digest = xxhash.xxh3_128()
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+        digests[str(file.relative_to(path))] = digest.hexdigest()
+    return digests

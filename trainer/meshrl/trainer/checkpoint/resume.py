@@ -1,0 +1,85 @@
+"""Taking a run over: a new epoch, the newest good checkpoint, the queue set back to where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.ports import Queue
+from meshrl.contract.types import Json
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.compute import Compute
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.settings import Setting
+
+log = logging.getLogger(__name__)
+
+
+async def resume(
+    setting: Setting, queue: Queue, learner: Learner, compute: Compute
+) -> TrainerState:
+    """Every rank calls this; afterwards all stand at the same step, and older trainers are fenced.
+
+    Raises:
+        UserError: the checkpoints do not go with the queue's history.
+    """
+    world = learner.world
+    opening = await _acquire(setting, queue) if world.is_main else {}
+    opening = json.loads(await compute.run(lambda: world.broadcast(json.dumps(opening).encode())))
+    state = TrainerState(
+        run=setting.run,
+        step=0,
+        epoch=0,
+        seed=setting.seed,
+        world_size=world.size,
+        kl_coef=learner.kl_coef,
+    )
+    if opening["checkpoint"] is not None:
+        path = Path(opening["checkpoint"])
+        state = await compute.run(
+            lambda: checkpoint.load(path, learner.policy, learner.optimizers, beside=learner.beside)
+        )
+        learner.kl_coef = state.kl_coef
+        log.info("run %s: resumed at step %d from %s", setting.run, state.step, path)
+    state = dataclasses.replace(state, epoch=opening["epoch"], world_size=world.size)
+    if world.is_main:
+        # A predecessor may have died between its checkpoint and the commit.
+        await queue.commit(setting.run, epoch=state.epoch, step=state.step)
+        again = await queue.rewind(setting.run, epoch=state.epoch, step=state.step)
+        if again:
+            log.info("run %s: %d rows settled after step %d return", setting.run, again, state.step)
+    return state
+
+
+async def _acquire(setting: Setting, queue: Queue) -> dict[str, Json]:
+    """A new epoch, and the checkpoint to start from.
+
+    Raises:
+        UserError: the queue has released rows that the newest checkpoint was not trained on.
+    """
+    run = setting.run
+    held = await queue.run_state(run)
+    root = setting.checkpoints
+    good = checkpoint.newest(root) if setting.trainer.resume_mode == "auto" else None
+    if good and good[1].run != run:
+        raise UserError(
+            f"{good[0]} belongs to run {good[1].run!r}, not {run!r}: give each run a directory of its own"
+        )
+    step = good[1].step if good else 0
+    if step < held.committed_step:
+        used = f"{good[0]} is of step {step}" if good else f"no checkpoint in {root} is used"
+        raise UserError(
+            f"run {run!r} has committed step {held.committed_step} to the queue, but {used}: "
+            "restore the checkpoint, or start a run with another name"
+        )
+    state = await queue.acquire(run, setting.owner)
+    # A predecessor that is fenced now may still be writing: without its directory it can put nothing in place.
+    # What it finished between our look and this is newer than what we saw.
+    checkpoint.sweep(root)
+    if good and next(checkpoint.found(root))[1] != good[0]:
+        good = checkpoint.newest(root)
+    return {"epoch": state.epoch, "checkpoint": str(good[0]) if good else None}

@@ -1,0 +1,196 @@
+"""Dynamic sampling: which groups of a take are worth a step, and taking others for those that are not.
+
+    take ──▶ judge each group by a metric ──┬─ all equal, or its mean out of bounds ──▶ filter(reason)
+      ▲                                     └─ kept ──▶ enough? ──yes──▶ the batch of the step
+      └──────────── the rest, under a batch id of its own ◀───no──┘
+
+DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 11) drops groups without a gradient; PRIME (Cui et al.
+2025, https://arxiv.org/abs/2502.01456) also those that are too hard or too easy. Groups leave whole. A trainer that
+dies here has settled nothing: what it kept comes back, what it filtered has left for its reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import column_text
+from meshrl.contract.types import Batch, BatchRow, Columns, Json
+from meshrl.trainer.config import FilterGroupsConfig
+from meshrl.trainer.learner.experience import is_baseline
+
+log = logging.getLogger(__name__)
+
+EQUAL, TOO_LOW, TOO_HIGH, SPARE = "equal_rewards", "too_hard", "too_easy", "oversampled"
+"""Reasons in the ledger."""
+
+
+class Sieve:
+    """Puts together the batch of one step after the other; belongs to rank 0."""
+
+    def __init__(
+        self, queue: Queue, run: str, config: FilterGroupsConfig, *, groups: int, extra_rows: int
+    ) -> None:
+        """A sieve for batches of `groups` groups, whose last `extra_rows` rows are no samples."""
+        self._queue = queue
+        self._run = run
+        self._config = config
+        self._groups = groups
+        self._extra_rows = extra_rows
+        self._at: tuple[int, int] | None = None
+        self._parts: list[Batch] = []
+        """What was kept of each take of this step."""
+        self._dropped: Counter[str] = Counter()
+        self._values: list[float] = []
+        """The metric of every row that was judged for this step."""
+
+    def begin(self, epoch: int, step: int) -> None:
+        """The step to collect for; going on with the same one changes nothing."""
+        if self._at != (epoch, step):
+            self._at = (epoch, step)
+            self._parts = []
+            self._dropped = Counter()
+            self._values = []
+
+    @property
+    def batch_id(self) -> str:
+        """Of the next take: one of its own each, so that each can be asked for again."""
+        assert self._at is not None
+        refill = f".{len(self._parts)}" if self._parts else ""
+        return f"{self._run}/{self._at[0]}.{self._at[1]}{refill}"
+
+    @property
+    def wanted(self) -> int:
+        """Groups to take next."""
+        first = self._config.enable and not self._parts
+        missing = self._groups - self._kept
+        return math.ceil(missing * self._config.oversample) if first else missing
+
+    @property
+    def batch(self) -> Batch:
+        """What was kept so far."""
+        assert self._at is not None
+        rows = tuple(row for part in self._parts for row in part.rows)
+        first = f"{self._run}/{self._at[0]}.{self._at[1]}"
+        return Batch.of_rows(rows, batch_id=first, run=self._run, step=self._at[1])
+
+    @property
+    def facts(self) -> dict[str, Json]:
+        """Metrics of the last batch; none where nothing is judged."""
+        if not self._config.enable:
+            return {}
+        dropped = {f"sampling/dropped_{reason}": n for reason, n in self._dropped.items()}
+        kept = self._kept
+        return {
+            "sampling/takes": len(self._parts),
+            "sampling/groups_kept": kept,
+            "sampling/metric_mean": sum(self._values) / max(1, len(self._values)),
+            "sampling/kept_share": kept / max(1, kept + sum(self._dropped.values())),
+            **dropped,
+        }
+
+    async def add(self, taken: Batch) -> bool:
+        """Judge what was taken; True when the step has its batch.
+
+        Raises:
+            UserError: not one group was kept in as many takes as are allowed.
+        """
+        if not self._config.enable:
+            self._parts.append(taken)
+            return True
+        self._parts.append(await self._judged(taken))
+        limit = self._config.max_num_gen_batches
+        if self._kept >= self._groups:
+            return True
+        if not limit or len(self._parts) < limit:
+            return False
+        if not self._kept:
+            raise UserError(
+                f"run {self._run}: {limit} takes for step {taken.step} and no group worth a step"
+                f" ({dict(self._dropped)}): the prompts are all too easy or too hard, or the reward is constant;"
+                " see algorithm.filter_groups"
+            )
+        log.warning(
+            "run %s: step %d is made from %d of %d groups: %d takes are the limit",
+            *(self._run, taken.step, self._kept, self._groups, limit),
+        )
+        return True
+
+    async def settle(self, batch: Batch, epoch: int) -> None:
+        """Tell the queue that every part of `batch` is in the weights."""
+        for part in self._parts:
+            await self._queue.settle(
+                batch.run, epoch=epoch, step=batch.step, batch_id=part.batch_id
+            )
+
+    @property
+    def _kept(self) -> int:
+        return sum(len({row.group for row in part.rows}) for part in self._parts)
+
+    async def _judged(self, taken: Batch) -> Batch:
+        """What is kept of `taken`; the rest has left the queue."""
+        columns = await self._queue.fetch(
+            self._run, [row.uid for row in taken.rows], ("reward", "reward_components")
+        )
+        kept: list[BatchRow] = []
+        left: dict[str, list[BatchRow]] = {}
+        room = self._groups - self._kept
+        pairs = zip(taken.rows, columns, strict=True)
+        for _, members in itertools.groupby(pairs, key=lambda pair: pair[0].group):
+            group = list(members)
+            rows = [row for row, _ in group]
+            reason = self._verdict(group) or (SPARE if room == 0 else "")
+            if reason:
+                left.setdefault(reason, []).extend(rows)
+                self._dropped[reason] += 1
+            else:
+                kept.extend(rows)
+                room -= 1
+        for reason, rows in left.items():
+            await self._queue.filter(
+                self._run,
+                epoch=self._epoch,
+                uids=[row.uid for row in rows],
+                reason=reason,
+            )
+        return Batch.of_rows(kept, batch_id=taken.batch_id, run=taken.run, step=taken.step)
+
+    @property
+    def _epoch(self) -> int:
+        assert self._at is not None
+        return self._at[0]
+
+    def _verdict(self, group: Sequence[tuple[BatchRow, Columns]]) -> str:
+        """Why the group goes, or nothing."""
+        values = [
+            self._value(row, columns)
+            for row, columns in group
+            if not is_baseline(row, self._extra_rows)
+        ]
+        self._values.extend(values)
+        if len(values) > 1 and min(values) == max(values):
+            return EQUAL
+        mean = sum(values) / len(values) if values else 0.0
+        if self._config.low is not None and mean < self._config.low:
+            return TOO_LOW
+        if self._config.high is not None and mean > self._config.high:
+            return TOO_HIGH
+        return ""
+
+    def _value(self, row: BatchRow, columns: Columns) -> float:
+        name = self._config.metric
+        if name == "reward":
+            return float(columns["reward"][0])
+        components = json.loads(column_text(columns["reward_components"]))
+        if name not in components:
+            known = ", ".join(sorted(components)) or "none"
+            raise UserError(
+                f"algorithm.filter_groups.metric: row {row.uid} has no reward component {name!r} (it has: {known})"
+            )
+        return float(components[name])

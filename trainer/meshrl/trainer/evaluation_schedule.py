@@ -1,0 +1,100 @@
+"""When evaluations happen: at most one at a time, beside training or, for on-policy runs, in its way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from meshrl.contract.ports import Publisher
+from meshrl.contract.types import Version
+from meshrl.trainer.evaluator import Evaluator
+from meshrl.trainer.metrics import MetricsLog
+from meshrl.trainer.settings import Setting
+from meshrl.trainer.status import Board
+
+log = logging.getLogger(__name__)
+
+
+class Evaluations:
+    """Owns the evaluation that runs.
+
+    consumes: versions. waits for: the fleet to commit the version. produces: `val/…` metrics.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        publisher: Publisher,
+        setting: Setting,
+        metrics: MetricsLog | None,
+        board: Board,
+    ) -> None:
+        self._evaluator = evaluator
+        self._publisher = publisher
+        self._setting = setting
+        self._metrics = metrics
+        self._board = board
+        self._draining = False
+        self._running: asyncio.Task[None] | None = None
+        self._last: Version | None = None
+
+    async def open(self) -> None:
+        """Declare the eval run and take it over."""
+        await self._evaluator.open()
+
+    async def consider(self, version: Version) -> None:
+        """Evaluate `version` if its step is due; raises what an evaluation that ended raised."""
+        if self._running and self._running.done():
+            await self._end_of(self._running)
+        config = self._setting.trainer
+        due = (
+            config.val_before_train
+            if version.step == 0
+            else config.test_freq > 0 and version.step % config.test_freq == 0
+        )
+        if not due or version == self._last or self._draining:
+            return
+        # The first one is of the model as it came: versions trained meanwhile must not answer it.
+        if self._setting.blocking_evaluation or version.step == 0:
+            await self.finish(version)
+        elif self._running and not self._running.done():
+            log.warning("evaluation of %s left out: that of %s still runs", version, self._last)
+        else:
+            self._start(version)
+
+    async def finish(self, version: Version) -> None:
+        """Wait for the evaluation that runs, then for that of `version` unless it was the same."""
+        if self._running:
+            await self._end_of(self._running)
+        if version != self._last and not self._draining:
+            await self._end_of(self._start(version))
+
+    def drain(self) -> None:
+        """Give up what runs: engines may be draining too. Its rows leave with the next evaluation."""
+        self._draining = True
+        if self._running:
+            self._running.cancel()
+
+    @staticmethod
+    async def _end_of(running: asyncio.Task[None]) -> None:
+        await asyncio.wait({running})
+        if not running.cancelled():
+            running.result()
+
+    def _start(self, version: Version) -> asyncio.Task[None]:
+        self._last = version
+        self._running = asyncio.create_task(self._evaluate(version), name=f"evaluate-{version}")
+        return self._running
+
+    async def _evaluate(self, version: Version) -> None:
+        await self._publisher.drained()
+        found = await self._evaluator.evaluate(version)
+        self._board.evaluated(found.score)
+        if self._metrics:
+            self._metrics.write(version.step, found.metrics())
+
+    async def close(self) -> None:
+        """Cancel what runs; idempotent."""
+        if self._running and not self._running.done():
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)

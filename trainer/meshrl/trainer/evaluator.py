@@ -1,0 +1,199 @@
+"""Evaluation: held-out tasks go through the same mesh as a run of their own, `<run>.eval`.
+
+    Evaluator ──admit──▶ queue ──▶ rollout ──▶ reward ──▶ queue ──take──▶ Evaluator ──settle, commit──▶ ledger
+
+The eval run is not gated: it neither waits for versions nor counts in the training run's admission, and its ledger
+balances like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshrl.contract.errors import WaitTimeoutError
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import trajectory
+from meshrl.contract.types import (
+    Batch,
+    RunSpec,
+    Task,
+    Trajectory,
+    Version,
+)
+from meshrl.trainer.learner.batch_metrics import component_means
+
+log = logging.getLogger(__name__)
+
+COLUMNS = (
+    *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text"),
+    *("reward", "reward_components"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What one evaluation found."""
+
+    version: Version
+    """The newest version that the fleet had when the tasks were admitted."""
+    tasks: int
+    lost_tasks: int
+    """Tasks without a score because of infrastructure faults; they count in no mean."""
+    score: float
+    """Mean reward of the scored rows."""
+    length: float
+    """Mean response length in tokens."""
+    components: Mapping[str, float]
+    """Mean of each reward component over the rows that have it."""
+    seconds: float
+    sample: str
+    """The first task's first answer."""
+
+    def metrics(self) -> dict[str, float | str]:
+        """As written to metrics.jsonl."""
+        return {
+            "val/score/mean": self.score,
+            "val/response_length": self.length,
+            **{f"val/component/{name}": mean for name, mean in self.components.items()},
+            "val/tasks": self.tasks,
+            "val/lost_tasks": self.lost_tasks,
+            "val/seconds": self.seconds,
+            "val/version": str(self.version),
+            "val/sample": self.sample,
+            "time/unix_s": time.time(),
+        }
+
+
+class Evaluator:
+    """Runs evaluations one after the other; `open` comes first."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        spec: RunSpec,
+        tasks: Sequence[Task],
+        *,
+        owner: str,
+        take_wait_s: float = 30.0,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            queue: Where rows come from.
+            spec: The eval run: `<run>.eval`, not gated.
+            tasks: Held-out prompts, of any run and id; sampling is theirs.
+            owner: Who acquires the eval run.
+            take_wait_s: Length of one wait for rows.
+        """
+        self.run = spec.run
+        self._spec = spec
+        self._queue = queue
+        self._tasks = tuple(tasks)
+        self._owner = owner
+        self._take_wait_s = take_wait_s
+        self._epoch = 0
+        self._step = 0
+
+    async def open(self) -> None:
+        """Declare the eval run and take it over; rows of a killed predecessor's evaluation leave with the next one.
+
+        Raises:
+            ConflictError: the queue holds this eval run from before with another spec.
+        """
+        await self._queue.open_run(self._spec)
+        state = await self._queue.acquire(self.run, self._owner)
+        self._epoch, self._step = state.epoch, state.committed_step
+        await self._queue.rewind(self.run, epoch=self._epoch, step=self._step)
+
+    async def evaluate(self, version: Version) -> Evaluation:
+        """Send every task through the mesh once and wait for the scores.
+
+        Raises:
+            FencedError: another trainer took the eval run over.
+        """
+        begin = time.monotonic()
+        # The epoch is part of the id: after a resume at the same step this is another evaluation, not the same
+        # rows once more (which the queue would rightly count as admitted before).
+        tasks = [
+            dataclasses.replace(task, run=self.run, task_id=f"{version}-{index}")
+            for index, task in enumerate(self._tasks)
+        ]
+        await self._admit(tasks)
+        rows, lost = await self._collect({task.task_id for task in tasks})
+        scores = [row.reward for row in rows if row.reward is not None]
+        lengths = [len(row.tokens) - row.prompt_length for row in rows]
+        first = min(
+            rows,
+            key=lambda row: (int(row.uid.task.rpartition("-")[2]), row.uid.index),
+            default=None,
+        )
+        return Evaluation(
+            version=version,
+            tasks=len(tasks),
+            lost_tasks=lost,
+            score=sum(scores) / len(scores) if scores else math.nan,
+            length=sum(lengths) / len(lengths) if lengths else math.nan,
+            components=component_means([row.reward_components for row in rows]),
+            seconds=time.monotonic() - begin,
+            sample=first.response_text if first else "",
+        )
+
+    async def _admit(self, tasks: Sequence[Task]) -> None:
+        done = 0
+        while done < len(tasks):
+            try:
+                done += await self._queue.admit(
+                    self.run,
+                    tasks[done:],
+                    cursor=tasks[-1].task_id,
+                    wait_s=self._take_wait_s,
+                )
+            except WaitTimeoutError:
+                await self._tell()
+
+    async def _collect(self, wanted: set[str]) -> tuple[list[Trajectory], int]:
+        """Rows of the wanted tasks, and how many tasks were given up by the mesh."""
+        missing = set(wanted)
+        rows: list[Trajectory] = []
+        lost = 0
+        while missing:
+            batch_id = f"{self.run}/{self._epoch}.{self._step}"
+            try:
+                batch = await self._queue.take(
+                    self.run,
+                    epoch=self._epoch,
+                    step=self._step,
+                    groups=len(missing),
+                    batch_id=batch_id,
+                    wait_s=self._take_wait_s,
+                )
+            except WaitTimeoutError:
+                dead = {letter.uid.task for letter in await self._queue.dead_letters(self.run)}
+                lost += len(missing & dead)
+                missing -= dead
+                await self._tell()
+                continue
+            rows.extend(await self._read(batch, missing))
+            missing -= {row.group for row in batch.rows}
+            await self._queue.settle(
+                self.run, epoch=self._epoch, step=self._step, batch_id=batch_id
+            )
+            self._step += 1
+            await self._queue.commit(self.run, epoch=self._epoch, step=self._step)
+        return rows, lost
+
+    async def _read(self, batch: Batch, wanted: set[str]) -> list[Trajectory]:
+        """The wanted rows of a batch; those of a predecessor's evaluation are settled unread."""
+        uids = [row.uid for row in batch.rows if row.group in wanted]
+        columns = await self._queue.fetch(self.run, uids, COLUMNS)
+        return [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
+
+    async def _tell(self) -> None:
+        waiting = await self._queue.why_waiting(self.run)
+        what = "; ".join(f"{one.who}: {one.what} ({', '.join(one.owners)})" for one in waiting[:3])
+        log.info("evaluation waits: %s", what or "the queue names nothing that blocks")

@@ -1,0 +1,80 @@
+"""Metrics of a batch that any algorithm has: rewards, lengths, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from meshrl.contract.types import Json
+from meshrl.trainer.algorithms.mismatch import mismatch_by, mismatch_metrics
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.learner.experience import Experience
+
+BY_LABEL = ("kl", "k3_kl", "chi2_token")
+"""The mismatch metrics that are reported per policy version and per engine replica."""
+
+
+def experience_facts(experience: Experience) -> dict[str, Json]:
+    """Rewards and their components, response lengths, staleness as histogram, mean, 95th percentile and maximum."""
+    rewards, lengths = experience.rewards, experience.ragged.lengths.float()
+    staleness = experience.staleness
+    steps, rows = torch.unique(staleness, return_counts=True)
+    facts: dict[str, Json] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(unbiased=False)),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/sampled_share": float(experience.ragged.mask.float().mean())
+        if experience.ragged.num_tokens
+        else 0.0,
+        "staleness/mean": float(staleness.float().mean()),
+        "staleness/p95": float(staleness.float().quantile(0.95)),
+        "staleness/max": int(staleness.max()),
+        "staleness/histogram": dict(zip(map(str, steps.tolist()), rows.tolist(), strict=True)),
+    }
+    means = component_means(experience.components)
+    return facts | {f"reward_component/{name}": mean for name, mean in means.items()}
+
+
+def component_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each reward component over the rows that have it, by name."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def mismatch_facts(
+    ragged: Ragged,
+    trainer: torch.Tensor,
+    rollout: torch.Tensor,
+    versions: torch.Tensor,
+    replicas: Sequence[str],
+) -> dict[str, float]:
+    """How far the trainer's log-probs float32[N] are from the rollout's on the same tokens.
+
+    `mismatch_metrics`, and the mean and largest absolute difference; `mismatch/version_<step>/…` the main ones of the
+    tokens that each policy step sampled (`versions` int64[N]), where there are several; `mismatch/replica_<name>/…`
+    of the rows of each engine (`replicas`, B names; "" is nobody's). Empty when no token was sampled.
+    """
+    if not bool(ragged.mask.any()):
+        return {}
+    gap = (trainer - rollout)[ragged.mask].abs()
+    facts = {
+        **mismatch_metrics(ragged, trainer, rollout),
+        "logprob_abs_mean": float(gap.mean()),
+        "logprob_abs_max": float(gap.max()),
+    }
+    names = sorted(set(replicas))
+    places = torch.tensor([names.index(name) for name in replicas])[ragged.rows]
+    by_version = mismatch_by(ragged, trainer, rollout, versions)
+    by_replica = mismatch_by(ragged, trainer, rollout, places)
+    parts = {f"version_{at}": by_version[at] for at in by_version if len(by_version) > 1}
+    parts |= {f"replica_{names[at]}": by_replica[at] for at in by_replica if names[at]}
+    for label, found in parts.items():
+        facts |= {f"{label}/{name}": found[name] for name in BY_LABEL}
+    return {f"mismatch/{name}": value for name, value in facts.items()}

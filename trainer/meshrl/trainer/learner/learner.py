@@ -1,0 +1,336 @@
+"""One training step: what happens to a batch between `take` and `settle`.
+
+    rows ──assemble──▶ Experience ──(old log-probs, values, process rewards)──▶ Objective.targets: advantages, mask, …
+                                                          │
+         for each epoch, mini-batch:  micro-batches: forward, Objective.loss, backward ──▶ clip, optimizer step
+
+Targets are computed for the whole batch on every rank alike; a rank forwards its own rows only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from meshrl.contract.types import TOKEN_REWARDS, Batch, Json, Trajectory
+from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.config import ActorConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.batch_metrics import experience_facts, mismatch_facts
+from meshrl.trainer.learner.experience import (
+    Experience,
+    MiniBatch,
+    Schedule,
+    assemble,
+    gather_tokens,
+    redrawn,
+    schedule,
+)
+from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.micro_batcher import OwnRows
+from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
+from meshrl.trainer.learner.policy_gradient import Before, Micro, Objective, Targets
+from meshrl.trainer.learner.reward_learner import RewardLearner
+from meshrl.trainer.learner.value_learner import ValueLearner
+from meshrl.trainer.model.policy import Policy
+
+log = logging.getLogger(__name__)
+
+
+COLUMNS = (
+    *("tokens", "loss_mask", "rollout_logprobs", "spans", "replica"),
+    *("reward", "reward_components"),
+)
+
+
+class Learner:
+    """Policy, optimizer and objective of one rank, and the models that the objective asks for."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizers: Optimizers,
+        objective: Objective,
+        world: World,
+        actor: ActorConfig,
+        *,
+        temperature: float,
+        seed: int,
+        total_steps: int | None,
+        critic: ValueLearner | None = None,
+        rewarder: RewardLearner | None = None,
+        token_rewards: bool = False,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            policy: The model to train.
+            optimizers: Its optimizer.
+            objective: The algorithm.
+            world: The ranks.
+            actor: Mini-batches, epochs, token budget, learning rate.
+            temperature: What the rollout's logits were divided by, and so the policy's are.
+            seed: Of whatever an algorithm draws.
+            total_steps: Where a falling learning rate ends; None keeps it from falling.
+            critic: Where the objective needs values.
+            rewarder: Where it needs process rewards.
+            token_rewards: Whether rows have a reward for each token, which then count instead of the score.
+        """
+        self.policy = policy
+        self.optimizers = optimizers
+        self.world = world
+        self.needs = objective.needs
+        per_token = (TOKEN_REWARDS,) if token_rewards else ()
+        self.columns = (*COLUMNS, *per_token, *objective.needs.columns)
+        self._objective = objective
+        self._actor = actor
+        self._temperature = temperature
+        self._seed = seed
+        self._total_steps = total_steps
+        self._critic = critic
+        self._rewarder = rewarder
+
+    @property
+    def beside(self) -> dict[str, Trained]:
+        """The models that are trained beside the policy, by name."""
+        parts = {"critic": self._critic, "reward_model": self._rewarder}
+        return {name: Trained(p.model, p.optimizers) for name, p in parts.items() if p is not None}
+
+    @property
+    def kl_coef(self) -> float:
+        """The KL controller's coefficient: part of a checkpoint."""
+        return self._objective.kl_coef
+
+    @kl_coef.setter
+    def kl_coef(self, value: float) -> None:
+        self._objective.kl_coef = value
+
+    def schedule(self, batch: Batch) -> Schedule:
+        """Who forwards which rows, and in which update."""
+        return schedule(
+            batch,
+            ranks=self.world.data_size,
+            max_tokens=self._actor.ppo_max_token_len_per_gpu,
+            mini_batch_groups=self._actor.ppo_mini_batch_size,
+            whole_groups=self.needs.whole_groups,
+            extra_rows=self.needs.extra_rows,
+        )
+
+    def learn(
+        self,
+        made: Schedule,
+        own: Sequence[Trajectory],
+        step: int,
+        baselines: Mapping[str, float] | None = None,
+    ) -> dict[str, Json]:
+        """Train on a batch.
+
+        Args:
+            made: Its schedule.
+            own: The rows of `made.uids(data_rank)`, in order.
+            step: Optimizer steps done before it.
+            baselines: Group to the reward of its greedy row, where the objective needs greedy rows.
+
+        Returns:
+            The step's metrics, the same on every rank.
+        """
+        # Draws are a function of (seed, step, share of the rows): a resumed run draws what the killed one drew.
+        torch.manual_seed(_seed(self._seed, step, self.world.data_rank))
+        rows = OwnRows.of(made, own, self.world)
+        experience = assemble(
+            made, own, self.world, baselines=baselines, with_steps=self.needs.steps
+        )
+        process_rewards, facts = None, experience_facts(experience)
+        if self._rewarder is not None:
+            process_rewards, learned = self._rewarder.learn(rows, experience, step)
+            facts |= learned
+        values = None if self._critic is None else self._critic.values(rows)
+        alone = self._critic is not None and self._critic.learns_alone(step)
+        before = self._before(rows, experience, values, process_rewards, passes=alone)
+        targets = self._objective.targets(experience, before)
+        minis = self._mini_batches(made, experience, step)
+        if self._critic is not None and values is not None:
+            facts |= self._critic.learn(rows, minis, experience, values, targets, step)
+        work = _Work(rows=rows, experience=experience, targets=targets, step=step)
+        if not alone:
+            facts |= self._improve(minis, work, step)
+        return {
+            **facts,
+            **self._mismatch(before, work),
+            **targets.metrics,
+            "batch/rows": len(made.rows),
+            "batch/tokens": sum(row.num_tokens for row in made.rows),
+            "batch/micro_batches": sum(len(m.ranks[0]) for m in made.mini_batches),
+        }
+
+    def _before(
+        self,
+        rows: OwnRows,
+        experience: Experience,
+        values: torch.Tensor | None,
+        process_rewards: torch.Tensor | None,
+        *,
+        passes: bool,
+    ) -> Before:
+        """What the models say before the update, by as few passes of their own as the objective allows.
+
+        `passes`: no update will follow that gives old log-probs for nothing.
+        """
+        objective, made, tau = self._objective, rows.made, self._temperature
+        squares, logprobs = None, None
+        if self.needs.sum_pi_squared:
+            squares = rows.forward(self.policy, lambda pack: self.policy.sum_pi_squared(pack, tau))
+        once = len(made.mini_batches) == 1 and self._actor.ppo_epochs == 1
+        if objective.rollout_is_old:
+            logprobs = experience.rollout_logprobs
+        elif passes or not once or self.needs.old_logprobs:
+            logprobs = rows.forward(self.policy, lambda pack: self.policy(pack, tau)[0])
+        return Before(
+            logprobs=logprobs,
+            sum_pi_squared=squares,
+            values=values,
+            implicit_rewards=process_rewards,
+        )
+
+    def _mini_batches(
+        self, made: Schedule, experience: Experience, step: int
+    ) -> Sequence[MiniBatch]:
+        """The batch's, or what the objective draws from them: the same draw on every rank."""
+        generator = torch.Generator().manual_seed(_seed(self._seed, step))
+        drawn = self._objective.resampled(experience, generator)
+        if drawn is None:
+            return made.mini_batches
+        return redrawn(made, drawn, max_tokens=self._actor.ppo_max_token_len_per_gpu)
+
+    def _improve(self, minis: Sequence[MiniBatch], work: _Work, step: int) -> dict[str, Json]:
+        """The policy's updates."""
+        updates = [mini for _ in range(self._actor.ppo_epochs) for mini in minis]
+        rate = learning_rate(self._actor.optim, step, self._total_steps or step + 1)
+        norms = [self._update(mini, work, rate, len(updates)) for mini in updates]
+        told = norms_of("actor", norms)
+        if skipped := told["actor/skipped_updates"]:
+            log.warning("step %d: gradient not finite, %d updates left out", step, skipped)
+        return {
+            **work.tally.over_ranks(self.world),
+            **told,
+            "actor/lr": rate,
+            "actor/updates": len(norms),
+        }
+
+    def _mismatch(self, before: Before, work: _Work) -> dict[str, float]:
+        """How far the policy before the step is from the one that sampled, on the tokens that it forwarded."""
+        experience, logprobs = work.experience, before.logprobs
+        ragged = experience.ragged
+        if logprobs is None or self._objective.rollout_is_old:
+            first = work.first_logprobs
+            rows = work.rows.rows
+            sizes = {row: len(t.tokens) - t.prompt_length for row, t in rows.items()}
+            unknown = {row: torch.full((size,), torch.nan) for row, size in sizes.items()}
+            parts = [first.get(row, unknown[row]) for row in rows]
+            logprobs = gather_tokens(work.rows.made, parts, self.world)
+            ragged = ragged.with_mask(ragged.mask & ~logprobs.isnan())
+        return mismatch_facts(
+            ragged,
+            logprobs,
+            experience.rollout_logprobs,
+            experience.versions,
+            experience.replicas,
+        )
+
+    def _update(self, mini: MiniBatch, work: _Work, rate: float, updates: int) -> float:
+        """One optimizer step; returns the gradient norm before clipping."""
+        counts = work.counts(mini)
+        # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
+        share = 1.0 / (self.world.size * updates)
+        tau = self._temperature
+        for chosen, found in work.rows.micro_batches(mini, lambda pack: self.policy(pack, tau)):
+            logprobs, entropies = found
+            for row, part in zip(chosen, work.rows.split(logprobs, chosen), strict=True):
+                work.first_logprobs.setdefault(row, part)
+            micro = self._micro(chosen, work, logprobs, entropies, counts)
+            loss = self._objective.loss(micro)
+            loss.total.backward()  # type: ignore[no-untyped-call]
+            tokens = int(micro.inputs.ragged.mask.sum())
+            shares = {**loss.shares, "actor/loss": float(loss.total.detach())}
+            work.tally.add_sums({name: value * share for name, value in shares.items()})
+            work.tally.add_means(loss.means, tokens)
+        return self.optimizers.step(rate)
+
+    def _micro(
+        self,
+        chosen: Sequence[int],
+        work: _Work,
+        logprobs: torch.Tensor,
+        entropies: torch.Tensor,
+        counts: _Counts,
+    ) -> Micro:
+        experience, targets = work.experience, work.targets
+        places = experience.tokens_of(chosen)
+        device = self.world.device
+
+        def part(column: torch.Tensor | None) -> torch.Tensor | None:
+            return None if column is None else column[places].to(device)
+
+        old = part(targets.old_logprobs)
+        ragged = experience.layout_of(chosen, targets.mask[places].to(device))
+        staleness = (work.step - experience.versions[places]).clamp(min=0)
+        return Micro(
+            inputs=LossInputs(
+                ragged=ragged,
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach() if old is None else old,
+                advantages=targets.advantages[places].to(device),
+                rollout_is_weights=part(targets.weights),
+                ref_logprobs=part(experience.ref_logprobs),
+            ),
+            entropies=entropies,
+            staleness=staleness.to(device),
+            correct=(experience.rewards[list(chosen)] > 0).to(device),
+            mini_batch_tokens=counts.tokens,
+            mini_batch_correct_tokens=counts.correct_tokens,
+            mini_batch_rows=counts.rows,
+            ranks=self.world.size,
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Work:
+    """What the updates of one batch share."""
+
+    rows: OwnRows
+    experience: Experience
+    targets: Targets
+    step: int
+    tally: Tally = field(default_factory=Tally)
+    first_logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of this rank's rows, as they were forwarded first."""
+
+    def counts(self, mini: MiniBatch) -> _Counts:
+        """Denominators of a mini-batch: over all its rows, whichever rank has them."""
+        ragged = self.experience.ragged.with_mask(self.targets.mask)
+        chosen = list(mini.rows)
+        lengths, correct = ragged.valid_lengths[chosen], self.experience.rewards[chosen] > 0
+        return _Counts(
+            tokens=int(lengths.sum()),
+            correct_tokens=int(lengths[correct].sum()),
+            rows=len(chosen),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """What losses of a mini-batch are divided by."""
+
+    tokens: int
+    correct_tokens: int
+    rows: int
+
+
+def _seed(*parts: int) -> int:
+    """63 bits of a hash: neighbouring steps draw nothing alike."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,76 @@
+"""A rank's rows of one batch, ready for forward passes: what policy, critic and reward model have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshrl.contract.types import Trajectory
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.experience import MiniBatch, Schedule, gather_tokens
+from meshrl.trainer.model.packing import Pack, pack
+from meshrl.trainer.model.sequence_parallel import share_out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnRows:
+    """The rows that this rank forwards."""
+
+    made: Schedule
+    rows: Mapping[int, Trajectory]
+    """By their index in the schedule."""
+    world: World
+
+    @classmethod
+    def of(cls, made: Schedule, own: Sequence[Trajectory], world: World) -> OwnRows:
+        """`own` are the rows of `made.own(world.data_rank)`, in order."""
+        return cls(made, dict(zip(made.own(world.data_rank), own, strict=True)), world)
+
+    def pack(self, chosen: Sequence[int]) -> Pack:
+        """One micro-batch, on the device; with sequence parallelism this rank's share of its tokens."""
+        picked = [self.rows[row] for row in chosen]
+        among = self.world.sequence
+        packed = pack(
+            [row.tokens for row in picked],
+            [row.prompt_length for row in picked],
+            share_prefixes=among is None,  # a share of the tokens must hold what its rows attend to
+        ).to(self.world.device)
+        return packed if among is None else share_out(packed, among)
+
+    def micro_batches(
+        self, mini: MiniBatch, forward: Callable[[Pack], tuple[torch.Tensor, ...]]
+    ) -> Iterator[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
+        """This rank's micro-batches that have rows, each with what `forward` made of it: a backward pass must follow.
+
+        Every rank calls this; a rank's backward passes are as many as its peers'.
+        """
+        for chosen in mini.ranks[self.world.data_rank]:
+            found = forward(self.pack(chosen))
+            if chosen:
+                yield chosen, found
+            else:
+                # This rank has nothing left to do, and its peers' collectives still need its backward pass.
+                found[0].sum().backward()  # type: ignore[no-untyped-call]
+
+    def split(self, values: torch.Tensor, chosen: Sequence[int]) -> Sequence[torch.Tensor]:
+        """A micro-batch's [n], cut into its rows, on the CPU."""
+        sizes = [len(self.rows[row].tokens) - self.rows[row].prompt_length for row in chosen]
+        return torch.split(values.detach().cpu(), sizes) if chosen else ()
+
+    @torch.no_grad()
+    def forward(self, model: nn.Module, function: Callable[[Pack], torch.Tensor]) -> torch.Tensor:
+        """float32[N] of the whole batch from a function of packs that calls `model`; every rank calls this."""
+        found: dict[int, torch.Tensor] = {}
+        for mini in self.made.mini_batches:
+            for chosen in mini.ranks[self.world.data_rank]:
+                parts = self.split(function(self.pack(chosen)), chosen)
+                found.update(zip(chosen, parts, strict=True))
+        if isinstance(model, FSDPModule):
+            # FSDP leaves the root gathered for a backward pass, which does not follow: whoever reads the
+            # parameters next would find them in the compute type.
+            model.reshard()
+        return gather_tokens(self.made, [found[row] for row in self.rows], self.world)

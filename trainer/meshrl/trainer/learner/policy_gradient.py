@@ -1,0 +1,328 @@
+"""The algorithm of a run, put together from its parts: correction, KL in the reward, advantages, loss.
+
+Experience ──correction──▶ mask, weights ──KL in reward──▶ token rewards ──estimator──▶ Targets   (whole batch)
+Micro ──actor_loss──▶ policy loss, entropy bonus, KL to the reference                             (micro-batch)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.plugins import load
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, outcome_rewards
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.kl import KlController, kl_in_reward
+from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.algorithms.needs import (
+    ADVANTAGES,
+    LOSSES,
+    Needs,
+    check,
+    corrects,
+    loss_name,
+    needs_of,
+)
+from meshrl.trainer.algorithms.overlong_penalty import overlong_penalty
+from meshrl.trainer.algorithms.proximal import interpolate
+from meshrl.trainer.algorithms.resampling import resample
+from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig
+from meshrl.trainer.learner.experience import Experience
+from meshrl.trainer.learner.objective import actor_loss
+
+SHARES = ("actor/pg_loss", "actor/kl_loss", "actor/positive_nll")
+"""Metrics of `actor_loss` that add up over micro-batches, as the loss does; the others are means."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Before:
+    """What the models before the policy's update say of the whole batch. N = its response tokens."""
+
+    logprobs: torch.Tensor | None = None
+    """float32[N]; None: the update itself gives them, the batch is one update and nobody asks earlier."""
+    sum_pi_squared: torch.Tensor | None = None
+    """float32[N]: Σ_v π(v)²; only where the objective reads it."""
+    values: torch.Tensor | None = None
+    """float32[N]: the critic's, where there is one."""
+    implicit_rewards: torch.Tensor | None = None
+    """float32[N]: PRIME's process rewards."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Targets:
+    """What the loss needs of a whole batch, beside log-probs."""
+
+    advantages: torch.Tensor
+    """float32[N]"""
+    returns: torch.Tensor
+    """float32[N]: what a critic learns."""
+    token_rewards: torch.Tensor
+    """float32[N]: after shaping and the KL penalty."""
+    mask: torch.Tensor
+    """bool[N]: tokens that count."""
+    old_logprobs: torch.Tensor | None
+    """float32[N]; None as in Before."""
+    weights: torch.Tensor | None
+    """float32[N]: importance weights."""
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Micro:
+    """One micro-batch as the loss sees it, on the policy's device."""
+
+    inputs: LossInputs
+    entropies: torch.Tensor
+    """float32[n], with gradient."""
+    staleness: torch.Tensor
+    """int64[n]: optimizer steps between the version that sampled a token and this step."""
+    correct: torch.Tensor
+    """bool[b]: rows whose reward is positive."""
+    mini_batch_tokens: int
+    """Tokens that count in the whole mini-batch, all ranks together."""
+    mini_batch_correct_tokens: int
+    """Those of correct rows."""
+    mini_batch_rows: int
+    ranks: int
+    """The loss is multiplied by this, because FSDP averages gradients over ranks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Loss:
+    """A micro-batch's share of its mini-batch's loss."""
+
+    total: torch.Tensor
+    shares: Mapping[str, float]
+    """Metrics that add up over micro-batches."""
+    means: Mapping[str, float]
+    """Means over the tokens that count."""
+
+
+class Objective(Protocol):
+    """From rewards to targets, and from log-probs to a loss."""
+
+    @property
+    def needs(self) -> Needs:
+        """Columns, models and passes that it needs."""
+        ...
+
+    @property
+    def rollout_is_old(self) -> bool:
+        """True when the rollout's log-probs stand for the old policy's."""
+        ...
+
+    kl_coef: float
+    """The coefficient of the KL penalty in the reward, as its controller has it now."""
+
+    def targets(self, experience: Experience, before: Before) -> Targets:
+        """Advantages of the whole batch."""
+        ...
+
+    def resampled(self, experience: Experience, generator: torch.Generator) -> Sequence[int] | None:
+        """Rows to train on, drawn with replacement; None: each once."""
+        ...
+
+    def loss(self, micro: Micro) -> Loss:
+        """The loss of a micro-batch."""
+        ...
+
+
+class PolicyGradient:
+    """The objective that a recipe's `algorithm` and `actor` sections describe."""
+
+    def __init__(
+        self, algorithm: AlgorithmConfig, actor: ActorConfig, *, max_response_length: int
+    ) -> None:
+        """Find the parts.
+
+        Args:
+            algorithm: The estimator, KL in the reward, the correction.
+            actor: The loss and its terms.
+            max_response_length: The divisor of `seq-mean-token-sum-norm` where none is given.
+
+        Raises:
+            ConfigError: no such estimator or loss, or one needs what no part of the mesh provides.
+        """
+        check(algorithm, actor)
+        self._algorithm = algorithm
+        self._correction = algorithm.rollout_correction
+        self._actor = _bypassed(actor, algorithm) if self._correction.bypass_mode else actor
+        self._max_response_length = max_response_length
+        self._controller = KlController.start(algorithm.kl_ctrl)
+        self._estimate = load(ADVANTAGES, algorithm.adv_estimator, "compute")
+        self._needs = needs_of(algorithm, actor)
+        load(LOSSES, loss_name(algorithm, actor), "compute")
+
+    @property
+    def needs(self) -> Needs:
+        """See `needs.py`."""
+        return self._needs
+
+    @property
+    def rollout_is_old(self) -> bool:
+        """In bypass mode, around an interpolated anchor, and when the trainer is told not to compute them."""
+        return (
+            self._correction.bypass_mode
+            or self._interpolates
+            or self._actor.recompute_old_log_probs is False
+        )
+
+    @property
+    def kl_coef(self) -> float:
+        """β of the KL in the reward."""
+        return self._controller.value
+
+    @kl_coef.setter
+    def kl_coef(self, value: float) -> None:
+        self._controller = KlController(config=self._algorithm.kl_ctrl, value=value)
+
+    @torch.no_grad()
+    def targets(self, experience: Experience, before: Before) -> Targets:
+        """Advantages of the whole batch: B rows, N response tokens."""
+        ragged, weights = experience.ragged, None
+        metrics: dict[str, float] = {}
+        if corrects(self._algorithm):
+            logprobs = _given(before.logprobs, "old log-probs")
+            corrected = correct(ragged, logprobs, experience.rollout_logprobs, self._correction)
+            ragged, weights = ragged.with_mask(corrected.mask), corrected.weights
+            metrics |= corrected.metrics
+        outcomes = self._outcomes(experience, metrics)
+        if experience.token_rewards is None:
+            rewards = outcome_rewards(ragged, outcomes)
+        else:  # beside the judge's own only what was added to the score counts: the overlong penalty
+            extra = outcome_rewards(ragged, outcomes - experience.rewards)
+            rewards = experience.token_rewards + extra
+        if self._algorithm.use_kl_in_reward:
+            penalised = kl_in_reward(
+                ragged,
+                rewards,
+                _given(before.logprobs, "old log-probs"),
+                _given(experience.ref_logprobs, "ref_logprobs"),
+                name=self._algorithm.kl_penalty,
+                controller=self._controller,
+            )
+            rewards = penalised.token_rewards
+            metrics |= {"reward/kl": penalised.current_kl, "reward/kl_coef": self._controller.value}
+            self._controller = penalised.controller
+        found: Advantages = self._estimate(
+            AdvantageBatch(
+                ragged=ragged,
+                token_rewards=rewards,
+                values=before.values,
+                old_logprobs=before.logprobs,
+                reward_baselines=experience.reward_baselines,
+                sum_pi_squared=before.sum_pi_squared,
+                rollout_is_weights=weights,
+                reward_components=_components(experience),
+                group_sizes=experience.group_sizes,
+                implicit_rewards=before.implicit_rewards,
+                steps=experience.steps,
+            ),
+            self._algorithm,
+        )
+        metrics["advantages/abs_mean"] = float(ragged.token_mean(found.advantages.abs()))
+        return Targets(
+            advantages=found.advantages,
+            returns=found.returns,
+            token_rewards=rewards,
+            mask=ragged.mask,
+            old_logprobs=before.logprobs,
+            weights=weights,
+            metrics={**metrics, **found.metrics},
+        )
+
+    def resampled(self, experience: Experience, generator: torch.Generator) -> Sequence[int] | None:
+        """PF-PPO's draw, by the reward before the KL penalty."""
+        if not self._algorithm.use_pf_ppo:
+            return None
+        scores = self._outcomes(experience, {})
+        drawn: list[int] = resample(scores, self._algorithm.pf_ppo, generator=generator).tolist()
+        return sorted(drawn)
+
+    def _outcomes(self, experience: Experience, metrics: dict[str, float]) -> torch.Tensor:
+        """float32[B]: rewards with the overlong penalty, which `metrics` gets to know."""
+        buffer = self._algorithm.overlong_buffer
+        if not buffer.enable:
+            return experience.rewards
+        penalty = overlong_penalty(
+            experience.ragged.lengths,
+            max_response_length=self._max_response_length,
+            buffer=buffer.len or max(1, self._max_response_length // 5),
+            factor=buffer.penalty_factor,
+        )
+        metrics["reward/overlong_penalty"] = float(penalty.mean())
+        return experience.rewards + penalty
+
+    def loss(self, micro: Micro) -> Loss:
+        """Policy loss and the terms beside it, each aggregated alike."""
+        aggregate = Aggregator.for_batch(
+            self._actor,
+            batch_num_tokens=max(1, micro.mini_batch_tokens),
+            global_batch_size=micro.mini_batch_rows,
+            max_response_length=self._max_response_length,
+            dp_size=micro.ranks,
+        )
+        found = actor_loss(
+            self._anchored(micro) if self._interpolates else micro.inputs,
+            self._actor,
+            aggregate,
+            entropy=micro.entropies,
+            correct=micro.correct,
+            correct_num_tokens=micro.mini_batch_correct_tokens,
+        )
+        values = {name: float(value) for name, value in found.metrics.items()}
+        return Loss(
+            total=found.loss,
+            shares={name: value for name, value in values.items() if name in SHARES},
+            means={name: value for name, value in values.items() if name not in SHARES},
+        )
+
+    @property
+    def _interpolates(self) -> bool:
+        return self._correction.proximal == "interpolate"
+
+    def _anchored(self, micro: Micro) -> LossInputs:
+        """Decoupled PPO without a pass: the clip's anchor lies between the sampling and the current policy."""
+        inputs = micro.inputs
+        rollout = inputs.old_logprobs
+        anchor = interpolate(rollout, inputs.logprobs, micro.staleness)
+        weights, _ = importance_weights(
+            inputs.ragged,
+            anchor - rollout,
+            level="token",
+            threshold=self._correction.rollout_is_threshold,
+        )
+        return dataclasses.replace(inputs, old_logprobs=anchor, rollout_is_weights=weights)
+
+
+def _bypassed(actor: ActorConfig, algorithm: AlgorithmConfig) -> ActorConfig:
+    """The actor with the loss that corrects for itself, as `algorithm.rollout_correction` says."""
+    policy_loss = actor.policy_loss.model_copy(
+        update={
+            "loss_mode": "bypass_mode",
+            "rollout_correction": algorithm.rollout_correction,
+        }
+    )
+    return actor.model_copy(update={"policy_loss": policy_loss})
+
+
+def _components(experience: Experience) -> dict[str, torch.Tensor]:
+    """float32[B] of every reward component that all rows have."""
+    rows = experience.components
+    names = set.intersection(*map(set, rows)) if rows else set()
+    return {
+        name: torch.tensor([row[name] for row in rows], dtype=torch.float32)
+        for name in sorted(names)
+    }
+
+
+def _given(value: torch.Tensor | None, name: str) -> torch.Tensor:
+    if value is None:
+        raise ConfigError(f"the algorithm needs {name}, and the rows have none")
+    return value

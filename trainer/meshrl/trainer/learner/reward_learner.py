@@ -1,0 +1,113 @@
+"""PRIME's implicit reward model in a step: trained on the outcomes of the batch, it scores each of its tokens.
+
+q_t = log π_φ(y_t) - log π_ref(y_t)          π_ref: the reference service, from which φ starts
+update   BCE(σ(β Σ_t q_t), acc)              before (or after) the batch is scored
+r        `implicit_reward.process_rewards`
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshrl.trainer.algorithms.implicit_reward import process_rewards, row_cross_entropy
+from meshrl.trainer.config import PrimeConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.experience import Experience
+from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.micro_batcher import OwnRows
+from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
+from meshrl.trainer.model.packing import Pack
+from meshrl.trainer.model.policy import Policy
+
+ACCURACY = "acc"
+"""The reward component that is the outcome; without it the reward itself is."""
+
+
+class RewardLearner:
+    """Implicit reward model and optimizer of one rank."""
+
+    def __init__(
+        self,
+        model: Policy,
+        optimizers: Optimizers,
+        config: PrimeConfig,
+        world: World,
+        *,
+        temperature: float,
+        total_steps: int | None,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            model: π_φ.
+            optimizers: Its optimizer.
+            config: β, learning rate, order of update and scoring.
+            world: The ranks.
+            temperature: What the logits of the reference's log-probs were divided by.
+            total_steps: Where a falling learning rate ends; None keeps it from falling.
+        """
+        self.model = model
+        self.optimizers = optimizers
+        self._config = config
+        self._world = world
+        self._temperature = temperature
+        self._total_steps = total_steps
+
+    def learn(
+        self, own: OwnRows, experience: Experience, step: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Train on the batch and score it.
+
+        Returns:
+            Process rewards float32[N] of the whole batch, and metrics; the same on every rank.
+        """
+        metrics: dict[str, float] = {}
+        if self._config.update == "before":
+            metrics = self._update(own, experience, step)
+        rewards = self._score(own, experience)
+        if self._config.update == "after":
+            metrics = self._update(own, experience, step)
+        return rewards, metrics
+
+    def _score(self, own: OwnRows, experience: Experience) -> torch.Tensor:
+        q = own.forward(self.model, self._logprobs) - _reference(experience)
+        return process_rewards(experience.ragged, q, beta=self._config.beta_train)
+
+    def _update(self, own: OwnRows, experience: Experience, step: int) -> dict[str, float]:
+        reference, acc = _reference(experience), outcomes(experience)
+        device = self._world.device
+        tally = Tally()
+        norms = []
+        rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
+        for mini in own.made.mini_batches:
+            for chosen, (logprobs,) in own.micro_batches(mini, lambda p: (self._logprobs(p),)):
+                places = experience.tokens_of(chosen)
+                ragged = experience.layout_of(chosen, experience.ragged.mask[places].to(device))
+                q, truth = logprobs - reference[places].to(device), acc[list(chosen)].to(device)
+                losses = row_cross_entropy(ragged, q, truth, beta=self._config.beta_train)
+                loss = losses.sum() / len(mini.rows)
+                (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
+                right = ((ragged.row_sum(q.detach()) > 0) == (truth > 0.5)).float().mean()
+                tally.add_sums({"prime/loss": float(loss.detach()) / len(own.made.mini_batches)})
+                tally.add_means({"prime/accuracy": float(right)}, len(chosen))
+            norms.append(self.optimizers.step(rate))
+        return {**tally.over_ranks(self._world), **norms_of("prime", norms)}
+
+    def _logprobs(self, pack: Pack) -> torch.Tensor:
+        logprobs: torch.Tensor = self.model(pack, self._temperature)[0]
+        return logprobs
+
+
+def outcomes(experience: Experience) -> torch.Tensor:
+    """Acc float32[B] in [0, 1]."""
+    rows = experience.components
+    if rows and all(ACCURACY in row for row in rows):
+        found = torch.tensor([row[ACCURACY] for row in rows], dtype=torch.float32)
+    else:
+        found = experience.rewards
+    return found.clamp(0, 1)
+
+
+def _reference(experience: Experience) -> torch.Tensor:
+    assert experience.ref_logprobs is not None, "needs.py asks for the column"
+    return experience.ref_logprobs

@@ -1,0 +1,150 @@
+"""The critic's share of a step: values before it, squared errors during it.
+
+steps 0 … pretrain_steps      the critic alone, on Monte Carlo returns (VAPO's value pre-training)
+… + warmup_steps              the critic alone, on the estimator's returns
+afterwards                    critic and policy, on the same mini-batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshrl.trainer.algorithms.advantages.gae import gae
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.value_loss import value_loss
+from meshrl.trainer.config import CriticConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.experience import Experience, MiniBatch
+from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.micro_batcher import OwnRows
+from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
+from meshrl.trainer.learner.policy_gradient import Targets
+from meshrl.trainer.model.critic import Critic
+
+
+class ValueLearner:
+    """Critic and optimizer of one rank."""
+
+    def __init__(
+        self,
+        critic: Critic,
+        optimizers: Optimizers,
+        config: CriticConfig,
+        world: World,
+        *,
+        epochs: int,
+        gamma: float,
+        max_response_length: int,
+        total_steps: int | None,
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            critic: The model to train.
+            optimizers: Its optimizer.
+            config: Loss, schedule, pre-training.
+            world: The ranks.
+            epochs: Passes over a batch.
+            gamma: Discount of Monte Carlo returns.
+            max_response_length: The divisor of `seq-mean-token-sum-norm`.
+            total_steps: Where a falling learning rate ends; None keeps it from falling.
+        """
+        self.model = critic
+        self.optimizers = optimizers
+        self._config = config
+        self._world = world
+        self._epochs = epochs
+        self._gamma = gamma
+        self._max_response_length = max_response_length
+        self._total_steps = total_steps
+
+    def learns_alone(self, step: int) -> bool:
+        """True while the policy stands still."""
+        return step < self._config.pretrain_steps + self._config.warmup_steps
+
+    def values(self, own: OwnRows) -> torch.Tensor:
+        """V float32[N] of the whole batch, on the CPU."""
+        return own.forward(self.model, self.model)
+
+    def learn(
+        self,
+        own: OwnRows,
+        minis: Sequence[MiniBatch],
+        experience: Experience,
+        values: torch.Tensor,
+        targets: Targets,
+        step: int,
+    ) -> dict[str, float]:
+        """Train on a batch.
+
+        Args:
+            own: This rank's rows.
+            minis: The mini-batches, in order.
+            experience: The whole batch.
+            values: V float32[N] before this step.
+            targets: What the advantages were computed with; its returns are the targets.
+            step: Optimizer steps done before it.
+
+        Returns:
+            Metrics, the same on every rank.
+        """
+        ragged = experience.ragged.with_mask(targets.mask)
+        returns = targets.returns
+        if step < self._config.pretrain_steps:
+            returns = monte_carlo(ragged, targets.token_rewards, self._gamma)
+        tally = Tally()
+        updates = [mini for _ in range(self._epochs) for mini in minis]
+        rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
+        norms = []
+        for mini in updates:
+            aggregate = self._aggregator(ragged, mini)
+            for chosen, (found,) in own.micro_batches(mini, lambda pack: (self.model(pack),)):
+                places, device = experience.tokens_of(chosen), self._world.device
+                part = experience.layout_of(chosen, targets.mask[places].to(device))
+                loss = value_loss(
+                    part,
+                    found,
+                    values[places].to(device),
+                    returns[places].to(device),
+                    cliprange_value=self._config.cliprange_value,
+                    aggregate=aggregate,
+                )
+                loss.loss.backward()  # type: ignore[no-untyped-call]
+                share = float(loss.loss.detach()) / (self._world.size * len(updates))
+                tally.add_sums({"critic/loss": share})
+                means = {name: float(value) for name, value in loss.metrics.items()}
+                tally.add_means(means, int(part.mask.sum()))
+            norms.append(self.optimizers.step(rate))
+        return {
+            **tally.over_ranks(self._world),
+            **norms_of("critic", norms),
+            "critic/lr": rate,
+            "critic/values_mean": float(ragged.token_mean(values)),
+            "critic/returns_mean": float(ragged.token_mean(returns)),
+            "critic/explained_variance": explained_variance(ragged, values, returns),
+        }
+
+    def _aggregator(self, ragged: Ragged, mini: MiniBatch) -> Aggregator:
+        return Aggregator(
+            mode=self._config.loss_agg_mode,
+            batch_num_tokens=max(1, int(ragged.valid_lengths[list(mini.rows)].sum())),
+            global_batch_size=len(mini.rows),
+            loss_scale_factor=float(self._max_response_length),
+            dp_size=self._world.size,
+        )
+
+
+def monte_carlo(ragged: Ragged, token_rewards: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Σ_{t' ≥ t} γ^(t'-t) r_t' float32[N]: GAE's returns at λ = 1, whatever the values are."""
+    ones = torch.ones(ragged.num_rows)
+    return gae(ragged, token_rewards, torch.zeros_like(token_rewards), gamma=gamma, lam=ones)
+
+
+def explained_variance(ragged: Ragged, values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - Var(R - V)/Var(R) over the trained tokens: 1 is perfect, 0 as good as a constant; 0 if R is constant."""
+    R, V = returns[ragged.mask].double(), values[ragged.mask].double()
+    variance = float(R.var(unbiased=False)) if len(R) else 0.0
+    return 1.0 - float((R - V).var(unbiased=False)) / variance if variance > 0 else 0.0

@@ -1,0 +1,1 @@
+"""Models under FSDP2: packed attention, log-probs, adapters, sequence parallelism."""

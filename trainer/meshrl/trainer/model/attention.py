@@ -1,0 +1,144 @@
+"""Block-diagonal causal attention over a pack, registered with transformers as `meshrl_packed`.
+
+No mask is built. On CUDA in half precision torch's varlen flash attention takes the pack as it is. Elsewhere
+sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real query
+under a causal mask, so the result is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+
+from meshrl.contract.errors import UserError
+from meshrl.trainer.model.packing import Bucket, Layout
+from meshrl.trainer.model.sequence_parallel import repeats
+
+try:  # torch >= 2.10; older ones run the rectangular path on CUDA too
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
+
+NAME = "meshrl_packed"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_layout: Layout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention inside each sequence of the pack.
+
+    Args:
+        module: The layer; only its class is read.
+        query: [1, Hq, P, D].
+        key: [1, Hkv, P, D], Hq a multiple of Hkv.
+        value: [1, Hkv, P, D].
+        attention_mask: Must be None: `packed_layout` says it all.
+        packed_layout: Where sequences begin.
+        scaling: Factor on the scores; None is D^-0.5.
+        dropout: Attention dropout; must be 0, the trainer's log-probs would not be the sampler's otherwise.
+        sliding_window: Tokens a query sees, itself included.
+        softcap: Not supported.
+
+    Returns:
+        [1, P, Hq, D] and no attention weights.
+
+    Raises:
+        UserError: the model asks for something this attention cannot do.
+    """
+    if softcap is not None or dropout != 0.0 or attention_mask is not None:
+        raise UserError(
+            f"{type(module).__name__} asks for softcap={softcap}, dropout={dropout}: "
+            "packed training supports neither; use a model without them"
+        )
+    share = packed_layout.share
+    if share is None:
+        return _whole(query, key, value, packed_layout, scaling, sliding_window), None
+    times = repeats(query.shape[1], key.shape[1], share.among.size)
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    q, k, v = (share.heads(x) for x in (query, key, value))
+    return share.shares(_whole(q, k, v, packed_layout, scaling, sliding_window)), None
+
+
+def _whole(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_layout: Layout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """[1, P, Hq, D] from all tokens of the pack."""
+    if query.is_cuda and varlen_attn is not None and query.dtype in (torch.float16, torch.bfloat16):
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        unfolded, folded = packed_layout.unfolded, packed_layout.folded
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if unfolded is not None:
+            q, k, v = (x.index_select(0, unfolded) for x in (q, k, v))
+        cu = packed_layout.cu_seqlens
+        longest = packed_layout.max_seqlen
+        out = varlen_attn(
+            q, k, v, cu, cu, longest, longest,
+            scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return (out if folded is None else out.index_select(0, folded))[None]
+    # [P, H, D]: tokens first, so that one index takes whole tokens.
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    parts = [_rectangle(q, k, v, b, scaling, sliding_window) for b in packed_layout.buckets]
+    return torch.cat(parts).index_select(0, packed_layout.order)[None]
+
+
+def _rectangle(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bucket: Bucket,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """One bucket's attention: [t, Hq, D], its real tokens row after row."""
+    n, length = bucket.gather.shape
+    flat = bucket.gather.reshape(-1)
+    rectangles = [
+        x.index_select(0, flat).view(n, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+    ]
+    mask = None
+    if sliding_window is not None and length > sliding_window:
+        age = torch.arange(length, device=q.device)
+        age = age[:, None] - age[None, :]
+        mask = (age >= 0) & (age < sliding_window)
+    out = F.scaled_dot_product_attention(
+        rectangles[0],
+        rectangles[1],
+        rectangles[2],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    cells = out.transpose(1, 2).reshape(n * length, *q.shape[1:])
+    return cells.index_select(0, bucket.cells)
+
+
+def keep_out_of_graphs() -> None:
+    """Have `torch.compile` cut its graphs around this attention: every layout would be compiled anew."""
+    outside: Any = torch.compiler.disable  # torch leaves it untyped
+    AttentionInterface.register(NAME, outside(packed_attention))
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,278 @@
+"""Packing: rows of many lengths laid end to end in micro-batches of a token budget, the same plan on every rank.
+
+    batch ──groups──▶ mini-batches ──rows, balanced by tokens──▶ ranks ──token budget──▶ micro-batches
+
+The plan is a pure function of the row lengths in the manifest, so ranks agree on it without a word, and every
+rank runs the same number of micro-batches: empty ones fill up, because FSDP's collectives must match.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshrl.contract.types import Int32
+from meshrl.trainer.model.sequence_parallel import Share
+
+BUCKET_STEPS = 8
+"""Padded attention lengths per octave: at most 1/8 of a row's length is wasted."""
+BUCKET_MINIMUM = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which rank forwards which rows, in which micro-batch."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    """rank -> micro-batch -> row indices (into the lengths given); every rank has equally many micro-batches."""
+
+    def rows_of(self, rank: int) -> tuple[int, ...]:
+        """The rows of a rank, in the order in which it forwards them."""
+        return tuple(row for micro in self.ranks[rank] for row in micro)
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of each rank."""
+        return len(self.ranks[0])
+
+
+def plan(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> Plan:
+    """Deal rows of `lengths` tokens to `ranks` and cut each share into packs of at most `max_tokens`.
+
+    Longest first to the least loaded rank (LPT: at most 4/3 of the best makespan). A row longer than `max_tokens`
+    gets a pack of its own: it has to be trained somewhere.
+    """
+    shares = _deal(lengths, range(len(lengths)), ranks)
+    packs = [_cut(lengths, share, max_tokens) for share in shares]
+    most = max(1, max(len(p) for p in packs))
+    return Plan(ranks=tuple(tuple(p) + ((),) * (most - len(p)) for p in packs))
+
+
+def cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+    """Rows of `lengths` tokens in near the fewest packs of at most `max_tokens`; none for no rows."""
+    return _cut(lengths, range(len(lengths)), max_tokens)
+
+
+def cut_alike(rows: Sequence[Int32], max_tokens: int) -> list[tuple[int, ...]]:
+    """Packs of at most `max_tokens` tokens in which rows that begin alike stand together, as far as they fit.
+
+    A row that is longer has a pack of its own; with `max_tokens` 0 each has.
+    """
+    packs: list[list[int]] = []
+    tokens = max_tokens + 1
+    for row in sorted(range(len(rows)), key=lambda row: rows[row].tobytes()):
+        tokens += len(rows[row])
+        if tokens > max_tokens:
+            packs.append([])
+            tokens = len(rows[row])
+        packs[-1].append(row)
+    return [tuple(sorted(pack)) for pack in packs]
+
+
+def _deal(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
+    """Rows to parts of near-equal token sums; inside a part, rows keep their order."""
+    heap = [(0, part) for part in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+        load, part = heapq.heappop(heap)
+        shares[part].append(row)
+        heapq.heappush(heap, (load + lengths[row], part))
+    return [sorted(share) for share in shares]
+
+
+def _cut(lengths: Sequence[int], share: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+    """First fit, longest first: near the fewest packs that hold the share, each within the budget."""
+    packs: list[list[int]] = []
+    loads: list[int] = []
+    for row in sorted(share, key=lambda r: (-lengths[r], r)):
+        for index, load in enumerate(loads):
+            if load + lengths[row] <= max_tokens:
+                packs[index].append(row)
+                loads[index] += lengths[row]
+                break
+        else:
+            packs.append([row])
+            loads.append(lengths[row])
+    return [tuple(sorted(pack)) for pack in packs]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Rows of similar length, as one rectangular attention call."""
+
+    gather: torch.Tensor
+    """int64[n, L]: pack position of each cell; cells past a row's end repeat its last token."""
+    cells: torch.Tensor
+    """int64[t]: which of the n*L cells are real tokens, and of a prefix that rows share only the first row's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """How the rows of one pack lie: what block-diagonal attention needs instead of a mask."""
+
+    cu_seqlens: torch.Tensor
+    """int32[S+1]: where rows begin, laid end to end and each with its prefix; the last entry is the total."""
+    max_seqlen: int
+    buckets: tuple[Bucket, ...]
+    order: torch.Tensor
+    """int64[P]: where in the buckets' `cells`, one bucket after the other, each token of the pack stands."""
+    unfolded: torch.Tensor | None = None
+    """int64[cu_seqlens[-1]]: pack position of each token of the rows end to end; None where no prefix is shared."""
+    folded: torch.Tensor | None = None
+    """int64[P]: the way back, to one of the places at which a token of the pack stands."""
+    share: Share | None = None
+    """With sequence parallelism: the part of the pack that this rank forwards. The layout is the whole pack's."""
+
+    def to(self, device: torch.device) -> Layout:
+        """The same layout on another device."""
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens.to(device),
+            buckets=tuple(Bucket(b.gather.to(device), b.cells.to(device)) for b in self.buckets),
+            order=self.order.to(device),
+            unfolded=None if self.unfolded is None else self.unfolded.to(device),
+            folded=None if self.folded is None else self.folded.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pack:
+    """One micro-batch, ready for the model. P = tokens of the pack, N = response tokens."""
+
+    input_ids: torch.Tensor
+    """int64[1, P]"""
+    position_ids: torch.Tensor
+    """int64[1, P]: from 0 in each row."""
+    layout: Layout
+    positions: torch.Tensor
+    """int64[N]: hidden states that predict a response token (one place before it)."""
+    targets: torch.Tensor
+    """int64[N]: the response tokens, row after row."""
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] of the pack's response tokens from [n] of those that this rank forwarded (all, but for a `share`)."""
+        return values if self.layout.share is None else self.layout.share.joined(values)
+
+    def to(self, device: torch.device) -> Pack:
+        """The same pack on another device."""
+        return Pack(
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            layout=self.layout.to(device),
+            positions=self.positions.to(device),
+            targets=self.targets.to(device),
+        )
+
+
+def pack(
+    rows: Sequence[Int32], prompt_lengths: Sequence[int], *, share_prefixes: bool = True
+) -> Pack:
+    """Lay rows end to end; the tokens from `prompt_lengths[i]` on are the response of row i.
+
+    Rows that begin alike, as the siblings of a group do, have what they share laid once: a hidden state depends on
+    the tokens before it alone, so it is one and the same, and its gradient the sum over the rows. Without rows the
+    pack is one dummy token with no response, so that a rank without work joins the collectives.
+    """
+    if not rows:
+        rows, prompt_lengths = [np.zeros(1, dtype=np.int32)], [1]
+    places, begins = _laid(rows) if share_prefixes else _end_to_end([len(row) for row in rows])
+    total = sum(len(row) - begin for row, begin in zip(rows, begins, strict=True))
+    tokens, positions = np.empty((2, total), dtype=np.int64)
+    for row, place, begin in zip(rows, places, begins, strict=True):
+        tokens[place[begin:]] = row[begin:]
+        positions[place[begin:]] = np.arange(begin, len(row))
+    answers = [max(prompt, 1) for prompt in prompt_lengths]
+    predicting = [place[a - 1 : -1] for place, a in zip(places, answers, strict=True)]
+    targets = [row[a:] for row, a in zip(rows, answers, strict=True)]
+    return Pack(
+        input_ids=torch.from_numpy(tokens)[None],
+        position_ids=torch.from_numpy(positions)[None],
+        layout=_layout(places, begins),
+        positions=torch.from_numpy(np.concatenate(predicting)),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+    )
+
+
+def layout_of(lengths: Sequence[int]) -> Layout:
+    """The layout of rows of `lengths`, laid end to end."""
+    return _layout(*_end_to_end(lengths))
+
+
+Places: TypeAlias = list[npt.NDArray[np.int64]]
+"""Of each row, the pack position of each token."""
+
+
+def _end_to_end(lengths: Sequence[int]) -> tuple[Places, list[int]]:
+    ends = np.cumsum(lengths)
+    return [np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True)], [0] * len(lengths)
+
+
+def _laid(rows: Sequence[Int32]) -> tuple[Places, list[int]]:
+    """Places of rows whose common prefixes are laid once, and where in each row its own tokens begin.
+
+    In sorted order a row has no longer prefix in common with any row before it than with its neighbour: a trie.
+    """
+    order = sorted(range(len(rows)), key=lambda index: rows[index].tobytes())
+    places: Places = [np.empty(0, dtype=np.int64)] * len(rows)
+    begins = [0] * len(rows)
+    end, before = 0, None
+    for index in order:
+        row = rows[index]
+        begin = 0 if before is None else _common(rows[before], row)
+        own = np.arange(end, end + len(row) - begin)
+        places[index] = own if before is None else np.concatenate([places[before][:begin], own])
+        begins[index], end, before = begin, end + len(own), index
+    return places, begins
+
+
+def _common(one: Int32, other: Int32) -> int:
+    """Tokens that both begin with."""
+    shorter = min(len(one), len(other))
+    different = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+def _layout(places: Places, begins: Sequence[int]) -> Layout:
+    """Of rows at `places`, each with the tokens from `begins` on as its own."""
+    sizes = np.array([len(place) for place in places], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    members: dict[int, list[int]] = {}
+    for index, size in enumerate(sizes):
+        if begins[index] < size:  # else all of it is another row's
+            members.setdefault(_bucket_length(int(size)), []).append(index)
+    buckets, covered = [], []
+    unfolded = np.concatenate(places)
+    for indices in members.values():
+        n, first = sizes[indices][:, None], starts[indices][:, None]
+        column = np.arange(int(n.max()))[None]
+        gather = unfolded[first + np.minimum(column, n - 1)]
+        real = (column >= np.asarray(begins)[indices][:, None]) & (column < n)
+        buckets.append(Bucket(torch.from_numpy(gather), torch.from_numpy(np.flatnonzero(real))))
+        covered.append(gather[real])
+    order = np.argsort(np.concatenate(covered))
+    folded = None
+    if any(begins):
+        folded = np.empty(len(order), dtype=np.int64)
+        folded[unfolded] = np.arange(len(unfolded))
+    return Layout(
+        torch.from_numpy(starts.astype(np.int32)),
+        int(sizes.max()),
+        tuple(buckets),
+        torch.from_numpy(order),
+        unfolded=None if folded is None else torch.from_numpy(unfolded),
+        folded=None if folded is None else torch.from_numpy(folded),
+    )
+
+
+def _bucket_length(length: int) -> int:
+    """`length` rounded up to one of BUCKET_STEPS steps per octave."""
+    if length <= BUCKET_MINIMUM:
+        return BUCKET_MINIMUM
+    step = (1 << (length - 1).bit_length()) // (2 * BUCKET_STEPS)
+    return -(-length // step) * step

@@ -1,0 +1,240 @@
+"""The policy: a Hugging Face causal language model under FSDP2 that reads packs and answers with log-probs.
+
+    pack ──▶ decoder (block-diagonal attention) ──▶ hidden[response positions] ──▶ linear_logprob ──▶ [N]
+
+Master weights are float32; `param_dtype` is what matmuls run in. The projection happens inside the root module's
+forward, so that FSDP has the output embedding gathered there, and only response positions are projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import AutoModelForCausalLM
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import Json
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model import attention, lora
+from meshrl.trainer.model.base_model import BaseModel
+from meshrl.trainer.model.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
+from meshrl.trainer.model.packing import Pack
+
+HfModel: TypeAlias = Any
+"""A transformers `PreTrainedModel`: the library has no types."""
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Policy(nn.Module):
+    """Log-probs and entropies of the response tokens of a pack."""
+
+    def __init__(
+        self, hf: HfModel, adapter: dict[str, Json] | None = None, base: str | None = None
+    ) -> None:
+        super().__init__()
+        self.hf = hf
+        self.adapter = adapter
+        """LoRA's settings (`lora.describe`); None when every weight is trained."""
+        self.base = base
+        """Fingerprint of the checkpoint that others can merge the adapter into; None where they cannot."""
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
+        logprobs, entropies = linear_logprob(
+            self._response_hidden(pack),
+            self.hf.get_output_embeddings().weight,
+            pack.targets,
+            temperature=temperature,
+        )
+        return pack.joined(logprobs), pack.joined(entropies)
+
+    def is_greedy(self, pack: Pack) -> torch.Tensor:
+        """bool[N]: is each response token the one that greedy decoding would take? For teacher forcing."""
+        hidden = self._response_hidden(pack)
+        right = linear_argmax(hidden, self.hf.get_output_embeddings().weight) == pack.targets
+        return pack.joined(right.to(torch.uint8)).bool()
+
+    def sum_pi_squared(self, pack: Pack, temperature: float) -> torch.Tensor:
+        """float32[N]: Σ_v π(v)² where each response token was sampled. No gradient."""
+        hidden = self._response_hidden(pack)
+        weight = self.hf.get_output_embeddings().weight
+        return pack.joined(linear_sum_pi_squared(hidden, weight, temperature=temperature))
+
+    def _response_hidden(self, pack: Pack) -> torch.Tensor:
+        return response_hidden(self.hf.get_decoder(), pack)
+
+    def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters as they are trained, in layer order; a tied one comes once, under its first name."""
+        yield from self.hf.named_parameters()
+
+    def named_weights(self) -> Iterator[tuple[str, lora.Weight]]:
+        """Hugging Face names and weights as others see them: adapters merged."""
+        yield from lora.weights(self.hf)
+
+    def named_adapters(self) -> Iterator[tuple[str, lora.Weight]]:
+        """A and B of each module that has an adapter."""
+        yield from lora.adapters(self.hf)
+
+
+def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
+    """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`)."""
+    hidden: torch.Tensor = decoder(
+        input_ids=pack.input_ids,
+        position_ids=pack.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        packed_layout=pack.layout,
+    ).last_hidden_state[0]
+    return hidden.index_select(0, pack.positions)
+
+
+def load_hf(path: Path) -> HfModel:
+    """A float32 model from a Hugging Face checkpoint directory, ready for packed attention.
+
+    Raises:
+        UserError: the directory is not such a checkpoint, or the model cannot be trained here.
+    """
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
+        )
+    try:
+        hf = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention.NAME
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path: cannot load {path}: {reason}") from error
+    return _prepared(hf, path)
+
+
+def random_hf(config: Any, seed: int) -> HfModel:
+    """A float32 model with weights drawn from `seed`; `config` is a transformers config.
+
+    The caller's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        factory: Any = AutoModelForCausalLM
+        hf = factory.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    return _prepared(hf, Path(config.name_or_path or config.model_type))
+
+
+def _prepared(hf: HfModel, path: Path) -> HfModel:
+    """Refuse what would make log-probs differ from the sampler's; switch dropout off."""
+    head = hf.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UserError(f"model {path}: the output embedding has a bias, which is not supported")
+    for key in (
+        "final_logit_softcapping",
+        "logit_scale",
+        "logits_scaling",
+        "attn_logit_softcapping",
+    ):
+        value = getattr(hf.config, key, None)
+        if value not in (None, 1, 1.0):
+            raise UserError(f"model {path}: {key}={value} in config.json is not supported")
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return hf
+
+
+def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
+    """Shard the model over the ranks: one FSDP unit per decoder layer, the rest in the root's.
+
+    Raises:
+        UserError: LoRA is asked for on modules that the model has not.
+    """
+    check_heads(hf, config.ulysses_sequence_parallel_size)
+    policy = shard(
+        (_adapted(hf, config) if config.lora_rank else Policy(hf)).train(), hf, world, config
+    )
+    for method in ("is_greedy", "sum_pi_squared"):
+        register_fsdp_forward_method(policy, method)
+    return policy
+
+
+def _adapted(hf: HfModel, config: ModelConfig) -> Policy:
+    """With adapters in place. Whoever has the same base can merge them, if it names its tensors as the model does."""
+    lora.add_adapter(hf, config)
+    try:
+        base = BaseModel(config.path)
+    except UserError:  # transformers reads formats that the weight plane does not
+        return Policy(hf, lora.describe(config, None))
+    adapter = lora.describe(config, base.fingerprint)
+    shared = all(base.has(name, weight.shape) for name, weight in lora.weights(hf))
+    return Policy(hf, adapter, base.fingerprint if shared else None)
+
+
+def check_heads(hf: HfModel, size: int) -> None:
+    """Raise UserError unless `size` ranks can share the heads of a layer."""
+    heads = hf.config.get_text_config().num_attention_heads
+    if heads % size:
+        raise UserError(
+            f"model.ulysses_sequence_parallel_size: {size} does not divide the model's {heads} attention heads"
+        )
+
+
+def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model:
+    """Make `model`, built around the decoder of `hf`, an FSDP2 module on the world's device."""
+    if config.enable_gradient_checkpointing:
+        _recompute_activations(hf)
+    compute = getattr(torch, config.param_dtype)
+    how: dict[str, Any] = {
+        "mesh": world.mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    }
+    if config.param_offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    if config.use_torch_compile:
+        attention.keep_out_of_graphs()
+    for layer in decoder_layers(hf):
+        if config.use_torch_compile:
+            layer.compile(dynamic=True)  # lengths differ from pack to pack
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    return _place_buffers(model, world) if config.param_offload else model.to(world.device)
+
+
+def _place_buffers(model: Model, world: World) -> Model:
+    """Buffers to the device; FSDP brings the offloaded parameters there, layer by layer."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(world.device))
+    return model
+
+
+def _recompute_activations(hf: HfModel) -> None:
+    how = {"use_reentrant": False}  # FSDP2's hooks need the non-reentrant kind
+    if hasattr(hf, "activation_checkpointing_enable"):  # transformers >= 5.13
+        hf.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
+def decoder_layers(hf: HfModel) -> nn.ModuleList:
+    """The blocks of the decoder.
+
+    Raises:
+        UserError: the architecture keeps them under a name we do not know.
+    """
+    decoder = hf.get_decoder()
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise UserError(f"model {type(hf).__name__}: no list of decoder layers found")

@@ -1,0 +1,144 @@
+"""One version of the weights, frozen and packed into byte buckets: what the weight plane sends.
+
+The copy is made once, so the next optimizer step may run while the buckets are on the wire. Of LoRA's adapters A and
+B are sent, with the hashes of the merged weights: each replica merges them, and proves it, before its engine sees
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+import xxhash
+
+from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.lora import Weight, targets
+from meshrl.trainer.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A `WeightSource`."""
+
+    manifest: WeightManifest
+    buckets: tuple[Uint8, ...]
+
+    def bucket(self, index: int) -> Uint8:
+        """uint8[bucket_bytes[index]], read-only."""
+        return self.buckets[index]
+
+
+def take_snapshot(
+    policy: Policy,
+    world: World,
+    *,
+    run: str,
+    version: Version,
+    dtype: str,
+    bucket_bytes: int,
+    adapters_only: bool = False,
+) -> Snapshot | None:
+    """Gather the whole model, layer by layer. Every rank calls this; rank 0 gets the snapshot.
+
+    Args:
+        policy: Its parameters are read, never kept.
+        world: The ranks.
+        run: Name of the run, for the manifest.
+        version: The version that these weights are.
+        dtype: What engines get: float32, bfloat16 or float16.
+        bucket_bytes: Upper bound of a bucket; a larger tensor gets a bucket of its own.
+        adapters_only: Of a policy whose adapter others can merge, send that, in float32. The merged weights are
+            still made once, bucket by bucket, for their hashes.
+    """
+    packed = partial(_packed, world=world, run=run, version=version, bucket_bytes=bucket_bytes)
+    weights = list(policy.named_weights())
+    settings, base = policy.adapter, policy.base
+    if not adapters_only or settings is None or base is None:
+        return packed(weights, dtype)
+    whole = packed(weights, dtype, keep=False)
+    sent = packed(list(policy.named_adapters()), "float32")
+    if whole is None or sent is None:
+        return None
+    adapter = Adapter(
+        base=base,
+        rank=cast(int, settings["lora_rank"]),
+        alpha=cast(int, settings["lora_alpha"]),
+        targets=targets(policy.hf),
+        merged=whole.manifest,
+    )
+    return Snapshot(dataclasses.replace(sent.manifest, adapter=adapter), sent.buckets)
+
+
+def _packed(
+    weights: Sequence[tuple[str, Weight]],
+    dtype: str,
+    *,
+    world: World,
+    run: str,
+    version: Version,
+    bucket_bytes: int,
+    keep: bool = True,
+) -> Snapshot | None:
+    """Cast, gathered and hashed, bucket by bucket; without `keep` only the manifest remains."""
+    kind = getattr(torch, dtype)
+    specs = layout(
+        [(name, weight.shape) for name, weight in weights],
+        dtype=dtype,
+        itemsize=kind.itemsize,
+        bucket_bytes=bucket_bytes,
+    )
+    placed = zip(specs, (weight for _, weight in weights), strict=True)
+    buckets, sizes, hashes, tensor_hashes = [], [], [], []
+    for _, group in itertools.groupby(placed, key=lambda pair: pair[0].bucket):
+        members = list(group)
+        last = members[-1][0]
+        bucket = np.empty(last.offset + last.nbytes if world.is_main else 0, dtype=np.uint8)
+        for spec, weight in members:
+            full = weight.whole(kind)
+            if world.is_main:
+                place = bucket[spec.offset : spec.offset + spec.nbytes]
+                place[:] = full.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                tensor_hashes.append(xxhash.xxh3_64_intdigest(place.data))
+        bucket.flags.writeable = False
+        sizes.append(bucket.nbytes)
+        hashes.append(xxhash.xxh3_128_hexdigest(bucket.data))
+        if keep:
+            buckets.append(bucket)
+    if not world.is_main:
+        return None
+    manifest = WeightManifest(
+        run=run,
+        version=version,
+        tensors=tuple(specs),
+        bucket_bytes=tuple(sizes),
+        bucket_hashes=tuple(hashes),
+        tensor_hashes=tuple(tensor_hashes),
+    )
+    return Snapshot(manifest, tuple(buckets))
+
+
+def layout(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], *, dtype: str, itemsize: int, bucket_bytes: int
+) -> list[TensorSpec]:
+    """Places for tensors in the order given; offsets are multiples of the item size, as all sizes are."""
+    specs: list[TensorSpec] = []
+    bucket, offset = 0, 0
+    for name, shape in shapes:
+        nbytes = itemsize * int(np.prod(shape, dtype=np.int64))
+        if offset and offset + nbytes > bucket_bytes:
+            bucket, offset = bucket + 1, 0
+        specs.append(
+            TensorSpec(
+                name=name, dtype=dtype, shape=shape, bucket=bucket, offset=offset, nbytes=nbytes
+            )
+        )
+        offset += nbytes
+    return specs

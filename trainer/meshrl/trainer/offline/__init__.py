@@ -1,0 +1,1 @@
+"""Training on rows that exist already: supervised fine-tuning, preferences, reward models."""

@@ -1,0 +1,169 @@
+"""The loop of offline training: a batch that (seed, step) names, one step, held-out rows, checkpoints, export.
+
+    newest checkpoint ──▶ step s ──▶ batch s ──▶ lesson.step ──┬─ every test_freq: lesson.evaluate
+                             ▲                                 └─ every save_freq: a durable checkpoint
+                             └──────────────────────────────────  the export appears by a rename
+
+The order of rows is a function of the seed, the learning rate one of the step: a run that was killed and goes on from
+a checkpoint computes what it would have computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import Int32
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.optimizer import Optimizers, learning_rate
+from meshrl.trainer.model.policy import Policy
+from meshrl.trainer.offline.config import OfflineConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where offline training stands."""
+
+    step: int
+    steps: int
+    numbers: Mapping[str, float]
+    """Of this step; those of held-out rows begin with `val/`."""
+    tokens_per_s: float
+    seconds: float
+
+
+Report = Callable[[Progress], None]
+
+
+class Lesson(Protocol):
+    """What is learned, on rows that are numbered from 0."""
+
+    def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
+        """One optimizer step; numbers with `tokens`, the same on every rank."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Numbers of the held-out rows, the same on every rank; none where there are none."""
+        ...
+
+
+def fit(
+    lesson: Lesson,
+    model: Policy,
+    optimizers: Optimizers,
+    config: OfflineConfig,
+    world: World,
+    *,
+    kind: str,
+    count: int,
+    rows: Iterable[Int32],
+    report: Report | None = None,
+    enough: Callable[[Mapping[str, float]], bool] = lambda numbers: False,
+) -> Progress:
+    """Train from the newest checkpoint, or from the start, to the last step; every rank calls this.
+
+    Args:
+        lesson: What a step is.
+        model: What a checkpoint holds.
+        optimizers: Its optimizer.
+        config: How long, how often.
+        world: The ranks.
+        count: Training rows.
+        kind: Names the training among others; a checkpoint of another kind is refused.
+        rows: Their tokens; a checkpoint of other rows is refused.
+        report: Called every ten steps and with each measurement, on rank 0; None logs a line.
+        enough: Ends the training after a measurement.
+
+    Raises:
+        UserError: the checkpoint there is another training's.
+    """
+    start = TrainerState(
+        run=f"{kind}-{_fingerprint(config, rows)}", step=0, epoch=0, seed=config.seed,
+        world_size=world.size, kl_coef=0.0,
+    )  # fmt: skip
+    state = _resumed(start, model, optimizers, config)
+    batches = islice(shuffled(count, config.batch_rows, config.seed), state.step, None)
+    begin, tokens = time.monotonic(), 0.0
+    progress = Progress(step=state.step, steps=config.steps, numbers={}, tokens_per_s=0, seconds=0)
+    for step in range(state.step + 1, config.steps + 1):
+        rate = learning_rate(config.optim, step - 1, config.steps)
+        numbers = lesson.step(next(batches), rate)
+        tokens += numbers.pop("tokens", 0.0)
+        last = step == config.steps
+        measured = lesson.evaluate() if last or step % config.test_freq == 0 else {}
+        state = replace(state, step=step)
+        if config.save_freq > 0 and (last or step % config.save_freq == 0):
+            _save(model, optimizers, state, config, world)
+        seconds = time.monotonic() - begin
+        progress = Progress(
+            step=step, steps=config.steps, numbers={**numbers, **measured},
+            tokens_per_s=tokens / seconds, seconds=seconds,
+        )  # fmt: skip
+        if world.is_main and (measured or step % 10 == 0 or last):
+            (report or _log)(progress)
+        if measured and enough(measured):
+            break
+    return progress
+
+
+def shuffled(count: int, batch_rows: int, seed: int) -> Iterator[list[int]]:
+    """Batches of row indices, for ever: each epoch in an order of its own, batches running on across epochs."""
+    draw = np.random.default_rng(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < batch_rows:
+            waiting.extend(draw.permutation(count).tolist())
+        yield waiting[:batch_rows]
+        del waiting[:batch_rows]
+
+
+def _fingerprint(config: OfflineConfig, rows: Iterable[Int32]) -> str:
+    """Of what a checkpoint must find unchanged: rows, their order, the model's name."""
+    digest = hashlib.blake2b(f"{config.batch_rows} {config.model.path}".encode(), digest_size=8)
+    for row in rows:
+        digest.update(row.tobytes() + b"|")
+    return digest.hexdigest()
+
+
+def _resumed(
+    start: TrainerState, model: Policy, optimizers: Optimizers, config: OfflineConfig
+) -> TrainerState:
+    root = config.checkpoint_dir
+    good = checkpoint.newest(root) if config.resume_mode == "auto" else None
+    if good is None:
+        return start
+    path, held = good
+    if (held.run, held.seed) != (start.run, start.seed):
+        raise UserError(
+            f"{path} is of another training ({held.run}, seed {held.seed}; this is {start.run}, seed {start.seed}):"
+            " put rows, batch_rows, model and seed back, give another output_dir, or set resume_mode=disable"
+        )
+    if held.step > config.steps:
+        raise UserError(f"{path} is of step {held.step}, and steps is {config.steps}")
+    log.info("resumed at step %d from %s", held.step, path)
+    return checkpoint.load(path, model, optimizers)
+
+
+def _save(
+    model: Policy, optimizers: Optimizers, state: TrainerState, config: OfflineConfig, world: World
+) -> None:
+    checkpoint.save(
+        config.checkpoint_dir, model, optimizers, state, world, keep=config.max_ckpt_to_keep
+    )
+
+
+def _log(progress: Progress) -> None:
+    numbers = "  ".join(f"{name} {value:.4f}" for name, value in progress.numbers.items())
+    log.info("%d/%d  %s", progress.step, progress.steps, numbers)

@@ -1,0 +1,207 @@
+"""A reward model from preferences: Bradley and Terry's model on a sequence classifier with one output.
+
+Bradley and Terry 1952, https://doi.org/10.1093/biomet/39.3-4.324; Ouyang et al. 2022,
+https://arxiv.org/abs/2203.02155, eq. 1:
+
+    l = -log σ(r_c - r_r) + coef · (r_c + r_r)²
+
+r is read at the last token of the conversation, as `transformers` reads it. What is written is an ordinary
+`…ForSequenceClassification`: the judge `model` loads it, and so does a vLLM pooling server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.types import Int32
+from meshrl.trainer.checkpoint.export import export_policy
+from meshrl.trainer.data.pairs import Pair, read_pairs
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.model import attention
+from meshrl.trainer.model.packing import Pack, pack
+from meshrl.trainer.model.policy import HfModel, Policy, response_hidden, shard
+from meshrl.trainer.offline.config import RewardModelConfig
+from meshrl.trainer.offline.conversation import judged_text
+from meshrl.trainer.offline.loop import Progress, Report, fit
+from meshrl.trainer.offline.pairwise import PairLearner
+
+Conversations = tuple[Int32, Int32]
+"""The tokens of a prompt with its chosen, and with its rejected response."""
+
+
+class Classifier(Policy):
+    """A sequence classifier over packs: the score of each row, at its last token."""
+
+    def forward(self, pack: Pack, temperature: float = 1.0) -> Any:
+        """float32[B]; `pack` comes from `scoring_pack`."""
+        scores = self.hf.score(response_hidden(self.hf.get_decoder(), pack))
+        # A sum over one entry, because FSDP wants no view of what the module made.
+        return scores.sum(-1, dtype=torch.float32)
+
+
+def run(config: RewardModelConfig, report: Report | None = None) -> Progress:
+    """Train on preferences and write a Hugging Face checkpoint to `config.output_dir`.
+
+    Args:
+        config: What to train on, how long, and where to put it.
+        report: Called every ten steps and with each measurement; None logs a line.
+
+    Raises:
+        UserError: a row is malformed (names file and row), the model cannot be loaded, or the checkpoint there is
+            another training's.
+        ConfigError: LoRA is asked for.
+    """
+    if getattr(config.model, "lora_rank", 0):
+        raise ConfigError("model.lora_rank: a reward model is trained whole; leave it 0")
+    world = World.start(config.device)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer_dir)
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        train = conversations(config, read_pairs(config, config.train_files), tokenizer)
+        held_out = read_pairs(config, config.val_files)[: config.val_max_samples]
+        pairs = [*train, *conversations(config, held_out, tokenizer)]
+        torch.manual_seed(config.seed)
+        hf = load_classifier(config.model.path, pad)
+        model = shard(Classifier(hf).train(), hf, world, config.model)
+        optimizers = Optimizers(model, config.optim)
+        lesson = RewardLesson(model, optimizers, config, world, pairs, len(train), pad)
+        done = fit(
+            lesson, model, optimizers, config, world,
+            kind="reward-model", count=len(train), rows=(row for pair in train for row in pair),
+            report=report,
+        )  # fmt: skip
+        export_policy(model, world, config.output_dir, tokenizer=config.tokenizer_dir)
+        return done
+    finally:
+        world.close()
+
+
+class RewardLesson(PairLearner):
+    """Implements `offline.Lesson`: a step on pairs."""
+
+    def __init__(
+        self,
+        model: Classifier,
+        optimizers: Optimizers,
+        config: RewardModelConfig,
+        world: World,
+        pairs: Sequence[Conversations],
+        train: int,
+        pad: int,
+    ) -> None:
+        """Keep the parts; of `pairs` the first `train` are to train on, `pad` is the padding token."""
+        super().__init__(
+            optimizers,
+            world,
+            lengths=[sum(map(len, pair)) for pair in pairs],
+            train=train,
+            max_tokens=config.max_tokens_per_pack,
+        )
+        self._model = model
+        self._config = config
+        self._pairs = pairs
+        self._pad = pad
+
+    def _forward(self, chosen: Sequence[int], total: int, tally: Tally) -> torch.Tensor:
+        rows = [row for index in chosen for row in self._pairs[index]]
+        scores: torch.Tensor = self._model(scoring_pack(rows, self._pad).to(self._world.device))
+        if not rows:
+            return scores.sum() * 0.0
+        better, worse = scores[0::2], scores[1::2]
+        losses = bradley_terry(better, worse, center=self._config.center_rewards_coef)
+        loss = losses.sum() / total
+        tally.add_sums({"loss": float(loss.detach())})
+        found = {
+            "accuracy": float((better > worse).float().mean()),
+            "margin": float((better - worse).detach().mean()),
+            "reward": float(scores.detach().mean()),
+        }
+        tally.add_means(found, len(chosen))
+        return loss * self._world.size
+
+
+def bradley_terry(
+    better: torch.Tensor, worse: torch.Tensor, *, center: float = 0.0
+) -> torch.Tensor:
+    """L of scores [P] of the chosen and [P] of the rejected, [P]."""
+    return -logsigmoid(better - worse) + center * (better + worse).square()
+
+
+def scoring_pack(rows: Sequence[Int32], pad: int) -> Pack:
+    """Whole conversations, laid end to end; the one position of each is its last token that is not `pad`."""
+    made = pack(rows, [len(row) for row in rows], share_prefixes=False)
+    starts = made.layout.cu_seqlens[:-1].long()
+    within = [int(np.flatnonzero(row != pad).max(initial=0)) for row in rows] or [0]
+    places = starts + torch.tensor(within)
+    return replace(made, positions=places, targets=made.input_ids[0, places])
+
+
+def load_classifier(path: Path, pad: int) -> HfModel:
+    """A float32 classifier with one output; without a head in the checkpoint, one that scores 0.
+
+    Raises:
+        UserError: there is no such checkpoint, or its architecture has no classifier over the last token.
+    """
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
+        )
+    try:
+        hf, told = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            num_labels=1,
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path: cannot load {path} as a classifier: {reason}") from error
+    if not isinstance(getattr(hf, "score", None), nn.Linear):
+        raise UserError(
+            f"model.path: {type(hf).__name__} has no linear `score` over the last token"
+        )
+    if "score.weight" in told["missing_keys"]:
+        nn.init.zeros_(hf.score.weight)
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    hf.config.pad_token_id = pad
+    return hf
+
+
+def conversations(
+    config: RewardModelConfig, pairs: Sequence[Pair], tokenizer: Any
+) -> list[Conversations]:
+    """Both conversations of each pair, as the judge reads them.
+
+    Raises:
+        UserError: one is empty or longer than `max_length`.
+    """
+
+    def tokens(pair: Pair, response: str) -> Int32:
+        asked = pair.prompt
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        text = judged_text(messages, response, tokenizer)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise UserError(f"{pair.where}: empty prompt and response")
+        if len(ids) > config.max_length:
+            raise UserError(f"{pair.where}: {len(ids)} tokens > max_length {config.max_length}")
+        return np.array(ids, dtype=np.int32)
+
+    return [(tokens(pair, pair.chosen), tokens(pair, pair.rejected)) for pair in pairs]

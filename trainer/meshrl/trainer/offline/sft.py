@@ -1,0 +1,242 @@
+"""Supervised fine-tuning on prompt / response rows: packed, loss on the response only.
+
+read ──▶ tokens ──shuffled──▶ batch ──plan──▶ packs ──▶ -mean log p(response) ──▶ step ──▶ export
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import Int32
+from meshrl.trainer.checkpoint.export import export_policy
+from meshrl.trainer.data.files import Located, located_rows
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.model.packing import Pack, pack, plan
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf
+from meshrl.trainer.offline.config import SftConfig
+from meshrl.trainer.offline.loop import Progress, fit
+
+log = logging.getLogger(__name__)
+EXACT_MATCH = "val/exact_match"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """One tokenised row."""
+
+    tokens: Int32
+    """int32[T]: prompt, then response."""
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftProgress:
+    """Where the fine-tuning stands."""
+
+    step: int
+    steps: int
+    loss: float
+    """Mean negative log-probability of a response token."""
+    tokens_per_s: float
+    exact_match: float | None
+    """Share of held-out rows whose whole response greedy decoding would give; None when not measured."""
+    seconds: float
+
+    @classmethod
+    def of(cls, progress: Progress) -> SftProgress:
+        """In the words of fine-tuning."""
+        return cls(
+            step=progress.step,
+            steps=progress.steps,
+            loss=progress.numbers.get("loss", math.nan),
+            tokens_per_s=progress.tokens_per_s,
+            exact_match=progress.numbers.get(EXACT_MATCH),
+            seconds=progress.seconds,
+        )
+
+
+def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) -> SftProgress:
+    """Fine-tune and write a Hugging Face checkpoint to `config.output_dir`.
+
+    Args:
+        config: What to train on, how long, and where to put it.
+        report: Called every ten steps and with each measurement; None logs a line.
+
+    Returns:
+        The last progress, with the exact match of the weights that were written.
+
+    Raises:
+        UserError: a row is malformed (names file and row) or the model cannot be loaded.
+    """
+    world = World.start(config.device)
+    try:
+        tokenizer_path = config.model.tokenizer_path or config.model.path
+        train = read_examples(config, config.train_files, tokenizer_path)
+        held_out = read_examples(config, config.val_files, tokenizer_path)
+        torch.manual_seed(config.seed)
+        policy = build_policy(load_hf(config.model.path), world, config.model)
+        optimizers = Optimizers(policy, config.optim)
+        held_out = held_out[: config.val_max_samples]
+        tell, wanted = report or _log, config.target_exact_match
+        done = fit(
+            SftLesson(policy, optimizers, config, world, train, held_out),
+            policy, optimizers, config, world,
+            kind="sft", count=len(train), rows=[e.tokens for e in train],
+            report=lambda progress: tell(SftProgress.of(progress)),
+            enough=lambda numbers: wanted is not None and numbers[EXACT_MATCH] >= wanted,
+        )  # fmt: skip
+        export_policy(policy, world, config.output_dir, tokenizer=tokenizer_path)
+        return SftProgress.of(done)
+    finally:
+        world.close()
+
+
+class SftLesson:
+    """Implements `offline.Lesson`: mean -log p of the response tokens of a batch."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizers: Optimizers,
+        config: SftConfig,
+        world: World,
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+    ) -> None:
+        """Keep the parts."""
+        self._policy = policy
+        self._optimizers = optimizers
+        self._budget = config.max_tokens_per_pack
+        self._world = world
+        self._train = train
+        self._held_out = held_out
+
+    def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
+        """One optimizer step."""
+        batch = [self._train[row] for row in rows]
+        response_tokens = sum(len(e.tokens) - e.prompt_length for e in batch)
+        total = 0.0
+        for made in _packs(batch, self._budget, self._world):
+            logprobs, _ = self._policy(made, 1.0)
+            loss = -logprobs.sum() / response_tokens
+            # FSDP averages gradients over ranks; the loss is a sum over all of them.
+            (loss * self._world.size).backward()
+            total += float(loss.detach())
+        self._optimizers.step(rate)
+        parts = self._world.all_gather(np.array([total]))
+        tokens = float(sum(len(e.tokens) for e in batch))
+        return {"loss": float(sum(part[0] for part in parts)), "tokens": tokens}
+
+    def evaluate(self) -> dict[str, float]:
+        """Share of held-out rows that greedy decoding would give."""
+        if not self._held_out:
+            return {}
+        found = exact_match(self._policy, self._held_out, self._budget, self._world)
+        return {EXACT_MATCH: found}
+
+
+@torch.no_grad()
+def exact_match(
+    policy: Policy, examples: Sequence[Example], max_tokens: int, world: World
+) -> float:
+    """Share of rows of which every response token is the most likely one, given the true tokens before it."""
+    made = plan([len(e.tokens) for e in examples], ranks=world.size, max_tokens=max_tokens)
+    right = 0
+    for rows in made.ranks[world.rank]:
+        chosen = [examples[row] for row in rows]
+        matches = policy.is_greedy(_pack(chosen).to(world.device)).cpu()
+        sizes = [len(e.tokens) - e.prompt_length for e in chosen]
+        right += sum(bool(part.all()) for part in torch.split(matches, sizes or [0]) if rows)
+    gathered = world.all_gather(np.array([right], dtype=np.int64))
+    return float(sum(int(part[0]) for part in gathered)) / len(examples)
+
+
+def _packs(batch: Sequence[Example], max_tokens: int, world: World) -> Iterator[Pack]:
+    made = plan([len(e.tokens) for e in batch], ranks=world.size, max_tokens=max_tokens)
+    for rows in made.ranks[world.rank]:
+        yield _pack([batch[row] for row in rows]).to(world.device)
+
+
+def _pack(examples: Sequence[Example]) -> Pack:
+    return pack([e.tokens for e in examples], [e.prompt_length for e in examples])
+
+
+def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path) -> list[Example]:
+    """Tokenised rows of `files`.
+
+    Raises:
+        UserError: a row lacks a key, is too long, or has an empty prompt or response.
+    """
+    if not files:
+        return []
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
+    examples = [_example(located, tokenizer, config) for located in located_rows(files)]
+    if not examples:
+        raise UserError(f"no rows in {', '.join(map(str, files))}")
+    return examples
+
+
+def _example(located: Located, tokenizer: Any, config: SftConfig) -> Example:
+    row, where = located.row, located.where
+    for key in (config.prompt_key, config.response_key):
+        if key not in row:
+            raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
+    return tokenised(
+        row[config.prompt_key], str(row[config.response_key]), tokenizer, where,
+        append_eos=config.append_eos, max_length=config.max_length,
+    )  # fmt: skip
+
+
+def tokenised(
+    prompt: str | Sequence[Any],
+    response: str,
+    tokenizer: Any,
+    where: str,
+    *,
+    append_eos: bool,
+    max_length: int,
+) -> Example:
+    """A prompt (text, or messages that go through the chat template) and its response as tokens.
+
+    Raises:
+        UserError: it is too long, has an empty prompt or response, or is a chat without a chat template.
+    """
+    if not isinstance(prompt, str):
+        if not tokenizer.chat_template:
+            raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
+        prompt = tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=False
+        )
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    response_ids = tokenizer.encode(response, add_special_tokens=False)
+    if append_eos:
+        response_ids = [*response_ids, tokenizer.eos_token_id]
+    if not prompt_ids or not response_ids:
+        raise UserError(f"{where}: empty prompt or response")
+    total = len(prompt_ids) + len(response_ids)
+    if total > max_length:
+        raise UserError(f"{where}: {total} tokens > max_length {max_length}")
+    return Example(np.array([*prompt_ids, *response_ids], dtype=np.int32), len(prompt_ids))
+
+
+def _log(progress: SftProgress) -> None:
+    match = "" if progress.exact_match is None else f"  exact match {progress.exact_match:.3f}"
+    log.info(
+        "sft %d/%d  loss %.4f  %.0f tok/s%s",
+        progress.step,
+        progress.steps,
+        progress.loss,
+        progress.tokens_per_s,
+        match,
+    )
