@@ -183,7 +183,7 @@ def where(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((str(Path(__file__).parent), "<frozen"))
+        if not frame.filename.startswith((str(Path(__file__).parents[1]), "<frozen"))
     ]
     users = [
         frame

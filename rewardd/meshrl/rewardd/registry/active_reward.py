@@ -4,7 +4,7 @@
                  └── a share of them ──▶ watched ──▶ Differences      beside, bounded, never waited for
 
 A call under way when the version changes ends under the version it began with, and its scores say so. That rows of
-two versions meet in a batch is therefore normal here; `meshrl.trainer.reward_version_guard` makes each batch one of them.
+two versions meet in a batch is therefore normal here; `meshrl.trainer.reward_version_guard` gives each batch one.
 """
 
 from __future__ import annotations
