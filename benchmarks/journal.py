@@ -35,9 +35,9 @@ from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, SamplingParams, Task, 
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -13,11 +13,11 @@ import click
 from meshrl.contract import plugins
 from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
+from meshrl.rpc.errors import status_of
+from meshrl.rpc.exit_codes import Exit
 from meshrl.services.cli.root import cli
 from meshrl.services.config.fields import Key, config_of, walk
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.errors import status_of
-from meshrl.services.exits import Exit
 from meshrl.trainer.algorithms.named import defaults
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 from meshrl.trainer.parity.cases import load
@@ -190,7 +190,7 @@ def errors_page() -> str:
         "Every failure on purpose is one of these classes",
         "([`MeshError`](../../proto/meshrl/contract/errors.py)). It crosses the wire in the trailing metadata",
         "`meshrl-error-bin` with its code, its message and its values, and is raised again as the same class on the",
-        "other side ([`STATUS`](../../services/meshrl/services/errors.py)); the gRPC status beside it is for people,",
+        "other side ([`STATUS`](../../services/meshrl/rpc/errors.py)); the gRPC status beside it is for people,",
         "proxies and dashboards.",
         "",
         "| class | code | gRPC status | try again? | |",

@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from meshrl.contract.types import Ledger
+from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.services.demo.tiny_model import write_tiny_model
 from meshrl.services.demo.trace import programs
-from meshrl.services.up.pdeath import PARENT_VARIABLE
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -21,8 +21,8 @@ from child import Timer, in_order, serve
 from floor_server import SERVICE
 from work import BATCH, GROUP, annotate, group
 
-from meshrl.services.process import keep_memory, set_aside_start
-from meshrl.services.transport import CHANNEL_OPTIONS
+from meshrl.rpc.process_memory import keep_memory, set_aside_start
+from meshrl.rpc.transport import CHANNEL_OPTIONS
 
 PAGE = 16
 """Groups of one message: about a mebibyte, as ours."""

@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 import uvloop
 
-from meshrl.services.process import collect_rarely, keep_memory
-from meshrl.services.transport import SERVER_OPTIONS
+from meshrl.rpc.process_memory import collect_rarely, keep_memory
+from meshrl.rpc.transport import SERVER_OPTIONS
 
 SERVICE = "Floor"
 

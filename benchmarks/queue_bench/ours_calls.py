@@ -22,9 +22,9 @@ from meshrl.contract.types import (
     Version,
     gathered,
 )
-from meshrl.services.wires import QueueWire
-from meshrl.services.wires.queue import WireOptions
-from meshrl.services.wires.shard import ShardWire
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients.queue import WireOptions
+from meshrl.rpc.clients.shard import ShardWire
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
 ROLLOUT = StageSpec(name="rollout", reads=(), writes=("tokens", "loss_mask", "rollout_logprobs"))

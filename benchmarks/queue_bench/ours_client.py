@@ -20,7 +20,7 @@ from child import Timer, in_order, serve
 from work import BATCH, GROUP, digest, digests, group
 
 from meshrl.contract.types import Version
-from meshrl.services.process import keep_memory, set_aside_start
+from meshrl.rpc.process_memory import keep_memory, set_aside_start
 
 WAIT_S = 300.0
 

@@ -14,10 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-from meshrl.services.doors import QueueDoor
-from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.process import collect_rarely, share_heaps
-from meshrl.services.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.process_memory import collect_rarely, share_heaps
+from meshrl.rpc.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding.shard import ShardQueue

@@ -21,7 +21,7 @@ from work import GROUP, Group, group
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Version
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
 
 RUN = "scale"
 WAIT_S = 300.0

@@ -21,7 +21,7 @@ from work import GROUP
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
 from meshrl.transferqueue.operations.admission import REMEMBERED
 
 RUN = "soak"

@@ -34,13 +34,13 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
+from meshrl.rpc.clients.queue import QueueWire
+from meshrl.rpc.clients.reward_registry import RewardRegistryWire
+from meshrl.rpc.health import is_serving
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import train_spec
 from meshrl.services.up.book import Entry
-from meshrl.services.up.health import is_serving
 from meshrl.services.up.ports import free_port
-from meshrl.services.wires.queue import QueueWire
-from meshrl.services.wires.reward_registry import RewardRegistryWire
 
 RUN, GROUP, LEASED = "bench", 8, 1024
 PART = 2048

@@ -13,11 +13,11 @@ from meshrl.rollout.engines.echo import build
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.certificates import Certificates
+from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.clients import QueueWire
 from meshrl.services.gateway.app import build_app
 from meshrl.services.gateway.book import GatewayBook
 from meshrl.services.rewards.http import serving_http
-from meshrl.services.wires import QueueWire
 
 RUN = "chaos"
 FIRST = Version(1, 0)

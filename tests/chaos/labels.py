@@ -45,10 +45,10 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.services.config import load_recipe
 from meshrl.services.config.recipe import train_spec
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from meshrl.contract.stage_worker import StageLoop, StageResult
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Version
-from meshrl.services.wires import QueueWire, keeper
+from meshrl.rpc.clients import QueueWire, lease_renewer
 
 from ..contract.queue_actors import rollout_of
 
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--queue", required=True)
     parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--hung", type=float, default=keeper.HUNG_S)
+    parser.add_argument("--hung", type=float, default=lease_renewer.HUNG_S)
     given = parser.parse_args()
-    keeper.HUNG_S = given.hung  # type: ignore[misc]
+    lease_renewer.HUNG_S = given.hung  # type: ignore[misc]
     asyncio.run(work(given))

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from meshrl.rpc.health import is_serving
 from meshrl.services.up.book import Entry
-from meshrl.services.up.health import is_serving
 from meshrl.services.up.ports import free_port
 
 

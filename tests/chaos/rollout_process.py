@@ -28,7 +28,7 @@ from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
 
 RUN = "chaos"
 FIRST = Version(1, 0)

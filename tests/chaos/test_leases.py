@@ -15,9 +15,9 @@ import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_leases import Holding
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires import QueueWire, keeper
+from meshrl.rpc.clients import QueueWire, lease_renewer
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -176,13 +176,13 @@ async def test_a_queue_that_was_killed_ends_no_lease_of_who_is_still_there(tmp_p
 async def test_a_worker_that_was_idle_for_long_is_not_taken_for_one_that_hangs(
     actors: Actors, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "HUNG_S", 0.5)
+    monkeypatch.setattr(lease_renewer, "HUNG_S", 0.5)
     await actors.start(spec(lease_ttl_s=TTL_S, max_attempts=1))
     await actors.feed(tasks(1))
     async with QueueWire(address) as queue:
         holding = Holding("rollout", "w", lambda lost: None)
         keeping = asyncio.ensure_future(queue.keep(holding))
-        await asyncio.sleep(2 * keeper.HUNG_S)  # what is tested: time without a row
+        await asyncio.sleep(2 * lease_renewer.HUNG_S)  # what is tested: time without a row
         lease = await queue.lease(
             ["run"], "rollout", worker="w", limit=2, version=actors.version, wait_s=WAIT_S
         )

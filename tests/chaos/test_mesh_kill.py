@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.services.exits import Exit
+from meshrl.rpc.exit_codes import Exit
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 

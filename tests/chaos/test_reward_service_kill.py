@@ -12,10 +12,10 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
+from meshrl.rpc.clients.queue import QueueWire
+from meshrl.rpc.clients.reward_registry import RewardRegistryWire
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import train_spec
-from meshrl.services.wires.queue import QueueWire
-from meshrl.services.wires.reward_registry import RewardRegistryWire
 
 from .answered_rows import GROUP, admit_all, answer_all
 from .reward_service import Service, serving, write_recipe

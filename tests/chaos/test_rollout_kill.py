@@ -23,8 +23,8 @@ from meshrl.contract.types import (
     Trajectory,
     Uid,
 )
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

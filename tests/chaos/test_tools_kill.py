@@ -13,8 +13,8 @@ from pathlib import Path
 
 from meshrl.contract import rows
 from meshrl.contract.types import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

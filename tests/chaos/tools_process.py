@@ -13,7 +13,7 @@ from pathlib import Path
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
 
 from ..unit.rollout.chats import chat_tokenizer
 from ..unit.rollout.scripted import END, Scripted

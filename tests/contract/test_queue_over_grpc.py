@@ -10,10 +10,10 @@ import pytest
 
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires import QueueWire
-from meshrl.services.wires.queue import WireOptions
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients.queue import WireOptions
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from meshrl.contract.ports import Queue
-from meshrl.services.doors import QueueDoor
-from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires.shard import ShardWire
+from meshrl.rpc.clients.shard import ShardWire
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding.port import Shard

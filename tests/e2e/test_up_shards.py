@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshrl.contract.types import Ledger
+from meshrl.rpc.queue_connection import build_store, stored_queue
 from meshrl.services.config import load_recipe
-from meshrl.services.queues import build_store, stored_queue
 from meshrl.services.up.shards import grown
 from meshrl.transferqueue.sharding.shard import ShardQueue
 

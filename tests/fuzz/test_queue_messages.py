@@ -17,10 +17,10 @@ from google.protobuf.descriptor import MethodDescriptor
 from meshrl.contract.errors import MeshError
 from meshrl.contract.held_leases import Holding
 from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.v1 import queue_pb2

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.services.doors.queue import QueueDoor
-from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers.queue import QueueDoor
+from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.transferqueue.sharding.shard import ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

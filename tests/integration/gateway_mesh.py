@@ -33,7 +33,7 @@ from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.certificates import Certificates
+from meshrl.rpc.certificates import Certificates
 from meshrl.services.gateway.app import build_app
 from meshrl.services.gateway.book import GatewayBook
 from meshrl.services.rewards.auth import Guard, TokenBook

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import UserError
+from meshrl.rpc.queue_connection import connect_queue
+from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.services.assembly._parts import open_run
 from meshrl.services.cli import main
 from meshrl.services.cli.commands import queue as command
@@ -15,8 +17,6 @@ from meshrl.services.cli.mesh import Mesh
 from meshrl.services.cli.operator import shards_of
 from meshrl.services.config import load_recipe
 from meshrl.services.config.recipe import train_spec
-from meshrl.services.queues import connect_queue
-from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.up.ports import free_port
 
 from ..contract.queue_actors import Actors, spec, tasks

@@ -17,9 +17,9 @@ import click
 import pytest
 import yaml
 
+from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.services.cli.commands.serve import SECTIONS, serve
 from meshrl.services.cli.root import KNOWN, cli
-from meshrl.services.runtime import Server, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -28,10 +28,10 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.services.doors import ReferenceDoor, RewardDoor, RolloutDoor, TrainerDoor
-from meshrl.services.runtime import Door, Server, ServerSettings
-from meshrl.services.transport import MAX_MESSAGE_BYTES
-from meshrl.services.wires import JudgeWire, LogProbsWire, RolloutWire, TrainerWire, peer
+from meshrl.rpc.clients import JudgeWire, LogProbsWire, RolloutWire, TrainerWire, peer
+from meshrl.rpc.runtime import Door, Server, ServerSettings
+from meshrl.rpc.servicers import ReferenceDoor, RewardDoor, RolloutDoor, TrainerDoor
+from meshrl.rpc.transport import MAX_MESSAGE_BYTES
 from meshrl.v1 import reward_pb2, trajectory_pb2
 
 SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)

@@ -29,9 +29,9 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.contract.types import Trajectory as Row
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import build
@@ -208,8 +208,8 @@ async def test_a_lease_waits_for_a_task_that_comes_later() -> None:
 SERVICE = """
 import asyncio, sys
 from pathlib import Path
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.runtime import Server, ServerSettings, run_service
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import build

@@ -9,9 +9,9 @@ from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.rollout.config import BreakerConfig
 from meshrl.rollout.engines import echo
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.doors.member import MemberDoor
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers.member import MemberDoor
 from meshrl.services.fleet_waits import fleet_waits
-from meshrl.services.runtime import Server, ServerSettings
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -12,10 +12,10 @@ import pytest
 from meshrl.contract.errors import CapacityError, WaitTimeoutError
 from meshrl.contract.stage_worker import StageLoop
 from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires import QueueWire
-from meshrl.services.wires.space import Shortage
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients.disk_space import Shortage
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation
 from meshrl.transferqueue.stores.disk import DiskStore
@@ -151,7 +151,7 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
 async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl.services.wires.space.LEAVE_S", 0.2)
+    monkeypatch.setattr("meshrl.rpc.clients.disk_space.LEAVE_S", 0.2)
     shortage = Shortage()
     async with meshed(tmp_path, shortage) as (store, actors, wire):
         await actors.feed(tasks(1, group_size=1))

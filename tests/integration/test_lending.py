@@ -15,9 +15,9 @@ import pytest
 from meshrl.contract.codec.arena import FOLDER, Arena, Lent
 from meshrl.contract.codec.lending import ANSWER_BYTES, Borrower, referred
 from meshrl.contract.errors import UserError
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import UserError
+from meshrl.rpc.clients import queue_admin as wire
+from meshrl.rpc.clients.queue_admin import QueueAdminWire
+from meshrl.rpc.queue_metrics import QueueCollector
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers.queue import QueueDoor
+from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
+from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.services.cli import main, operator
 from meshrl.services.cli import mesh as cli_mesh
 from meshrl.services.config import load_recipe
-from meshrl.services.doors.queue import QueueDoor
-from meshrl.services.doors.queue_admin import QueueAdminDoor
-from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.queue_metrics import QueueCollector
-from meshrl.services.runtime import Server, ServerSettings
 from meshrl.services.up.book import BOOK_NAME, AddressBook
-from meshrl.services.wires import queue_admin as wire
-from meshrl.services.wires.queue_admin import QueueAdminWire
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from meshrl.services.queues import connect_queue
+from meshrl.rpc.queue_connection import connect_queue
 from meshrl.transferqueue.sharding.batch_plan import Plan
 from meshrl.transferqueue.sharding.batches import Taking
 

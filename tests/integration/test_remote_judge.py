@@ -10,7 +10,7 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.services.doors.reward import RewardDoor
+from meshrl.rpc.servicers.reward import RewardDoor
 
 from .test_doors import LengthJudge, serving
 

@@ -27,16 +27,16 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
-from meshrl.services.certificates import Certificates
-from meshrl.services.doors.reward import RewardDoor
-from meshrl.services.doors.reward_registry import RewardRegistryDoor
+from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.clients.reward_registry import RewardRegistryWire
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers.reward import RewardDoor
+from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor
 from meshrl.services.rewards.app import build_app
 from meshrl.services.rewards.audit import AuditLog
 from meshrl.services.rewards.auth import Guard, TokenBook, new_token
 from meshrl.services.rewards.desk import RewardDesk
 from meshrl.services.rewards.http import serving_http
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires.reward_registry import RewardRegistryWire
 from meshrl.v1 import reward_registry_pb2 as pb
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

@@ -11,11 +11,11 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
+from meshrl.rpc.clients.queue import QueueWire
+from meshrl.rpc.clients.reward_registry import RewardRegistryWire
 from meshrl.services.cli.commands.reward import reward
 from meshrl.services.config.load import load_recipe
 from meshrl.services.config.recipe import train_spec
-from meshrl.services.wires.queue import QueueWire
-from meshrl.services.wires.reward_registry import RewardRegistryWire
 
 from ..chaos.answered_rows import GROUP, admit_all, answer_all
 from ..chaos.reward_service import Service, serving, write_recipe

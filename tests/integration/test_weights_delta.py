@@ -19,9 +19,9 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services import tls
-from meshrl.services.certificates import Certificates
-from meshrl.services.errors import from_rpc
+from meshrl.rpc import tls
+from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.errors import from_rpc
 from meshrl.services.weights.carriers import delta
 from meshrl.services.weights.delta import encode
 from meshrl.services.weights.fleet import ReplicaState

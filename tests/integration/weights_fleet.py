@@ -11,7 +11,7 @@ from typing import Self
 import grpc
 
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.services.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig

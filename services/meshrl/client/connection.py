@@ -11,8 +11,8 @@ from typing import Final, TypeVar
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
-from meshrl.services.wires.peer import STAGE_PATIENCE_S
-from meshrl.services.wires.queue import QueueWire
+from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
+from meshrl.rpc.clients.queue import QueueWire
 
 Wire = TypeVar("Wire", bound=QueueWire)
 
@@ -67,7 +67,7 @@ async def connected(
             )
             return
         # Only who has shards loads the router.
-        from meshrl.services.wires.shard import ShardWire
+        from meshrl.rpc.clients.shard import ShardWire
         from meshrl.transferqueue.sharding.router import ShardedQueue
 
         async def dial(address: str) -> ShardWire:

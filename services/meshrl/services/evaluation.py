@@ -22,9 +22,9 @@ from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from meshrl.rpc.runtime import ServerSettings
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.gateway.serving import gateway_of
-from meshrl.services.runtime import ServerSettings
 
 VERSION = Version(0, 1)
 """What the checkpoint's weights are served as: any version above the unserved one."""

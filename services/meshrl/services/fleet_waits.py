@@ -10,7 +10,7 @@ from meshrl.contract.types import Waiting
 from meshrl.rollout.circuit_breaker import BreakerState
 from meshrl.rollout.versions import UNSERVED
 from meshrl.rollout.worker_report import NO_BREAKER
-from meshrl.services.wires.member import MemberReport, MemberWire
+from meshrl.rpc.clients.member import MemberReport, MemberWire
 
 PATIENCE_S = 1.0
 """How long a worker that does not answer is tried."""

@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshrl.contract.errors import ConflictError
-from meshrl.services.queues import connect_queue
-from meshrl.services.runtime import run_service
+from meshrl.rpc.queue_connection import connect_queue
+from meshrl.rpc.runtime import run_service
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
 from .actors import actor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from meshrl.services.doors import QueueDoor
-from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding import shard_list

@@ -18,8 +18,8 @@ from meshrl.client import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -16,9 +16,9 @@ from meshrl.contract.codec.compression import KNOWS_DICTIONARY, TAKES_SQUEEZED, 
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import pack
 from meshrl.contract.types import Lease, LeasedRow, RowWrite, StageSpec, siblings
-from meshrl.services.doors import QueueDoor
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.wires import QueueWire
+from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers import QueueDoor
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
+from meshrl.rpc.clients.queue import QueueWire
+from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.health import is_serving
 from meshrl.services.config import load_recipe, train_spec
-from meshrl.services.exits import Exit
 from meshrl.services.up.book import Entry
-from meshrl.services.up.health import is_serving
 from meshrl.services.up.ports import free_port
-from meshrl.services.wires.queue import QueueWire
 
 CLI = (sys.executable, "-m", "meshrl.services.cli")
 

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from meshrl.contract import errors
-from meshrl.services.errors import DETAIL_KEY, STATUS, from_rpc, status_of, to_detail
+from meshrl.rpc.errors import DETAIL_KEY, STATUS, from_rpc, status_of, to_detail
 
 EVERY_ERROR = sorted(errors.BY_CODE.values(), key=lambda kind: kind.code)
 

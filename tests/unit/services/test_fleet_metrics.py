@@ -6,8 +6,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from meshrl.contract.types import ROLLOUT_STAGE, Version
-from meshrl.services.fleet_metrics import wanted
-from meshrl.services.queue_metrics import QueueCollector
+from meshrl.rpc.fleet_metrics import wanted
+from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -13,9 +13,9 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from meshrl.contract.errors import CapacityError, NotFoundError
-from meshrl.services.errors import DETAIL_KEY
-from meshrl.services.handlers import Context
-from meshrl.services.runtime import Server, ServerSettings
+from meshrl.rpc.errors import DETAIL_KEY
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.runtime import Server, ServerSettings
 
 
 def parse(data: bytes) -> bytes:

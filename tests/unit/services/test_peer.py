@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from meshrl.services.wires import peer
+from meshrl.rpc.clients import peer
 
 SILENCE_S = 30.0
 

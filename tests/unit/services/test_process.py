@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshrl.services.process import collect_rarely
+from meshrl.rpc.process_memory import collect_rarely
 
 HEAPS = """
 import ctypes, threading
-from meshrl.services.process import share_heaps
+from meshrl.rpc.process_memory import share_heaps
 
 share_heaps()
 libc = ctypes.CDLL(None)

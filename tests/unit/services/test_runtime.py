@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.services.doors import RewardDoor, TrainerDoor
-from meshrl.services.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.servicers import RewardDoor, TrainerDoor
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -145,8 +145,8 @@ def test_a_bug_is_not_hidden() -> None:
 
 SERVICE = """
 import asyncio, logging, sys
-from meshrl.services.doors import RewardDoor
-from meshrl.services.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.servicers import RewardDoor
+from meshrl.rpc.runtime import Server, ServerSettings, run_service
 
 async def main():
     async with Server(ServerSettings(metrics_port=None), [RewardDoor(None)]) as server:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConflictError, UnavailableError, UserError
-from meshrl.services.exits import Exit
+from meshrl.rpc.exit_codes import Exit
 from meshrl.services.up.service import Service
 from meshrl.services.up.supervisor import Supervisor, Verdict
 
@@ -240,7 +240,7 @@ from meshrl.services.up.supervisor import Supervisor, Verdict
 
 CHILD = '''
 import os, subprocess, sys, time
-from meshrl.services.up.pdeath import die_with_parent
+from meshrl.rpc.parent_death import die_with_parent
 die_with_parent()
 other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(os.getpid(), other.pid, flush=True)

@@ -12,7 +12,7 @@ from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Guard, GuardConfig
 
-WIRE = "meshrl.services.wires.reward"
+WIRE = "meshrl.rpc.clients.reward"
 """Its client. This room knows no gRPC, so it is found by name when a recipe asks for it."""
 
 

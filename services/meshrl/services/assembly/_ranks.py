@@ -16,7 +16,7 @@ import signal
 import sys
 from functools import partial
 
-from meshrl.services.up.pdeath import PARENT_VARIABLE
+from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.services.up.ports import free_port
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.runtime import Server
+from meshrl.rpc.service_context import Site
 from meshrl.services.assembly._parts import open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe, train_sampling, train_spec
 from meshrl.services.prompts import read_prompts
-from meshrl.services.queues import queue_of
-from meshrl.services.runtime import Server
-from meshrl.services.site import Site
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import task_maker
 

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from meshrl.contract.errors import CorruptError, UserError
+from meshrl.rpc.process_memory import collect_rarely, share_heaps
+from meshrl.rpc.queue_connection import build_store, shard_number
+from meshrl.rpc.queue_metrics import QueueCollector
+from meshrl.rpc.runtime import Door, Server
+from meshrl.rpc.service_context import Site
+from meshrl.rpc.servicers.queue import QueueDoor
+from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
+from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.doors.queue import QueueDoor
-from meshrl.services.doors.queue_admin import QueueAdminDoor
-from meshrl.services.doors.shard import ShardDoor
-from meshrl.services.process import collect_rarely, share_heaps
-from meshrl.services.queue_metrics import QueueCollector
-from meshrl.services.queues import build_store, shard_number
-from meshrl.services.runtime import Door, Server
-from meshrl.services.site import Site
 from meshrl.transferqueue import dictionary
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue

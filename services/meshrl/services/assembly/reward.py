@@ -16,20 +16,20 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rewardd.token_ends import token_ends
+from meshrl.rpc.interceptors import Around, Behavior, Context
+from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.runtime import Door, Server, ServerSettings, is_loopback
+from meshrl.rpc.service_context import Site
+from meshrl.rpc.servicers.reward import RewardDoor
+from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor, caller_of
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.doors.reward import RewardDoor
-from meshrl.services.doors.reward_registry import RewardRegistryDoor, caller_of
-from meshrl.services.handlers import Around, Behavior, Context
-from meshrl.services.queues import queue_of
 from meshrl.services.rewards.app import build_app
 from meshrl.services.rewards.audit import AuditLog
 from meshrl.services.rewards.auth import Guard, Role, TokenBook
 from meshrl.services.rewards.desk import RewardDesk
 from meshrl.services.rewards.http import serving_http
 from meshrl.services.rewards.metrics import WatchMetrics
-from meshrl.services.runtime import Door, Server, ServerSettings, is_loopback
-from meshrl.services.site import Site
 
 log = logging.getLogger(__name__)
 

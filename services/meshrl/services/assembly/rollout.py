@@ -16,17 +16,17 @@ from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services import tls
+from meshrl.rpc import tls
+from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.runtime import FruitlessError, Server
+from meshrl.rpc.service_context import Site
+from meshrl.rpc.servicers.member import MemberDoor
+from meshrl.rpc.servicers.rollout import RolloutDoor
+from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.doors.member import MemberDoor
-from meshrl.services.doors.rollout import RolloutDoor
 from meshrl.services.gateway.metrics import GatewayMetrics
 from meshrl.services.gateway.serving import gateway_of
-from meshrl.services.queues import queue_of
-from meshrl.services.runtime import FruitlessError, Server
-from meshrl.services.site import Site
-from meshrl.services.transport import CHANNEL_OPTIONS
 from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
 

@@ -20,6 +20,12 @@ from functools import partial
 
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
+from meshrl.rpc.clients.disk_space import Shortage
+from meshrl.rpc.clients.reward import JudgeWire
+from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.runtime import Door, Server
+from meshrl.rpc.service_context import Site
+from meshrl.rpc.servicers.trainer import TrainerDoor
 from meshrl.services.assembly._parts import open_run, open_runs, work_until_stopped
 from meshrl.services.assembly._ranks import is_rank, run_ranks
 from meshrl.services.assembly.learner import build_learner
@@ -30,16 +36,10 @@ from meshrl.services.config.recipe import (
     group_rows,
     has_evaluation,
 )
-from meshrl.services.doors.trainer import TrainerDoor
 from meshrl.services.prompts import eval_tasks, read_prompts
-from meshrl.services.queues import queue_of
-from meshrl.services.runtime import Door, Server
-from meshrl.services.site import Site
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.wires.reward import JudgeWire
-from meshrl.services.wires.space import Shortage
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute

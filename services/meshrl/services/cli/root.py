@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import click
 
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.services.exits import Exit
+from meshrl.rpc.exit_codes import Exit
 
 COMMANDS = "meshrl.services.cli.commands"
 

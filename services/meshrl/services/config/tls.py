@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import model_validator
 
 from meshrl.contract.config import Config
-from meshrl.services.certificates import Certificates
+from meshrl.rpc.certificates import Certificates
 
 
 class TlsConfig(Config):

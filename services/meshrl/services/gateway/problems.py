@@ -22,7 +22,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.rollout.sessions.requests import ContextLengthError, SessionEndedError
-from meshrl.services.errors import by_class
+from meshrl.rpc.errors import by_class
 from meshrl.services.rewards.problems import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from pathlib import Path
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.services.certificates import Certificates
+from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.runtime import ServerSettings, is_loopback
 from meshrl.services.config.recipe import Recipe, uses_gateway
 from meshrl.services.gateway.app import build_app
 from meshrl.services.gateway.book import GatewayBook
 from meshrl.services.rewards.auth import Guard, TokenBook
 from meshrl.services.rewards.http import serving_http
-from meshrl.services.runtime import ServerSettings, is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.services.certificates import Certificates
-from meshrl.services.runtime import join_address
+from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.runtime import join_address
 
 log = logging.getLogger(__name__)
 

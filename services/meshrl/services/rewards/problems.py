@@ -23,7 +23,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.services.errors import by_class
+from meshrl.rpc.errors import by_class
 
 log = logging.getLogger(__name__)
 

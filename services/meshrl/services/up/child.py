@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from meshrl.services.up.pdeath import PARENT_VARIABLE
+from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.services.up.service import Service
 
 LineSink: TypeAlias = Callable[[str, str], None]

@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import TrainerStatus
+from meshrl.rpc.clients.rollout import RolloutWire
+from meshrl.rpc.clients.trainer import TrainerWire
+from meshrl.rpc.queue_connection import connect_queue
 from meshrl.services.fleet_waits import fleet_waits
-from meshrl.services.queues import connect_queue
 from meshrl.services.up.board import Board
 from meshrl.services.up.book import AddressBook
-from meshrl.services.wires.rollout import RolloutWire
-from meshrl.services.wires.trainer import TrainerWire
 
 log = logging.getLogger(__name__)
 

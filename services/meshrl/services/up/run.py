@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.live import Live
 
 from meshrl.contract.types import TrainerStatus
-from meshrl.services import tls
+from meshrl.rpc import tls
+from meshrl.rpc.health import health_probe
 from meshrl.services.config.load import save_recipe
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.up.board import Board
 from meshrl.services.up.book import BOOK_NAME, run_lock
 from meshrl.services.up.control import control_door
 from meshrl.services.up.fleet import Fleet
-from meshrl.services.up.health import health_probe
 from meshrl.services.up.logs import MergedLog
 from meshrl.services.up.observe import Observer
 from meshrl.services.up.plan import Plan

@@ -15,9 +15,9 @@ from typing import Final
 
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.rpc.queue_connection import connect_queue
 from meshrl.services.config.load import save_recipe
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.queues import connect_queue
 from meshrl.services.up.control import Answer, Verb
 from meshrl.services.up.plan import Plan, ProbeOf
 from meshrl.services.up.supervisor import Supervisor

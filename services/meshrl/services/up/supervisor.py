@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
-from meshrl.services.exits import Exit
+from meshrl.rpc.exit_codes import Exit
 from meshrl.services.up.child import Child, LineSink
 from meshrl.services.up.service import Service
 from meshrl.services.up.sweeper import Sweeper

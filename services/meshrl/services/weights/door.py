@@ -8,8 +8,8 @@ from typing import Final
 import grpc
 
 from meshrl.contract.errors import UnavailableError
-from meshrl.services.doors.base import full_name
-from meshrl.services.handlers import Context
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import full_name
 from meshrl.services.weights.fleet import encode_fleet
 from meshrl.services.weights.plane import WeightPlane
 from meshrl.services.weights.wire import Line

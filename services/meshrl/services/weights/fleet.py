@@ -8,9 +8,9 @@ from enum import StrEnum
 import grpc
 
 from meshrl.contract.types import Version
-from meshrl.services import tls
-from meshrl.services.errors import from_rpc
-from meshrl.services.transport import CHANNEL_OPTIONS
+from meshrl.rpc import tls
+from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
 

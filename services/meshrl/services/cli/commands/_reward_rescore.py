@@ -11,8 +11,8 @@ from typing import Final
 import click
 
 from meshrl.contract.ports import Queue
+from meshrl.rpc.exit_codes import Exit
 from meshrl.services.cli.mesh import find_mesh
-from meshrl.services.exits import Exit
 
 TELL_EVERY_S: Final = 1.0
 PATIENCE_S: Final = 30.0

@@ -8,7 +8,7 @@ import sys
 import click
 
 from meshrl.contract.errors import UserError
-from meshrl.services.exits import Exit
+from meshrl.rpc.exit_codes import Exit
 
 
 @click.command()
@@ -17,8 +17,8 @@ def health(address: str) -> None:
     """Ask the service at HOST:PORT by grpc.health.v1; exit code 0 when it is SERVING, 1 when not."""
     host, port = _parse(address)
     # Imported here: with it comes gRPC, which `--help` can do without.
+    from meshrl.rpc.health import is_serving
     from meshrl.services.up.book import Entry
-    from meshrl.services.up.health import is_serving
 
     entry = Entry(kind="", host=host, port=port, metrics_port=0)
     serving = asyncio.run(is_serving(entry))

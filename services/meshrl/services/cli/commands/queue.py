@@ -16,6 +16,8 @@ from meshrl.client.connection import check_address
 from meshrl.contract.codec.compression import DICTIONARY_BYTES
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.queue_connection import build_store, connect_queue
 from meshrl.services.cli.mesh import PATIENCE_S, find_mesh
 from meshrl.services.cli.operator import (
     Operator,
@@ -27,8 +29,6 @@ from meshrl.services.cli.operator import (
 )
 from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.services.config.load import load_recipe
-from meshrl.services.exits import Exit
-from meshrl.services.queues import build_store, connect_queue
 from meshrl.services.up.book import newest_run_dir, run_lock
 from meshrl.services.up.control import ask_up
 from meshrl.transferqueue.dictionary import LARGEST_BYTES, train

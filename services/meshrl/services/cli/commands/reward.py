@@ -18,9 +18,9 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.registry.types import Case, Submission
+from meshrl.rpc.exit_codes import Exit
 from meshrl.services.cli.commands._reward_rescore import rescore_run
 from meshrl.services.cli.options import PATH, json_option
-from meshrl.services.exits import Exit
 
 Answer = TypeVar("Answer")
 RESCORE_ROWS = 2048
@@ -53,8 +53,8 @@ reward.add_command(rescore_run)
 def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -> Answer:
     """One conversation with the registry."""
     # Imported here: with it comes gRPC, which `--help` can do without.
+    from meshrl.rpc.clients.reward_registry import RewardRegistryWire
     from meshrl.services.cli.mesh import reward_address
-    from meshrl.services.wires.reward_registry import RewardRegistryWire
 
     async def ask() -> Answer:
         async with RewardRegistryWire(reward_address(*context.obj)) as wire:

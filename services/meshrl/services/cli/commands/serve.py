@@ -12,11 +12,11 @@ from typing import Any
 import click
 
 from meshrl.contract import plugins
+from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.parent_death import die_with_parent
 from meshrl.services.cli.options import PATH, recipe_argument
 from meshrl.services.config import load_recipe
-from meshrl.services.exits import Exit
 from meshrl.services.up.book import AddressBook
-from meshrl.services.up.pdeath import die_with_parent
 
 ASSEMBLY = "meshrl.services.assembly"
 SECTIONS = {
@@ -80,9 +80,9 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     )
     loaded = load_recipe(recipe, overrides, sections=SECTIONS[service])
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
-    from meshrl.services import tls
-    from meshrl.services.runtime import ServerSettings, run_service
-    from meshrl.services.site import Site
+    from meshrl.rpc import tls
+    from meshrl.rpc.runtime import ServerSettings, run_service
+    from meshrl.rpc.service_context import Site
 
     tls.use(loaded.tls.certificates)
 

@@ -35,12 +35,12 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services import tls
-from meshrl.services.doors.base import full_name
-from meshrl.services.errors import from_rpc
-from meshrl.services.handlers import Context
-from meshrl.services.runtime import Server, ServerSettings
-from meshrl.services.transport import CHANNEL_OPTIONS
+from meshrl.rpc import tls
+from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers.base import full_name
+from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.services.weights.carrier import Cell, Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.delta import apply

@@ -17,7 +17,7 @@ import threading
 from typing import NoReturn
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
-from meshrl.services.up.pdeath import die_with_parent
+from meshrl.rpc.parent_death import die_with_parent
 from meshrl.services.weights.nccl.frames import Frame, pack, receive
 from meshrl.services.weights.nccl.library import load_library
 from meshrl.services.weights.nccl.rank import Rank

@@ -18,7 +18,7 @@ import numpy as np
 
 from meshrl.contract.errors import ConfigError, UnavailableError, from_wire
 from meshrl.contract.types import Uint8
-from meshrl.services.up.pdeath import PARENT_VARIABLE
+from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.services.weights.nccl import frames
 from meshrl.services.weights.nccl.config import NcclConfig
 from meshrl.services.weights.patience import within

@@ -1,0 +1,280 @@
+"""The Queue port over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict, Unpack
+
+from meshrl.contract import codec
+from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode, wanted
+from meshrl.contract.held_leases import Holding
+from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.types import (
+    Batch,
+    DeadLetter,
+    JournalGroup,
+    Lease,
+    Ledger,
+    Outcome,
+    PackedGroup,
+    PayloadGroup,
+    RunSpec,
+    RunState,
+    Siblings,
+    Task,
+    Uid,
+    Version,
+    Waiting,
+)
+from meshrl.rpc.clients.bulk_calls import BulkCalls
+from meshrl.rpc.clients.disk_space import Shortage
+from meshrl.rpc.clients.lease_renewer import Keeper
+from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire, nothing
+from meshrl.v1 import queue_pb2 as pb
+from meshrl.v1 import queue_pb2_grpc as rpc
+from meshrl.v1.trajectory_pb2 import Ack
+
+
+class WireOptions(TypedDict, total=False):
+    """How to call a queue."""
+
+    patience_s: float
+    """How long to wait for one that is away."""
+    compression: Mode
+    """Of payload on the way."""
+    shared_memory_bytes: int
+    """Lent to a queue on this host for payload to go through; 0 lends nothing."""
+    shortage: Shortage | None
+    """Of space on its disk: with it calls wait while the disk is full, without they raise CapacityError."""
+
+
+class QueueWire(Wire, RowVerbs):
+    """A Queue elsewhere. Outlives a restart of the queue that takes no longer than `patience_s`.
+
+    Everything but `replay` is asked again when the queue goes away before it answers. A lease whose answer was lost
+    is not taken twice: nobody renews it, so its rows come back after their time to live.
+    """
+
+    def __init__(self, address: str, **options: Unpack[WireOptions]) -> None:
+        compression = options.get("compression", "auto")
+        patience_s = options.get("patience_s", STAGE_PATIENCE_S)
+        squeezes = wanted(compression, address)
+        super().__init__(
+            *("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ()),
+            shortage=options.get("shortage"),
+        )
+        self._stub = rpc.QueueStub(self._peer.channel)
+        self._keeper = Keeper(self._peer.name, address, self._peer.metadata)
+        self._bulk = BulkCalls(
+            self._peer, squeezes=squeezes, lends_bytes=options.get("shared_memory_bytes", 0)
+        )
+        channel = self._peer.channel
+        self._lease = channel.unary_stream(
+            "/meshrl.v1.Queue/Lease",
+            pb.LeaseRequest.SerializeToString,
+            codec.parser(pb.LeaseResponse, self._bulk.fields, self._bulk.expander),
+        )
+        self._write = channel.stream_unary(
+            "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
+        )
+        self._append = channel.stream_unary(
+            "/meshrl.v1.Queue/Append", codec.serialize, Ack.FromString
+        )
+        self._fetch = channel.unary_stream(
+            "/meshrl.v1.Queue/Fetch",
+            pb.FetchRowsRequest.SerializeToString,
+            codec.parser(pb.FetchRowsResponse, self._bulk.fields, self._bulk.expander),
+        )
+
+    async def close(self) -> None:
+        """See Wire."""
+        await self._keeper.close()
+        await super().close()
+        self._bulk.close()
+
+    async def open_run(self, spec: RunSpec) -> RunState:
+        """See Queue."""
+        request = pb.OpenRunRequest(spec=codec.encode_run_spec(spec))
+        return await self._peer.ask(self._stub.OpenRun, request, codec.decode_run_state)
+
+    async def run_state(self, run: str) -> RunState:
+        """See Queue."""
+        request = pb.RunRequest(run=run)
+        return await self._peer.ask(self._stub.GetRunState, request, codec.decode_run_state)
+
+    async def acquire(self, run: str, owner: str) -> RunState:
+        """See Queue. Asked again after a lost answer it makes one epoch more, which fences nobody else."""
+        request = pb.AcquireRequest(run=run, owner=owner)
+        return await self._peer.ask(self._stub.Acquire, request, codec.decode_run_state)
+
+    async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
+        """See Queue."""
+
+        async def ask(seconds: float) -> int:
+            call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor, wait_s=seconds)
+            return await self._peer.tell_stream(
+                self._stub.Admit,
+                codec.encode_admit(call),
+                lambda answer: answer.admitted,
+                wait_s=seconds,
+            )
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def close_feed(self, run: str) -> None:
+        """See Queue."""
+        await self._peer.ask(self._stub.CloseFeed, pb.RunRequest(run=run), nothing)
+
+    async def lease(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        limit: int,
+        at_least: int = 1,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> Lease:
+        """See Queue."""
+
+        async def ask(seconds: float) -> Lease:
+            request = pb.LeaseRequest(
+                runs=runs,
+                stage=stage,
+                worker=worker,
+                limit=limit,
+                at_least=at_least,
+                version=codec.encode_version(version) if version else None,
+                wait_s=seconds,
+            )
+            return await self._bulk.ask(self._lease, request, codec.decode_lease, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
+        """See Queue."""
+        request = pb.RenewRequest(run=run, stage=stage, worker=worker, uids=codec.encode_uids(uids))
+        return await self._peer.ask(
+            self._stub.Renew, request, lambda answer: codec.decode_uids(answer.lost)
+        )
+
+    async def keep(self, holding: Holding) -> None:
+        """See Queue, and keeper.py."""
+        await self._keeper.keep(holding)
+
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        """See Queue."""
+        call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
+        await self._bulk.tell(self._write, codec.encode_write(call))
+
+    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+        """See Queue."""
+        call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
+        await self._bulk.tell(self._append, codec.encode_write(call))
+
+    async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
+        """See Queue. Asked again after a lost answer it finds less to do, and returns less."""
+        request = pb.RedoRequest(run=run, stage=stage, uids=codec.encode_uids(uids))
+        return await self._peer.ask(self._stub.Redo, request, lambda answer: answer.rows)
+
+    async def fail(
+        self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
+    ) -> None:
+        """See Queue."""
+        request = pb.FailRequest(
+            run=run,
+            stage=stage,
+            row=codec.encode_held_rows({uid: token})[0],
+            outcome=codec.encode_outcome(outcome),
+            reason=codec.printable(reason),
+        )
+        await self._peer.ask(self._stub.Fail, request, nothing)
+
+    async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
+        """See Queue."""
+        rows = codec.encode_held_rows(token_of)
+        request = pb.ReleaseRequest(run=run, stage=stage, rows=rows)
+        await self._peer.ask(self._stub.Release, request, nothing)
+
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """See Queue."""
+
+        async def ask(seconds: float) -> Batch:
+            request = pb.TakeRequest(
+                run=run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=seconds
+            )
+            return await self._peer.ask(
+                self._stub.Take, request, codec.decode_batch, wait_s=seconds
+            )
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def fetch_packed(
+        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        """See Queue."""
+        request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
+        return await self._bulk.ask(
+            self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
+        )
+
+    async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
+        """See Queue."""
+        request = pb.FilterRowsRequest(
+            run=run,
+            epoch=epoch,
+            uids=codec.encode_uids(uids),
+            reason=codec.printable(reason),
+        )
+        await self._peer.ask(self._stub.Filter, request, nothing)
+
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
+        """See Queue."""
+        request = pb.SettleRequest(run=run, epoch=epoch, step=step, batch_id=batch_id)
+        await self._peer.ask(self._stub.Settle, request, nothing)
+
+    async def publish(self, run: str, version: Version) -> None:
+        """See Queue."""
+        request = pb.PublishVersionRequest(run=run, version=codec.encode_version(version))
+        await self._peer.ask(self._stub.Publish, request, nothing)
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        """See Queue."""
+        request = pb.CommitStepRequest(run=run, epoch=epoch, step=step)
+        await self._peer.ask(self._stub.Commit, request, nothing)
+
+    async def rewind(self, run: str, *, epoch: int, step: int) -> int:
+        """See Queue. Asked again after a lost answer it finds nothing left to rewind, and returns 0."""
+        request = pb.RewindRequest(run=run, epoch=epoch, step=step)
+        return await self._peer.ask(self._stub.Rewind, request, lambda answer: answer.rows)
+
+    async def ledger(self, run: str) -> Ledger:
+        """See Queue."""
+        request = pb.RunRequest(run=run)
+        return await self._peer.ask(self._stub.GetLedger, request, codec.decode_ledger)
+
+    async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
+        """See Queue."""
+        return await self._peer.ask(
+            self._stub.ListDeadLetters,
+            pb.RunRequest(run=run),
+            lambda answer: [codec.decode_dead_letter(letter) for letter in answer.letters],
+        )
+
+    async def replay(self, run: str, uids: Sequence[Uid]) -> int:
+        """See Queue. Not asked again by itself: rows that failed once more would be replayed unasked."""
+        request = pb.ReplayRequest(run=run, uids=codec.encode_uids(uids))
+        return await self._peer.ask(
+            self._stub.Replay, request, lambda answer: answer.rows, repeatable=False
+        )
+
+    async def why_waiting(self, run: str) -> Sequence[Waiting]:
+        """See Queue."""
+        return await self._peer.ask(
+            self._stub.WhyWaiting,
+            pb.RunRequest(run=run),
+            lambda answer: [codec.decode_waiting(wait) for wait in answer.waits],
+        )

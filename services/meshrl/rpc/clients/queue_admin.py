@@ -1,0 +1,85 @@
+"""An operator's calls to a queue elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Final
+
+import grpc
+
+from meshrl.contract import codec
+from meshrl.contract.errors import CorruptError, UnavailableError, UserError
+from meshrl.rpc.clients.peer import ANSWER_S, PERSON_PATIENCE_S, Wire
+from meshrl.rpc.errors import from_rpc
+from meshrl.transferqueue.operations.audit import Audit
+from meshrl.transferqueue.store import FORMAT, Operation, Table
+from meshrl.v1 import queue_admin_pb2 as pb
+from meshrl.v1 import queue_admin_pb2_grpc as rpc
+
+AUDIT_S: Final = 3600.0
+"""For an audit to read everything that is stored."""
+
+
+class QueueAdminWire(Wire):
+    """The operator's side of `QueueAdmin`."""
+
+    def __init__(self, address: str, *, patience_s: float = PERSON_PATIENCE_S) -> None:
+        super().__init__("queue", address, patience_s)
+        self._stub = rpc.QueueAdminStub(self._peer.channel)
+
+    async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
+        """Everything stored, as of one commit; what is cut off in the middle raises.
+
+        Raises:
+            UserError: the queue stores another format. UnavailableError: it went away, or is silent.
+        """
+        call = self._stub.Backup(pb.BackupRequest())
+        cut: list[bytes] = []
+        stream = aiter(call)
+        try:
+            while True:
+                async with asyncio.timeout(ANSWER_S):
+                    message = await anext(stream, None)
+                if message is None:
+                    break
+                yield list(_operations(message, cut))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, self._peer.name) from error
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{self._peer.name} says nothing for {ANSWER_S:.0f} s"
+            ) from error
+        finally:
+            call.cancel()
+        if cut:
+            raise CorruptError(f"{self._peer.name}: the backup ends in the middle of a value")
+
+    async def verify(self) -> Audit:
+        """See QueueAdmin."""
+
+        def decode(answer: pb.VerifyResponse) -> Audit:
+            ledgers = [codec.decode_ledger(ledger) for ledger in answer.ledgers]
+            return Audit(
+                ledgers={ledger.run: ledger for ledger in ledgers},
+                records=answer.records,
+                values=answer.values,
+                nbytes=answer.nbytes,
+                problems=list(answer.problems),
+            )
+
+        return await self._peer.ask(self._stub.Verify, pb.VerifyRequest(), decode, wait_s=AUDIT_S)
+
+
+def _operations(message: pb.BackupPiece, cut: list[bytes]) -> Iterator[Operation]:
+    if message.format != FORMAT:
+        raise UserError(
+            f"the queue stores format {message.format}, this meshrl reads format {FORMAT}: make the"
+            " backup with the version that runs there"
+        )
+    for record in message.records:
+        cut.append(record.value)
+        if not record.continues:
+            table = Table.PAYLOAD if record.payload else Table.META
+            yield Operation(table, record.key, b"".join(cut))
+            cut.clear()

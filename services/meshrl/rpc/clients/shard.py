@@ -1,0 +1,237 @@
+"""The Shard port over gRPC: a QueueWire that also asks what a router must know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+from meshrl.contract import codec
+from meshrl.contract.types import RunState, Task, Version
+from meshrl.rpc.clients.peer import nothing
+from meshrl.rpc.clients.queue import QueueWire, WireOptions
+from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
+from meshrl.v1 import queue_pb2
+from meshrl.v1 import shard_pb2 as pb
+from meshrl.v1 import shard_pb2_grpc as rpc
+
+
+class ShardWire(QueueWire):
+    """A Shard elsewhere. Everything is asked again when the shard goes away before it answers."""
+
+    def __init__(self, address: str, **options: Unpack[WireOptions]) -> None:
+        super().__init__(address, **options)
+        self._shard = rpc.ShardStub(self._peer.channel)
+
+    async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Note:
+            request = pb.NoteRequest(name=name, other_than=other_than, wait_s=seconds)
+            return await self._peer.ask(self._shard.Note, request, _note, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
+        """See Shard."""
+        request = pb.WriteNoteRequest(name=name, text=text, instead_of=instead_of)
+        await self._peer.ask(self._shard.WriteNote, request, nothing)
+
+    async def follow(self, state: RunState, owner: str) -> None:
+        """See Shard."""
+        request = pb.FollowRequest(state=codec.encode_run_state(state), owner=owner)
+        await self._peer.ask(self._shard.Follow, request, nothing)
+
+    async def room(
+        self,
+        run: str,
+        *,
+        turn: str = "",
+        tasks: Sequence[str] = (),
+        fewer_than: int = -1,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Room:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Room:
+            request = pb.RoomRequest(
+                run=run, turn=turn, tasks=tasks, fewer_than=fewer_than, why=why, wait_s=seconds
+            )
+            return await self._peer.ask(self._shard.Room, request, _room, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def admit_in_turn(
+        self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
+    ) -> int:
+        """See Shard."""
+        call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor or "", wait_s=0.0)
+        requests = [
+            pb.AdmitInTurnRequest(turn=turn, move_cursor=cursor is not None, admit=part)
+            for part in codec.encode_admit(call)
+        ]
+        return await self._peer.tell_stream(
+            self._shard.AdmitInTurn, requests, lambda answer: answer.admitted
+        )
+
+    async def groups(
+        self,
+        run: str,
+        *,
+        epoch: int,
+        step: int,
+        batch_id: str,
+        groups: int,
+        more_than: int = -1,
+        done: bool = False,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Groups:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Groups:
+            request = pb.GroupsRequest(
+                run=run,
+                epoch=epoch,
+                step=step,
+                batch_id=batch_id,
+                groups=groups,
+                more_than=more_than,
+                done=done,
+                why=why,
+                wait_s=seconds,
+            )
+            return await self._peer.ask(self._shard.Groups, request, _groups, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+    async def plan_of(self, run: str, batch_id: str) -> str:
+        """See Shard."""
+        request = pb.PlanOfRequest(run=run, batch_id=batch_id)
+        return await self._peer.ask(self._shard.PlanOf, request, lambda answer: answer.plan)
+
+    async def publish_and_tell(self, run: str, version: Version) -> str:
+        """See Shard."""
+        request = queue_pb2.PublishVersionRequest(run=run, version=codec.encode_version(version))
+        return await self._peer.ask(self._shard.PublishAndTell, request, _members)
+
+    async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
+        """See Shard."""
+        request = queue_pb2.CommitStepRequest(run=run, epoch=epoch, step=step)
+        return await self._peer.ask(self._shard.CommitAndTell, request, _members)
+
+    async def until_rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        limit: int,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> None:
+        """See Shard."""
+
+        async def ask(seconds: float) -> None:
+            request = pb.UntilRowsRequest(
+                runs=runs,
+                stage=stage,
+                worker=worker,
+                limit=limit,
+                version=codec.encode_version(version) if version else None,
+                wait_s=seconds,
+            )
+            await self._peer.ask(self._shard.UntilRows, request, nothing, wait_s=seconds)
+
+        await self._peer.poll(wait_s, ask)
+
+    async def rows(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        unlike: Sequence[Rows] | None = None,
+        why: str = "",
+        wait_s: float = 0.0,
+    ) -> Sequence[Rows]:
+        """See Shard."""
+
+        async def ask(seconds: float) -> Sequence[Rows]:
+            request = pb.RowsRequest(
+                runs=runs,
+                stage=stage,
+                worker=worker,
+                unlike=None if unlike is None else encode_rows(unlike),
+                why=why,
+                wait_s=seconds,
+            )
+            return await self._peer.ask(self._shard.Rows, request, decode_rows, wait_s=seconds)
+
+        return await self._peer.poll(wait_s, ask)
+
+
+def _note(answer: pb.NoteResponse) -> Note:
+    return Note(text=answer.text, runs=tuple(answer.runs))
+
+
+def _members(answer: pb.ToldResponse) -> str:
+    return answer.members
+
+
+def _room(answer: pb.RoomResponse) -> Room:
+    return Room(
+        open_groups=answer.open_groups,
+        open_bytes=answer.open_bytes,
+        feed_closed=answer.feed_closed,
+        known=frozenset(answer.known),
+        members=answer.members,
+    )
+
+
+def _groups(answer: pb.GroupsResponse) -> Groups:
+    return Groups(
+        plan=answer.plan,
+        replays=tuple((replay.round, replay.groups) for replay in answer.replays),
+        fresh=answer.fresh,
+        unfinished=answer.unfinished,
+        feed_closed=answer.feed_closed,
+        next_round=answer.next_round,
+        members=answer.members,
+    )
+
+
+def encode_rows(rows: Sequence[Rows]) -> pb.RowsResponse:
+    """Figures of several runs."""
+    return pb.RowsResponse(
+        runs=[
+            pb.RowsResponse.Run(
+                run=one.run,
+                ready=one.ready,
+                upstream=one.upstream,
+                open_groups=one.open_groups,
+                open_bytes=one.open_bytes,
+                feed_closed=one.feed_closed,
+                epoch=one.epoch,
+                published=codec.encode_version(one.published),
+            )
+            for one in rows
+        ]
+    )
+
+
+def decode_rows(message: pb.RowsResponse) -> list[Rows]:
+    """The inverse of `encode_rows`."""
+    return [
+        Rows(
+            run=one.run,
+            ready=one.ready,
+            upstream=one.upstream,
+            open_groups=one.open_groups,
+            open_bytes=one.open_bytes,
+            feed_closed=one.feed_closed,
+            epoch=one.epoch,
+            published=codec.decode_version(one.published),
+        )
+        for one in message.runs
+    ]

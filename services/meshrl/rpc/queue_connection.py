@@ -1,0 +1,114 @@
+"""The queue of a mesh, whether it is one process or several shards: connecting to it, and the stores behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from meshrl.contract.codec.compression import Mode
+from meshrl.contract.errors import UserError
+from meshrl.contract.ports import Queue
+from meshrl.contract.precision import Precision
+from meshrl.rpc.clients.disk_space import Shortage
+from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
+from meshrl.rpc.clients.queue import QueueWire, WireOptions
+from meshrl.rpc.clients.shard import ShardWire
+from meshrl.rpc.service_context import Site
+from meshrl.services.config.recipe import Recipe
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.store import Store
+
+
+@asynccontextmanager
+async def connect_queue(
+    addresses: str,
+    *,
+    patience_s: float = STAGE_PATIENCE_S,
+    compression: Mode = "auto",
+    shared_memory_bytes: int = 0,
+    logprob_precision: Precision = "fp32",
+    shortage: Shortage | None = None,
+) -> AsyncIterator[Queue]:
+    """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas.
+
+    Shards that were added while runs went on need not be named: the first shard tells of them.
+    """
+    found = [address.strip() for address in addresses.split(",")]
+    manner: WireOptions = {
+        "patience_s": patience_s,
+        "compression": compression,
+        "shared_memory_bytes": shared_memory_bytes,
+        "shortage": shortage,
+    }
+    if len(found) == 1:
+        async with QueueWire(found[0], **manner) as queue:
+            queue.logprob_precision = logprob_precision
+            yield queue
+        return
+    async with AsyncExitStack() as stack:
+
+        async def dial(address: str) -> ShardWire:
+            return await stack.enter_async_context(ShardWire(address, **manner))
+
+        router = ShardedQueue([await dial(address) for address in found], found, dial)
+        stack.push_async_callback(router.close)
+        router.logprob_precision = logprob_precision
+        yield router
+
+
+def queue_of(
+    recipe: Recipe, site: Site, shortage: Shortage | None = None
+) -> AbstractAsyncContextManager[Queue]:
+    """The queue of a service's own mesh, as its recipe says. While its disk is full, calls wait (see `shortage`)."""
+    return connect_queue(
+        site.peer("queue"),
+        compression=recipe.queue.compression,
+        shared_memory_bytes=recipe.queue.shared_memory_bytes,
+        logprob_precision=recipe.queue.logprob_precision,
+        shortage=shortage or Shortage(),
+    )
+
+
+def shard_number(recipe: Recipe, name: str) -> int:
+    """Which shard the service `name` is: `queue-1` is the second. Raises UserError."""
+    shards = recipe.queue.shards
+    number = re.search(r"-(\d+)$", name)
+    if shards == 1 and number is None:
+        return 0
+    if number is None or int(number[1]) >= shards:
+        wanted = f"queue-0 to queue-{shards - 1}" if shards > 1 else "queue or queue-0"
+        raise UserError(f"{name} is no shard of queue.shards={shards}: want --name {wanted}")
+    return int(number[1])
+
+
+def build_store(recipe: Recipe, number: int) -> Store:
+    """The store of a shard: `queue` for the first, which may have been the only one, `queue-1` for the second.
+
+    Raises:
+        UserError: the store's directory cannot be made.
+    """
+    config, path = recipe.queue, recipe.queue_path
+    if number:
+        path = path.with_name(f"{path.name}-{number}")
+        prefix = config.redis_prefix and f"{config.redis_prefix}-{number}"
+        config = config.model_copy(update={"path": path, "redis_prefix": prefix})
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"queue.path: {path}: {error.strerror}") from error
+    return stores.build(config, path)
+
+
+@asynccontextmanager
+async def stored_queue(recipe: Recipe) -> AsyncIterator[Queue]:
+    """The queue of a run whose processes have ended, opened here on its files."""
+    async with AsyncExitStack() as stack:
+        shards = []
+        for number in range(recipe.queue.shards):
+            shard = await ShardQueue.open(build_store(recipe, number))
+            stack.push_async_callback(shard.close)
+            shards.append(shard)
+        yield shards[0] if len(shards) == 1 else ShardedQueue(shards)

@@ -1,0 +1,334 @@
+"""How a service lives: bind, become ready, serve, drain, end.
+
+    async with Server(settings, [door]) as server:    bound and reachable; health says NOT_SERVING
+        ...load what the service needs...
+        await server.ready()                          health says SERVING
+        await server.until_stopped()                  first SIGTERM or Ctrl-C: NOT_SERVING, come back
+        ...finish what runs...
+                                                      long polls end as unavailable, other calls get `drain_grace_s`
+A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from types import TracebackType
+from typing import Any, Final, Protocol, Self, cast
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
+from pydantic import Field, NonNegativeFloat
+
+from meshrl.contract.config import Config
+from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError
+from meshrl.rpc import tls
+from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.errors import as_status
+from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.interceptors import Around, AroundHandlers, Behavior, Context
+from meshrl.rpc.metrics import CallMetrics, MetricsEndpoint
+from meshrl.rpc.process_memory import keep_memory
+from meshrl.rpc.transport import SERVER_OPTIONS
+
+log = logging.getLogger(__name__)
+
+HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
+EXIT_INTERRUPTED: Final = 130
+
+
+class FruitlessError(InfraError):
+    """A service ends because what it works with failed all the time: another life may go the same way."""
+
+
+class ServerSettings(Config):
+    """Where a service listens and how it ends."""
+
+    host: str = "127.0.0.1"
+    """The address to bind: a name or an IP."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free one."""
+    metrics_port: int | None = Field(default=0, ge=0, le=65535)
+    """Of Prometheus' /metrics; 0 picks a free one, null serves none."""
+    drain_grace_s: NonNegativeFloat = 10.0
+    """Seconds that running calls get to finish when the service ends."""
+    allow_insecure_bind: bool = False
+    """Accept calls from other hosts, unencrypted and from anybody: only inside a network that you trust."""
+    tls: Certificates = Certificates()
+    """Certificates of this service; with `client_ca` it may be bound anywhere."""
+    authenticated: bool = False
+    """The doors ask for tokens themselves, so the service may be bound anywhere."""
+
+
+class Door(Protocol):
+    """A servicer and what the runtime must know of it."""
+
+    @property
+    def service(self) -> str:
+        """Full name: `meshrl.v1.Queue`."""
+        ...
+
+    @property
+    def waits(self) -> frozenset[str]:
+        """Methods that may wait for long and are ended, as unavailable, as soon as the server drains."""
+        ...
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+        ...
+
+
+class Server:
+    """One gRPC server with its doors, health, reflection and metrics."""
+
+    def __init__(
+        self, settings: ServerSettings, doors: Sequence[Door], *, arounds: Sequence[Around] = ()
+    ) -> None:
+        """Prepare; nothing listens before the context is entered.
+
+        Args:
+            settings: Where to listen.
+            doors: What to serve.
+            arounds: What every call runs in, beside metrics, errors and draining.
+        """
+        self.settings = settings
+        self._arounds = tuple(arounds)
+        self.port = settings.port
+        """The true one once the server is entered."""
+        self.metrics_port: int | None = settings.metrics_port
+        self.registry = CollectorRegistry()
+        """Where a service registers metrics of its own."""
+        self._doors = tuple(doors)
+        self._waits = {f"/{door.service}/{name}" for door in doors for name in door.waits}
+        self._waits.add(HEALTH_WATCH)
+        self._waiting: set[asyncio.Timeout] = set()
+        self._draining = False
+        self._stopping = asyncio.Event()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
+        self._grpc: grpc.aio.Server | None = None
+        self._closing = ExitStack()
+
+    def _methods(self, table: str) -> dict[str, Callable[[Any], Any]]:
+        """What doors say of their methods in `parsers` or `serializers`, by the method's full name."""
+        return {
+            f"/{door.service}/{name}": function
+            for door in self._doors
+            for name, function in getattr(door, table, {}).items()
+        }
+
+    @property
+    def address(self) -> str:
+        """host:port, for clients on this host."""
+        return join_address(self.settings.host, self.port)
+
+    @property
+    def reachable(self) -> str:
+        """host:port, for clients elsewhere: this machine's name where the server listens on all its addresses."""
+        anywhere = self.settings.host in ("0.0.0.0", "::")
+        return join_address(socket.gethostname() if anywhere else self.settings.host, self.port)
+
+    async def __aenter__(self) -> Self:
+        require_loopback(self.settings)
+        arounds = (
+            CallMetrics(self.registry).around,
+            as_status,
+            self._ended_by_draining,
+            *self._arounds,
+        )
+        handlers = AroundHandlers(arounds, self._methods("parsers"), self._methods("serializers"))
+        names = self._attach_to(cast("grpc.aio.Server", handlers))
+        self._grpc = grpc.aio.server(handlers=[handlers], options=SERVER_OPTIONS)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._grpc.stop, None)
+            self.port = bind(self._grpc, self.settings)
+            if self.settings.metrics_port is not None:
+                endpoint = MetricsEndpoint(
+                    self.registry, self.settings.host, self.settings.metrics_port
+                )
+                self.metrics_port = self._closing.enter_context(endpoint).port
+                undo.callback(self._closing.close)
+            await self._grpc.start()
+            undo.pop_all()
+        log.info("serving %s on %s", ", ".join(names[:-1]), self.address)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self.drain()
+        finally:
+            self._closing.close()
+
+    def _attach_to(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Health, the doors and reflection; the services' names, without reflection's."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        for door in self._doors:
+            door.attach(server)
+        names = [*(door.service for door in self._doors), health.SERVICE_NAME]
+        reflector = reflection.aio.ReflectionServicer(  # type: ignore[attr-defined] # unknown to its stubs
+            [*names, reflection.SERVICE_NAME]
+        )
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, server)
+        return names
+
+    async def ready(self) -> None:
+        """Tell whoever asks after our health that work may come."""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self) -> None:
+        """What the first signal does: `until_stopped` returns."""
+        self._stopping.set()
+
+    async def until_stopped(self) -> None:
+        """Wait for `stop`, SIGTERM or Ctrl-C; health says NOT_SERVING on return."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+            self._closing.callback(loop.remove_signal_handler, number)
+        await self._stopping.wait()
+        await self._health.enter_graceful_shutdown()
+
+    async def drain(self) -> None:
+        """Accept nothing more, end long polls, give other calls their grace; idempotent."""
+        if self._grpc is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        self._draining = True
+        now = asyncio.get_running_loop().time()
+        for scope in self._waiting:
+            scope.reschedule(now)
+        await self._grpc.stop(self.settings.drain_grace_s)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopping.is_set():
+            log.warning("second signal: ending at once")
+            logging.shutdown()
+            os._exit(128 + number)
+        log.info("%s: draining", signal.Signals(number).name)
+        self._stopping.set()
+
+    async def _set_health(self, status: int) -> None:
+        for name in ("", *(door.service for door in self._doors)):
+            await self._health.set(name, status)
+
+    def _ended_by_draining(self, method: str, behavior: Behavior) -> Behavior:
+        if method not in self._waits:
+            return behavior
+
+        async def run(request: Any, context: Context) -> Any:
+            if self._draining:
+                raise UnavailableError(f"{method}: the service is draining")
+            try:
+                async with asyncio.timeout(None) as scope:
+                    self._waiting.add(scope)
+                    try:
+                        return await behavior(request, context)
+                    finally:
+                        self._waiting.discard(scope)
+            except TimeoutError as error:
+                if not scope.expired():
+                    raise
+                raise UnavailableError(f"{method}: the service is draining") from error
+
+        return run
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def require_loopback(settings: ServerSettings) -> None:
+    """Raises UserError for a host that others can reach, unless that is wanted."""
+    if settings.allow_insecure_bind or settings.tls.mutual or settings.authenticated:
+        return
+    if not is_loopback(settings.host):
+        raise UserError(
+            f"host {settings.host!r} can be reached from other machines and calls are not authenticated: "
+            "bind 127.0.0.1, or set allow_insecure_bind in a network that you trust",
+            host=settings.host,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
+    """The port that the server has got. Raises UserError naming address and reason."""
+    address = join_address(settings.host, settings.port)
+    try:
+        port = tls.add_port(server, address, settings.tls)
+    except RuntimeError as error:
+        raise _bind_error(settings, address) from error
+    if port == 0:
+        raise _bind_error(settings, address)
+    return port
+
+
+def _bind_error(settings: ServerSettings, address: str) -> UserError:
+    """The operating system knows why; gRPC says only that it failed."""
+    why = "the address was refused"
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE
+        why = (
+            "the port is in use; stop who has it, or choose another (0 picks a free one)"
+            if in_use
+            else (error.strerror or str(error))
+        )
+    return UserError(f"cannot listen on {address}: {why}", address=address)
+
+
+def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run `main` on uvloop to its end; the exit code. A failure on purpose is one line, not a traceback."""
+    keep_memory()
+    try:
+        uvloop.run(main())
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except MeshError as error:
+        return _report(error)
+    except BaseExceptionGroup as group:
+        reasons, rest = group.split(MeshError)
+        if rest is not None or reasons is None:
+            raise
+        return _report(_first(reasons))
+    return 0
+
+
+def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _report(error: MeshError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    if isinstance(error, FruitlessError):
+        return Exit.FRUITLESS
+    return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED

@@ -1,0 +1,56 @@
+"""What the doors share: bounds on what a caller may ask for, and iterators that are closed behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
+
+from meshrl.contract.errors import CapacityError, UserError
+from meshrl.rpc.transport import MAX_STREAM_BYTES, MAX_WAIT_S, Sized
+
+Item = TypeVar("Item")
+Request = TypeVar("Request", bound=Sized)
+
+
+def full_name(file: FileDescriptor, service: str) -> str:
+    """`meshrl.v1.Queue`: what health and reflection call the service."""
+    services: Mapping[str, ServiceDescriptor] = file.services_by_name
+    name: str = services[service].full_name
+    return name
+
+
+def bounded(wait_s: float) -> float:
+    """The wait, cut to the server's patience. Raises UserError for one that is none."""
+    if math.isnan(wait_s) or wait_s < 0:
+        raise UserError(f"wait_s is {wait_s}; want seconds from 0 on")
+    return min(wait_s, MAX_WAIT_S)
+
+
+async def collected(requests: AsyncIterator[Request]) -> list[Request]:
+    """All messages of a streamed request. Raises CapacityError beyond MAX_STREAM_BYTES."""
+    found: list[Request] = []
+    size = 0
+    async for request in requests:
+        size += request.ByteSize()
+        if size > MAX_STREAM_BYTES:
+            raise CapacityError(
+                f"a request of more than {MAX_STREAM_BYTES} bytes: send it in parts",
+                size=size,
+                limit=MAX_STREAM_BYTES,
+            )
+        found.append(request)
+    return found
+
+
+@asynccontextmanager
+async def closing(iterator: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
+    """Close a generator as soon as the caller has left, not when it is collected."""
+    try:
+        yield iterator
+    finally:
+        if isinstance(iterator, AsyncGenerator):
+            await iterator.aclose()

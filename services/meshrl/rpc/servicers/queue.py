@@ -1,0 +1,213 @@
+"""The Queue port for callers elsewhere. Each method is described in meshrl/v1/queue.proto."""
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Final, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from meshrl.contract import codec
+from meshrl.contract.codec.arena import Offer, Region
+from meshrl.contract.codec.compression import TAKES_SQUEEZED, FrameCompressor
+from meshrl.contract.codec.lending import Borrower, Page
+from meshrl.contract.errors import UserError
+from meshrl.contract.ports import AttendedQueue
+from meshrl.contract.types import JournalGroup
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import bounded, collected, full_name
+from meshrl.v1 import queue_pb2 as pb
+from meshrl.v1 import queue_pb2_grpc as rpc
+from meshrl.v1.trajectory_pb2 import Ack
+
+M = TypeVar("M", bound=Message)
+
+
+class QueueDoor(rpc.QueueServicer):
+    """Translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "Queue")
+    waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
+    serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
+
+    def __init__(self, queue: AttendedQueue, dictionary: bytes = b"") -> None:
+        """`dictionary` is for compression (`queue.compression_dictionary`)."""
+        self._queue = queue
+        self._borrower = Borrower()
+        self._compressor = FrameCompressor(dictionary=dictionary)
+        parse = codec.parser(pb.WriteRequest, self._borrower.fields, lambda: self._compressor)
+        self.parsers = dict.fromkeys(("Write", "Append"), parse)
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        rpc.add_QueueServicer_to_server(self, server)
+
+    async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.RunState:
+        spec = codec.decode_run_spec(request.spec)
+        return codec.encode_run_state(await self._queue.open_run(spec))
+
+    async def GetRunState(self, request: pb.RunRequest, context: Context) -> pb.RunState:
+        return codec.encode_run_state(await self._queue.run_state(request.run))
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.RunState:
+        return codec.encode_run_state(await self._queue.acquire(request.run, request.owner))
+
+    async def Admit(
+        self, request_iterator: AsyncIterator[pb.AdmitRequest], context: Context
+    ) -> pb.AdmitResponse:
+        call = codec.decode_admit(await collected(request_iterator))
+        admitted = await self._queue.admit(
+            call.run, call.tasks, cursor=call.cursor, wait_s=bounded(call.wait_s)
+        )
+        return pb.AdmitResponse(admitted=admitted)
+
+    async def CloseFeed(self, request: pb.RunRequest, context: Context) -> Ack:
+        await self._queue.close_feed(request.run)
+        return Ack()
+
+    async def Lease(  # type: ignore[override]  # payload beside the message
+        self, request: pb.LeaseRequest, context: Context
+    ) -> AsyncIterator[codec.Bulk[pb.LeaseResponse]]:
+        page = self._page(request)
+        lease = await self._queue.lease(
+            list(request.runs),
+            request.stage,
+            worker=request.worker,
+            limit=request.limit,
+            at_least=request.at_least,
+            version=codec.decode_version(request.version) if request.HasField("version") else None,
+            wait_s=bounded(request.wait_s),
+        )
+        for message in self._bulk(codec.encode_lease(lease), page, context):
+            yield message
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        uids = codec.decode_uids(request.uids)
+        lost = await self._queue.renew(request.run, request.stage, request.worker, uids)
+        return pb.RenewResponse(lost=codec.encode_uids(lost))
+
+    async def Attend(self, request: pb.AttendRequest, context: Context) -> AsyncIterator[Ack]:
+        with self._queue.attend(request.worker):
+            yield Ack()
+            await asyncio.get_running_loop().create_future()
+
+    async def Write(  # type: ignore[override]  # payload beside the message
+        self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context
+    ) -> Ack:
+        call = codec.decode_write(await collected(request_iterator))
+        await self._queue.write_packed(call.run, call.stage, call.groups)
+        return Ack()
+
+    async def Append(  # type: ignore[override]  # payload beside the message
+        self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context
+    ) -> Ack:
+        call = codec.decode_write(await collected(request_iterator))
+        groups = [group for group in call.groups if isinstance(group, JournalGroup)]
+        if len(groups) != len(call.groups):
+            raise UserError("append: a group has no starts")
+        await self._queue.append(call.run, call.stage, groups)
+        return Ack()
+
+    async def Redo(self, request: pb.RedoRequest, context: Context) -> pb.RedoResponse:
+        uids = codec.decode_uids(request.uids)
+        return pb.RedoResponse(rows=await self._queue.redo(request.run, request.stage, uids))
+
+    async def Fail(self, request: pb.FailRequest, context: Context) -> Ack:
+        [(uid, token)] = codec.decode_held_rows([request.row]).items()
+        outcome = codec.decode_outcome(request.outcome)
+        await self._queue.fail(request.run, request.stage, uid, token, outcome, request.reason)
+        return Ack()
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> Ack:
+        token_of = codec.decode_held_rows(request.rows)
+        await self._queue.release(request.run, request.stage, token_of)
+        return Ack()
+
+    async def Take(self, request: pb.TakeRequest, context: Context) -> pb.Batch:
+        batch = await self._queue.take(
+            request.run,
+            epoch=request.epoch,
+            step=request.step,
+            groups=request.groups,
+            batch_id=request.batch_id,
+            wait_s=bounded(request.wait_s),
+        )
+        return codec.encode_batch(batch)
+
+    async def Fetch(  # type: ignore[override]  # payload beside the message
+        self, request: pb.FetchRowsRequest, context: Context
+    ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
+        page = self._page(request)
+        asked = codec.decode_rows(request.rows)
+        groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
+        for message in self._bulk(codec.encode_fetched(groups), page, context):
+            yield message
+
+    async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:
+        uids = codec.decode_uids(request.uids)
+        await self._queue.filter(request.run, epoch=request.epoch, uids=uids, reason=request.reason)
+        return Ack()
+
+    async def Settle(self, request: pb.SettleRequest, context: Context) -> Ack:
+        await self._queue.settle(
+            request.run, epoch=request.epoch, step=request.step, batch_id=request.batch_id
+        )
+        return Ack()
+
+    async def Publish(self, request: pb.PublishVersionRequest, context: Context) -> Ack:
+        await self._queue.publish(request.run, codec.decode_version(request.version))
+        return Ack()
+
+    async def Commit(self, request: pb.CommitStepRequest, context: Context) -> Ack:
+        await self._queue.commit(request.run, epoch=request.epoch, step=request.step)
+        return Ack()
+
+    async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
+        rows = await self._queue.rewind(request.run, epoch=request.epoch, step=request.step)
+        return pb.RewindResponse(rows=rows)
+
+    async def GetLedger(self, request: pb.RunRequest, context: Context) -> pb.Ledger:
+        return codec.encode_ledger(await self._queue.ledger(request.run))
+
+    async def ListDeadLetters(self, request: pb.RunRequest, context: Context) -> pb.DeadLetters:
+        letters = await self._queue.dead_letters(request.run)
+        return pb.DeadLetters(letters=map(codec.encode_dead_letter, letters))
+
+    async def Replay(self, request: pb.ReplayRequest, context: Context) -> pb.ReplayResponse:
+        uids = codec.decode_uids(request.uids)
+        return pb.ReplayResponse(rows=await self._queue.replay(request.run, uids))
+
+    async def WhyWaiting(self, request: pb.RunRequest, context: Context) -> pb.WaitingList:
+        waits = await self._queue.why_waiting(request.run)
+        return pb.WaitingList(waits=map(codec.encode_waiting, waits))
+
+    async def Lend(self, request: pb.LendRequest, context: Context) -> pb.LendResponse:
+        offer = Offer(boot_id=request.boot_id, name=request.arena)
+        return pb.LendResponse(proof=self._borrower.accept(offer))
+
+    async def GetDictionary(self, request: pb.DictionaryRequest, context: Context) -> pb.Dictionary:
+        return pb.Dictionary(data=self._compressor.dictionary)
+
+    def _page(self, request: pb.LeaseRequest | pb.FetchRowsRequest) -> Page | None:
+        """Asked for before anything is handed out: a caller's mistake must cost no lease. Raises UserError."""
+        if not request.HasField("lent"):
+            return None
+        region = Region(request.lent.offset, request.lent.size)
+        return self._borrower.page(request.lent.arena, region)
+
+    def _bulk(
+        self,
+        messages: Iterable[codec.Bulk[M]],
+        page: Page | None,
+        context: Context,
+    ) -> Iterator[codec.Bulk[M]]:
+        """As the caller wants its frames: across hosts squeezed, on one in memory that it lends, or as they are."""
+        if page is not None:
+            return map(page.refer, messages)
+        metadata = context.invocation_metadata() or ()
+        if TAKES_SQUEEZED in metadata:
+            by = self._compressor if {*self._compressor.known} & {*metadata} else None
+            return (message.squeezed(by) for message in messages)
+        return iter(messages)

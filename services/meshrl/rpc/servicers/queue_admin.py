@@ -1,0 +1,74 @@
+"""The queue's operator calls. Each method is described in meshrl/v1/queue_admin.proto."""
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+import grpc
+
+from meshrl.contract import codec
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import full_name
+from meshrl.transferqueue.admin import QueueAdmin
+from meshrl.transferqueue.store import FORMAT, Operation, Table
+from meshrl.v1 import queue_admin_pb2 as pb
+from meshrl.v1 import queue_admin_pb2_grpc as rpc
+
+PIECE_BYTES: Final = 1 << 20
+"""Of one message: beyond it protobuf's copies cost more than they save."""
+
+
+class QueueAdminDoor(rpc.QueueAdminServicer):
+    """Translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "QueueAdmin")
+    waits: Final = frozenset({"Backup", "Verify"})
+
+    def __init__(self, admin: QueueAdmin) -> None:
+        self._admin = admin
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        rpc.add_QueueAdminServicer_to_server(self, server)
+
+    async def Backup(
+        self, request: pb.BackupRequest, context: Context
+    ) -> AsyncIterator[pb.BackupPiece]:
+        async with aclosing(self._admin.export()) as pieces:
+            async for piece in pieces:
+                for message in encode_piece(piece):
+                    yield message
+
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
+        audit = await self._admin.verify()
+        return pb.VerifyResponse(
+            ledgers=map(codec.encode_ledger, audit.ledgers.values()),
+            records=audit.records,
+            values=audit.values,
+            nbytes=audit.nbytes,
+            problems=map(codec.printable, audit.problems),
+        )
+
+
+def encode_piece(piece: Sequence[Operation]) -> Iterator[pb.BackupPiece]:
+    """Messages of about PIECE_BYTES; a value that is larger is cut."""
+    message = pb.BackupPiece(format=FORMAT)
+    size = 0
+    for table, key, value in piece:
+        assert value is not None
+        for at in range(0, max(1, len(value)), PIECE_BYTES):
+            part = value[at : at + PIECE_BYTES]
+            message.records.add(
+                payload=table is Table.PAYLOAD,
+                key=key,
+                value=part,
+                continues=at + PIECE_BYTES < len(value),
+            )
+            size += len(key) + len(part)
+            if size >= PIECE_BYTES:
+                yield message
+                message, size = pb.BackupPiece(format=FORMAT), 0
+    if message.records:
+        yield message

@@ -1,0 +1,47 @@
+"""The Judge port for callers elsewhere. Each method is described in meshrl/v1/reward.proto."""
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+
+from meshrl.contract import codec, types
+from meshrl.contract.errors import NotFoundError
+from meshrl.contract.ports import Judge
+from meshrl.rewardd.registry.active_reward import SwitchJudge
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import full_name
+from meshrl.v1 import reward_pb2 as pb
+from meshrl.v1 import reward_pb2_grpc as rpc
+
+
+class RewardDoor(rpc.RewardServicer):
+    """Translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "Reward")
+    waits: Final[frozenset[str]] = frozenset()
+
+    def __init__(self, judge: Judge, versions: SwitchJudge | None = None) -> None:
+        self._judge = judge
+        self._versions = versions
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        rpc.add_RewardServicer_to_server(self, server)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        samples = [codec.decode_sample(sample) for sample in request.samples]
+        scores = await self._by(request.reward_hash, samples)
+        return pb.ScoreResponse(scores=map(codec.encode_score, scores))
+
+    async def GetInfo(self, request: pb.GetRewardInfoRequest, context: Context) -> pb.RewardInfo:
+        return pb.RewardInfo(reward_hash=self._judge.reward_hash)
+
+    async def _by(self, version: str, samples: list[types.Sample]) -> Iterable[types.Score]:
+        if not version or version == self._judge.reward_hash:
+            return await self._judge.score(samples)
+        if self._versions is None:
+            raise NotFoundError(f"this judge is version {self._judge.reward_hash}, not {version}")
+        return await self._versions.score_with(version, samples)

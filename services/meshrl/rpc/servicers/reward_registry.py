@@ -1,0 +1,113 @@
+"""The registry for callers elsewhere. Each method is described in meshrl/v1/reward_registry.proto."""
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+
+from meshrl.contract import codec
+from meshrl.rpc import reward_registry_codec as registry_codec
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import full_name
+from meshrl.services.rewards.desk import Caller, RewardDesk
+from meshrl.v1 import reward_pb2
+from meshrl.v1 import reward_registry_pb2 as pb
+from meshrl.v1 import reward_registry_pb2_grpc as rpc
+
+
+def caller_of(context: Context) -> Caller:
+    """Who calls, from the metadata."""
+    metadata = dict(context.invocation_metadata() or ())
+    authorization = metadata.get("authorization", "")
+    if isinstance(authorization, bytes):
+        authorization = authorization.decode("ascii", "replace")
+    peer = context.peer().rpartition(":")[
+        0
+    ]  # without the port, which changes with every connection
+    return Caller(authorization=authorization, peer=peer, door="grpc")
+
+
+class RewardRegistryDoor(rpc.RewardRegistryServicer):
+    """Translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "RewardRegistry")
+    waits: Final[frozenset[str]] = frozenset()
+
+    def __init__(self, desk: RewardDesk) -> None:
+        self._desk = desk
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        rpc.add_RewardRegistryServicer_to_server(self, server)
+
+    async def SubmitReward(
+        self, request: pb.SubmitRewardRequest, context: Context
+    ) -> pb.SubmitRewardResponse:
+        submission = registry_codec.decode_submission(request)
+        accepted = await self._desk.submit(caller_of(context), submission)
+        return pb.SubmitRewardResponse(
+            hash=accepted.manifest.hash,
+            created=accepted.created,
+            cases=accepted.cases,
+            name=registry_codec.encode_name(accepted.name),
+        )
+
+    async def ListRewards(self, request: pb.ListRewardsRequest, context: Context) -> pb.RewardNames:
+        found = self._desk.list(caller_of(context))
+        return pb.RewardNames(
+            names=map(registry_codec.encode_name, found.names),
+            followed=found.followed,
+            scoring=found.scoring,
+            base=found.base,
+            http_address=self._desk.http_address,
+            watch=registry_codec.encode_differences(found.watch) if found.watch else None,
+        )
+
+    async def GetReward(self, request: pb.RewardRef, context: Context) -> pb.RewardVersion:
+        caller = caller_of(context)
+        manifest, content, cases = self._desk.version(caller, request.name, request.version)
+        return pb.RewardVersion(
+            name=request.name,
+            hash=manifest.hash,
+            entry_point=manifest.entry_point,
+            kind=registry_codec.encode_kind(manifest.kind),
+            deps=manifest.deps,
+            content=content,
+            is_wheel=manifest.is_wheel,
+            limits=manifest.limits,
+            cases=map(registry_codec.encode_case, cases),
+        )
+
+    async def DiffRewards(self, request: pb.RewardPair, context: Context) -> pb.RewardDiff:
+        text = self._desk.diff(caller_of(context), request.name, request.old, request.new)
+        return pb.RewardDiff(text=text)
+
+    async def RollBackReward(self, request: pb.RewardRef, context: Context) -> pb.RewardName:
+        name = await self._desk.roll_back(caller_of(context), request.name, request.version)
+        return registry_codec.encode_name(name)
+
+    async def RetireReward(self, request: pb.RewardRef, context: Context) -> pb.RewardName:
+        name = await self._desk.retire(caller_of(context), request.name, request.version)
+        return registry_codec.encode_name(name)
+
+    async def WatchReward(self, request: pb.WatchRewardRequest, context: Context) -> pb.RewardName:
+        caller = caller_of(context)
+        name = await self._desk.watch(caller, request.name, request.version, request.share)
+        return registry_codec.encode_name(name)
+
+    async def TryReward(
+        self, request: pb.TryRewardRequest, context: Context
+    ) -> reward_pb2.ScoreResponse:
+        samples = registry_codec.decode_samples(request.samples)
+        caller = caller_of(context)
+        scores = await self._desk.score(caller, request.name, request.version, samples)
+        return reward_pb2.ScoreResponse(scores=map(codec.encode_score, scores))
+
+    async def CompareRewards(
+        self, request: pb.CompareRewardsRequest, context: Context
+    ) -> pb.RewardDifferences:
+        samples = registry_codec.decode_samples(request.samples)
+        caller = caller_of(context)
+        found = await self._desk.compare(caller, request.name, request.a, request.b, samples)
+        return registry_codec.encode_differences(found)

@@ -1,0 +1,48 @@
+"""An engine for callers elsewhere. Each method is described in meshrl/v1/rollout.proto."""
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final, Protocol
+
+import grpc
+
+from meshrl.contract import codec
+from meshrl.contract.types import EngineStats, GenerateDelta, GenerateRequest
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import closing, full_name
+from meshrl.v1 import rollout_pb2 as pb
+from meshrl.v1 import rollout_pb2_grpc as rpc
+
+
+class Sampler(Protocol):
+    """The part of an Engine that others may use: its weights are the weight plane's."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class RolloutDoor(rpc.RolloutServicer):
+    """Translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "Rollout")
+    waits: Final[frozenset[str]] = frozenset()
+
+    def __init__(self, engine: Sampler) -> None:
+        self._engine = engine
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        rpc.add_RolloutServicer_to_server(self, server)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateDelta]:
+        question = codec.decode_generate_request(request)
+        async with closing(self._engine.generate(question)) as deltas:
+            async for delta in deltas:
+                yield codec.encode_generate_delta(delta)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.EngineStats:
+        return codec.encode_engine_stats(self._engine.stats())

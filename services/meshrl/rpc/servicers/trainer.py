@@ -1,0 +1,53 @@
+"""The TrainerControl port for callers elsewhere. Each method is described in meshrl/v1/trainer.proto."""
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc
+
+from meshrl.contract import codec
+from meshrl.contract.ports import TrainerControl
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import bounded, closing, full_name
+from meshrl.v1 import trainer_pb2 as pb
+from meshrl.v1 import trainer_pb2_grpc as rpc
+from meshrl.v1.trajectory_pb2 import Ack
+
+
+class TrainerDoor(rpc.TrainerServicer):
+    """Translates and delegates."""
+
+    service: Final = full_name(pb.DESCRIPTOR, "Trainer")
+    waits: Final = frozenset({"Watch", "SaveCheckpoint"})
+
+    def __init__(self, trainer: TrainerControl) -> None:
+        self._trainer = trainer
+
+    def attach(self, server: grpc.aio.Server) -> None:
+        rpc.add_TrainerServicer_to_server(self, server)
+
+    async def GetStatus(
+        self, request: pb.GetTrainerStatusRequest, context: Context
+    ) -> pb.TrainerStatus:
+        return codec.encode_trainer_status(await self._trainer.status())
+
+    async def Watch(
+        self, request: pb.WatchTrainerRequest, context: Context
+    ) -> AsyncIterator[pb.TrainerStatus]:
+        every_s = max(1.0, bounded(request.every_s))
+        async with closing(self._trainer.watch(every_s=every_s)) as statuses:
+            async for status in statuses:
+                yield codec.encode_trainer_status(status)
+
+    async def Stop(self, request: pb.StopTrainerRequest, context: Context) -> Ack:
+        await self._trainer.stop(request.reason)
+        return Ack()
+
+    async def SaveCheckpoint(
+        self, request: pb.SaveCheckpointRequest, context: Context
+    ) -> pb.SaveCheckpointResponse:
+        step = await self._trainer.save_checkpoint(wait_s=bounded(request.wait_s))
+        return pb.SaveCheckpointResponse(step=step)

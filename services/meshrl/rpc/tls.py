@@ -1,0 +1,106 @@
+"""TLS for every connection of the mesh: one section of the recipe, both ends of gRPC and the HTTP door.
+
+`use` is called once, when a process starts; whoever dials later goes through `channel`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from meshrl.contract.errors import ConfigError
+from meshrl.rpc.certificates import Certificates
+
+TOKEN_VARIABLE: Final = "MESHRL_TOKEN"
+"""The bearer token that this process sends with every call."""
+
+
+_in_use = Certificates()
+
+
+def use(tls: Certificates) -> None:
+    """What this process dials with from now on; one that says nothing changes nothing.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    global _in_use
+    for file in fields(tls):
+        _pem(tls, file.name)
+    if tls.on:
+        _in_use = tls
+
+
+def in_use() -> Certificates:
+    """What `use` was given: the certificates of this process."""
+    return _in_use
+
+
+def channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    """A channel to a service of the mesh, as `use` said, or else as the environment says (MESHRL_TLS_CA ...)."""
+    credentials = _credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def blocking_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+    """As `channel`, for a thread that has no event loop."""
+    credentials = _credentials()
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def _credentials() -> grpc.ChannelCredentials | None:
+    tls = _in_use if _in_use.on else _of_environment()
+    if not tls.on:
+        return None
+    return grpc.ssl_channel_credentials(
+        root_certificates=_pem(tls, "ca"),
+        private_key=_pem(tls, "key"),
+        certificate_chain=_pem(tls, "cert"),
+    )
+
+
+def add_port(server: grpc.aio.Server, address: str, tls: Certificates) -> int:
+    """Bind `address`; as `add_secure_port` where there is a certificate."""
+    key, cert = _pem(tls, "key"), _pem(tls, "cert")
+    if key is None or cert is None:
+        return server.add_insecure_port(address)
+    credentials = grpc.ssl_server_credentials(
+        [(key, cert)], root_certificates=_pem(tls, "client_ca"), require_client_auth=tls.mutual
+    )
+    return server.add_secure_port(address, credentials)
+
+
+def call_metadata() -> tuple[tuple[str, str], ...]:
+    """What a client sends with every call: its token, when it has one."""
+    token = os.environ.get(TOKEN_VARIABLE)
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def _of_environment() -> Certificates:
+    files = {name: os.environ.get(f"MESHRL_TLS_{name.upper()}") for name in ("ca", "cert", "key")}
+    try:
+        return Certificates(**{name: Path(file) for name, file in files.items() if file})
+    except ValueError as error:
+        raise ConfigError("MESHRL_TLS_CERT and MESHRL_TLS_KEY go together") from error
+
+
+def _pem(tls: Certificates, name: str) -> bytes | None:
+    path: Path | None = getattr(tls, name)
+    if path is None:
+        return None
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tls.{name}: {path}: {error.strerror}") from error
+    if b"-----BEGIN" not in data:
+        raise ConfigError(f"tls.{name}: {path} is not a PEM file")
+    return data
