@@ -38,7 +38,7 @@ from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.carriers.nccl import Carrier, NcclCell
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.nccl.process import NcclProcess
-from meshrl.services.weights.stub import MadeSource
+from meshrl.weights.stub import MadeSource
 
 ONE_GPU_NCCL = (2, 30)
 OPEN_S = 60.0

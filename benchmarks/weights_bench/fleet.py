@@ -19,8 +19,8 @@ from source import RUN, Drifting, Source
 from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.door import WeightsDoor
-from meshrl.services.weights.plane import WeightPlane
+from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.servicer import WeightsDoor
 
 SCRIPT = Path(__file__).with_name("replica.py")
 PATIENCE_S = 120.0

@@ -18,10 +18,10 @@ import numpy as np
 from source import RUN
 
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.services.weights import agent, traits
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.wire import digest
+from meshrl.weights import carrier_facts, replica_controller
+from meshrl.weights.messages import digest
 
 
 class CopyingEngine:
@@ -69,10 +69,10 @@ async def main() -> None:
     parser.add_argument("--elsewhere", action="store_true", help="say that this is another host")
     options = parser.parse_args()
     if options.elsewhere:
-        agent.host_id = lambda: "elsewhere"
-    assert traits.host_id()
+        replica_controller.host_id = lambda: "elsewhere"
+    assert carrier_facts.host_id()
     engine = CopyingEngine(options.hashes)
-    replica = agent.WeightAgent(
+    replica = replica_controller.WeightAgent(
         WeightsConfig.model_validate_json(options.config),
         run=RUN,
         replica=options.name,

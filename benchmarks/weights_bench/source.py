@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.services.weights.wire import digest
+from meshrl.weights.messages import digest
 
 RUN = "bench"
 TENSOR_BYTES = 8 << 20

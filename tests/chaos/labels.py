@@ -50,11 +50,11 @@ from meshrl.rpc.servicers import QueueDoor
 from meshrl.services.config import load_recipe
 from meshrl.services.config.recipe import train_spec
 from meshrl.services.weights.carrier import Place
-from meshrl.services.weights.door import WeightsDoor
-from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.weights.wire import digest
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.messages import digest
+from meshrl.weights.servicer import WeightsDoor
 
 RUN = "labels"
 GROUP = 4

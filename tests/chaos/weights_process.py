@@ -20,14 +20,14 @@ from typing import Any
 import grpc
 
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.door import WeightsDoor
-from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.weights.session import Session
-from meshrl.services.weights.stub import HashSink, MadeSource
-from meshrl.services.weights.wire import Line
+from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.messages import Line
+from meshrl.weights.replica_controller import WeightAgent
+from meshrl.weights.servicer import WeightsDoor
+from meshrl.weights.session import Session
+from meshrl.weights.stub import HashSink, MadeSource
 
 RUN = "chaos"
 

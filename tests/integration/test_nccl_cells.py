@@ -19,13 +19,13 @@ from meshrl.contract.types import Uint8, Version
 from meshrl.services.weights.carrier import Link, Place, load_carrier
 from meshrl.services.weights.carriers.nccl import Carrier, NcclCell
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.nccl import frames
 from meshrl.services.weights.nccl.config import NcclConfig
 from meshrl.services.weights.nccl.libraries.stub import VARIABLE
-from meshrl.services.weights.nccl.meeting import knock
 from meshrl.services.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.services.weights.nccl.versions import dotted, loaded_nccl
-from meshrl.services.weights.stub import MadeSource
+from meshrl.weights.nccl import messages
+from meshrl.weights.nccl.rendezvous import knock
+from meshrl.weights.stub import MadeSource
 
 AMPLE_S = 60.0
 """A deadline that is not what ends a test."""
@@ -305,7 +305,7 @@ async def test_strangers_are_turned_away(make: Any) -> None:
     with pytest.raises(UnavailableError, match="hung up"):
         await knock(f"{address}/{token}", "run/e1/g7", facts)
     host, _, port = address.partition(":")
-    for junk in (b"GET / HTTP/1.1\r\n\r\n", frames.pack({"token": None}), b"\x02\0\0\0[]"):
+    for junk in (b"GET / HTTP/1.1\r\n\r\n", messages.pack({"token": None}), b"\x02\0\0\0[]"):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(junk)
         assert await reader.read() == b""
@@ -315,12 +315,12 @@ async def test_strangers_are_turned_away(make: Any) -> None:
 
 async def test_a_frame_is_read_whole_or_refused() -> None:
     reader = asyncio.StreamReader()
-    reader.feed_data(frames.pack({"do": "join", "rank": 1}) + b"\xff\xff\xff\xff")
-    assert await frames.read(reader) == {"do": "join", "rank": 1}
+    reader.feed_data(messages.pack({"do": "join", "rank": 1}) + b"\xff\xff\xff\xff")
+    assert await messages.read(reader) == {"do": "join", "rank": 1}
     with pytest.raises(InfraError, match="4294967295 bytes"):
-        await frames.read(reader)
+        await messages.read(reader)
     reader.feed_eof()
-    assert await frames.read(reader) is None
+    assert await messages.read(reader) is None
 
 
 def test_a_nccl_that_does_not_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8, Version
 from meshrl.services.weights.fleet import ReplicaState
-from meshrl.services.weights.stub import MadeSource
+from meshrl.weights.stub import MadeSource
 
 from ..waiting import until
 from .weights_fleet import RUN, flip, opened

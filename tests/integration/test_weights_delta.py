@@ -25,9 +25,9 @@ from meshrl.rpc.errors import from_rpc
 from meshrl.services.weights.carriers import delta
 from meshrl.services.weights.delta import encode
 from meshrl.services.weights.fleet import ReplicaState
-from meshrl.services.weights.stub import HashSink, MadeSource
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
+from meshrl.weights.stub import HashSink, MadeSource
 
 from ..waiting import until
 from .weights_fleet import RUN, flip, opened

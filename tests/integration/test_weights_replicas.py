@@ -10,9 +10,9 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.services.weights.agent import PoisonedError
 from meshrl.services.weights.fleet import ReplicaState
-from meshrl.services.weights.stub import HashSink
+from meshrl.weights.replica_controller import PoisonedError
+from meshrl.weights.stub import HashSink
 
 from ..waiting import until
 from .weights_fleet import opened

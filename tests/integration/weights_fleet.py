@@ -12,13 +12,13 @@ import grpc
 
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.door import WeightsDoor
 from meshrl.services.weights.fleet import ReplicaState
-from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.weights.stub import HashSink, MadeSource
+from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.replica_controller import WeightAgent
+from meshrl.weights.servicer import WeightsDoor
+from meshrl.weights.stub import HashSink, MadeSource
 
 from ..waiting import until
 

@@ -17,8 +17,8 @@ from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, Una
 from meshrl.contract.types import Uint8, Version
 from meshrl.services.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.delta.held import Held
-from meshrl.services.weights.stub import MadeSource
+from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.stub import MadeSource
 
 RUN = "a run/with a slash"
 BUCKETS = 2

@@ -22,9 +22,9 @@ from meshrl.services.weights.carrier import Carriers, Link, Place, load_carrier
 from meshrl.services.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import ReplicaState, ReplicaView
-from meshrl.services.weights.stub import MadeSource
-from meshrl.services.weights.traits import host_id, offered, traits
-from meshrl.services.weights.ways import Peer, Ways, density
+from meshrl.weights.carrier_facts import host_id, offered, traits
+from meshrl.weights.routes import Peer, Ways, density
+from meshrl.weights.stub import MadeSource
 
 WORK = 1e6
 STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}

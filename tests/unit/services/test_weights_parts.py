@@ -23,10 +23,8 @@ from meshrl.contract.types import OnUpdate, TensorSpec, Version, WeightManifest
 from meshrl.services.weights.carrier import Link, Place, load_carrier
 from meshrl.services.weights.carriers.disk import read_bucket, write_bucket
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.lane import Lane
-from meshrl.services.weights.patience import first_ends, together, within
-from meshrl.services.weights.stub import HashSink, MadeSource
-from meshrl.services.weights.wire import (
+from meshrl.weights.deadlines import first_ends, together, within
+from meshrl.weights.messages import (
     digest,
     manifest_message,
     manifest_noun,
@@ -34,6 +32,8 @@ from meshrl.services.weights.wire import (
     tensor_digest,
     wrong_tensors,
 )
+from meshrl.weights.stub import HashSink, MadeSource
+from meshrl.weights.worker_thread import Lane
 
 
 def test_plane_and_agent_import_no_torch() -> None:

@@ -27,8 +27,8 @@ from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until
 from meshrl.services.config.recipe import Recipe
 from meshrl.services.gateway.metrics import GatewayMetrics
 from meshrl.services.gateway.serving import gateway_of
-from meshrl.services.weights.agent import WeightAgent
 from meshrl.services.weights.carrier import Place
+from meshrl.weights.replica_controller import WeightAgent
 
 
 async def run(recipe: Recipe, site: Site) -> None:

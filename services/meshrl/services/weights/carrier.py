@@ -12,7 +12,7 @@ from meshrl.contract.plugins import load
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.config import CARRIERS, WeightsConfig
-from meshrl.services.weights.traits import offered
+from meshrl.weights.carrier_facts import offered
 
 logger = logging.getLogger(__name__)
 

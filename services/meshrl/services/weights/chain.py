@@ -36,8 +36,8 @@ from meshrl.services.weights.checkpoint_files import (
 )
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.delta import apply, head, whole
-from meshrl.services.weights.delta.held import Held
 from meshrl.services.weights.delta.patches import patch_between, word_bytes
+from meshrl.weights.delta.held_versions import Held
 
 logger = logging.getLogger(__name__)
 

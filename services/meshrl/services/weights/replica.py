@@ -12,10 +12,10 @@ from meshrl.contract.types import Version, WeightManifest
 from meshrl.services.weights.carrier import Cell, Link
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import ReplicaState, ReplicaView
-from meshrl.services.weights.patience import together, within
-from meshrl.services.weights.ways import Peer, Way, Ways
-from meshrl.services.weights.wire import Line, digest, manifest_message, stamp, wrong_tensors
 from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.deadlines import together, within
+from meshrl.weights.messages import Line, digest, manifest_message, stamp, wrong_tensors
+from meshrl.weights.routes import Peer, Way, Ways
 
 PlaneLine = Line[pb.ReplicaMessage, pb.PlaneMessage]
 

@@ -30,9 +30,9 @@ from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Cell, Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.ipc.device import Device, load_device
-from meshrl.services.weights.lane import Lane
-from meshrl.services.weights.nccl import frames
-from meshrl.services.weights.patience import within
+from meshrl.weights.deadlines import within
+from meshrl.weights.nccl import messages
+from meshrl.weights.worker_thread import Lane
 
 REACH = "host"
 NEEDS = ("cupy", "cuda")
@@ -118,7 +118,7 @@ class Carrier:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_HELLO_S):
-                hello = await frames.read(reader)
+                hello = await messages.read(reader)
         except TimeoutError:
             hello = None
         token, cell = (str((hello or {}).get(key, "")) for key in ("token", "cell"))
@@ -153,13 +153,13 @@ class _End:
     async def _say(self, **frame: Any) -> None:
         try:
             _, writer = self._open_streams()
-            writer.write(frames.pack(frame))
+            writer.write(messages.pack(frame))
             await writer.drain()
         except OSError as error:
             raise self._gone(str(error)) from error
 
-    async def _hear(self) -> frames.Frame:
-        frame = await frames.read(self._open_streams()[0])
+    async def _hear(self) -> messages.Frame:
+        frame = await messages.read(self._open_streams()[0])
         if frame is None:
             raise self._gone("the other end hung up")
         return frame

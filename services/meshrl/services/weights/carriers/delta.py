@@ -44,12 +44,12 @@ from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.services.weights.carrier import Cell, Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.delta import apply
-from meshrl.services.weights.delta.held import Held
 from meshrl.services.weights.delta.patches import Patches
-from meshrl.services.weights.lane import Lane
-from meshrl.services.weights.patience import within
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
+from meshrl.weights.deadlines import within
+from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.worker_thread import Lane
 
 REACH = "network"
 NEEDS: tuple[str, ...] = ()

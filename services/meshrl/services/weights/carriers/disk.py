@@ -26,7 +26,7 @@ from meshrl.services.weights.checkpoint_files import (
     write_tensors,
 )
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.lane import Lane
+from meshrl.weights.worker_thread import Lane
 
 REACH = "directory"
 RATE = 0.5e9

@@ -22,7 +22,7 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.lane import Lane
+from meshrl.weights.worker_thread import Lane
 
 REACH = "network"
 NEEDS = ("torch",)

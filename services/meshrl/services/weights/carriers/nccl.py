@@ -26,9 +26,9 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.nccl.meeting import Meetings, check_alike, knock
 from meshrl.services.weights.nccl.process import NcclProcess, NcclProcesses
-from meshrl.services.weights.patience import within
+from meshrl.weights.deadlines import within
+from meshrl.weights.nccl.rendezvous import Meetings, check_alike, knock
 
 NEEDS = ("cupy", "cuda")
 RATE = 8e9

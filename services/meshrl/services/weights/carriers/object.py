@@ -13,9 +13,9 @@ from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Cell, Link, Place
 from meshrl.services.weights.chain import MARK, ChainReader, ChainWriter, Store
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.delta.held import Held
-from meshrl.services.weights.lane import Lane
-from meshrl.services.weights.patience import within
+from meshrl.weights.deadlines import within
+from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.worker_thread import Lane
 
 REACH = "directory"
 NEEDS = ("fsspec",)

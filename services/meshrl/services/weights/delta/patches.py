@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.delta.codec import encode_sparse
-from meshrl.services.weights.lane import Lane
-from meshrl.services.weights.wire import digest
+from meshrl.weights.messages import digest
+from meshrl.weights.worker_thread import Lane
 
 
 def word_bytes(manifest: WeightManifest, index: int) -> int:

@@ -19,12 +19,12 @@ import numpy as np
 from meshrl.contract.errors import ConfigError, UnavailableError, from_wire
 from meshrl.contract.types import Uint8
 from meshrl.rpc.parent_death import PARENT_VARIABLE
-from meshrl.services.weights.nccl import frames
 from meshrl.services.weights.nccl.config import NcclConfig
-from meshrl.services.weights.patience import within
+from meshrl.weights.deadlines import within
+from meshrl.weights.nccl import messages
 
 logger = logging.getLogger(__name__)
-_MODULE = "meshrl.services.weights.nccl.child"
+_MODULE = "meshrl.weights.nccl.worker"
 _BLOCKING = "NCCL_COMM_BLOCKING"
 _WORD_S = 10.0
 """For answers that need no other rank."""
@@ -186,19 +186,19 @@ class NcclProcess:
                     await process.wait()
         await self.kill_and_wait()
 
-    async def _ask(self, patience_s: float, what: str, **frame: Any) -> frames.Frame:
+    async def _ask(self, patience_s: float, what: str, **frame: Any) -> messages.Frame:
         await self.facts()
         if self._writer is None or self._killed:
             raise UnavailableError(f"{what}: the NCCL process was given up")
-        self._writer.write(frames.pack(frame))
+        self._writer.write(messages.pack(frame))
         return await self._hear(patience_s, what)
 
-    async def _hear(self, deadline_s: float, what: str) -> frames.Frame:
+    async def _hear(self, deadline_s: float, what: str) -> messages.Frame:
         """The answer, or the end of the process: an unanswered one is never spoken to again."""
         if self._reader is None:
             raise UnavailableError(f"{what}: the NCCL process is not started")
         try:
-            answer = await within(frames.read(self._reader), deadline_s, f"NCCL: {what}")
+            answer = await within(messages.read(self._reader), deadline_s, f"NCCL: {what}")
             if answer is None:
                 raise UnavailableError(f"NCCL: {what}: {await self._last_words()}")
             if "failed" in answer:

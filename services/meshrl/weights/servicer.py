@@ -11,10 +11,10 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
 from meshrl.services.weights.fleet import encode_fleet
-from meshrl.services.weights.plane import WeightPlane
-from meshrl.services.weights.wire import Line
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
+from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.messages import Line
 
 
 class WeightsDoor(rpc.WeightsServicer):

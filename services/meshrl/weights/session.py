@@ -22,8 +22,9 @@ from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.services.weights.carrier import Carriers, Cell, Link
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.merging import Merger
-from meshrl.services.weights.wire import (
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.lora_merging import Merger
+from meshrl.weights.messages import (
     Line,
     digest,
     manifest_noun,
@@ -31,7 +32,6 @@ from meshrl.services.weights.wire import (
     stamped_version,
     wrong_tensors,
 )
-from meshrl.v1 import weights_pb2 as pb
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Carriers, Cell, Link, Place
 from meshrl.services.weights.carriers.auto import Chooser
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.traits import Traits, host_id, traits
+from meshrl.weights.carrier_facts import Traits, host_id, traits
 
 logger = logging.getLogger(__name__)
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16

@@ -32,12 +32,12 @@ from meshrl.contract.types import Version
 from meshrl.services.weights.carrier import Link, Place
 from meshrl.services.weights.config import WeightsConfig
 from meshrl.services.weights.fleet import FleetView, ReplicaState
-from meshrl.services.weights.patience import first_ends
 from meshrl.services.weights.replica import PlaneLine, Replica, SourceError
 from meshrl.services.weights.transaction import Phase, Transaction
-from meshrl.services.weights.ways import Peer, Ways
-from meshrl.services.weights.wire import stamp, stamped_version
 from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.deadlines import first_ends
+from meshrl.weights.messages import stamp, stamped_version
+from meshrl.weights.routes import Peer, Ways
 
 logger = logging.getLogger(__name__)
 _LATE_SHARE = 0.5

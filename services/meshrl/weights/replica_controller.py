@@ -27,13 +27,13 @@ from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.services.weights.carrier import Carriers, Place
 from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.merging import Merger
-from meshrl.services.weights.patience import first_ends, within
-from meshrl.services.weights.session import AgentLine, Session
-from meshrl.services.weights.traits import host_id
-from meshrl.services.weights.wire import Line, stamp
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
+from meshrl.weights.carrier_facts import host_id
+from meshrl.weights.deadlines import first_ends, within
+from meshrl.weights.lora_merging import Merger
+from meshrl.weights.messages import Line, stamp
+from meshrl.weights.session import AgentLine, Session
 
 logger = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.services.weights.wire import digest, tensor_digest
+from meshrl.weights.messages import digest, tensor_digest
 
 _ITEM = {"float32": 4, "bfloat16": 2}
 

@@ -1,4 +1,4 @@
-"""The NCCL process: `python -m meshrl.services.weights.nccl.child`, started by `process.NcclProcess` only.
+"""The NCCL process: `python -m meshrl.weights.nccl.worker`, started by `process.NcclProcess` only.
 
 Answers one frame after the other on an inherited socket, and moves bytes through inherited shared memory. It ends
 when the socket does, when its parent dies (the kernel sees to that), and after its first failure: it aborts, says
@@ -18,9 +18,9 @@ from typing import NoReturn
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
 from meshrl.rpc.parent_death import die_with_parent
-from meshrl.services.weights.nccl.frames import Frame, pack, receive
 from meshrl.services.weights.nccl.library import load_library
 from meshrl.services.weights.nccl.rank import Rank
+from meshrl.weights.nccl.messages import Frame, pack, receive
 
 _LEAVE_S = 1.0
 

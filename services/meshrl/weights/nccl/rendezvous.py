@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, from_wire
-from meshrl.services.weights.nccl import frames
 from meshrl.services.weights.nccl.process import Facts
+from meshrl.weights.nccl import messages
 
 logger = logging.getLogger(__name__)
 _HELLO_S = 10.0
@@ -44,7 +44,7 @@ class Guest:
 
     async def _say(self, **frame: Any) -> None:
         try:
-            self._writer.write(frames.pack(frame))
+            self._writer.write(messages.pack(frame))
             await self._writer.drain()
         except OSError as error:
             raise UnavailableError(f"the replica's end went away: {error}") from error
@@ -107,7 +107,7 @@ class Meetings:
         self._callers.add(writer)
         try:
             async with asyncio.timeout(_HELLO_S):
-                hello = await frames.read(reader)
+                hello = await messages.read(reader)
             if hello is None or not hmac.compare_digest(str(hello.get("token")), self._token):
                 raise UnavailableError("it does not know the token")
             expected = self._expected.get(str(hello.get("prefix")))
@@ -140,8 +140,8 @@ async def knock(endpoint: str, prefix: str, facts: Facts) -> bytes:
             f"no trainer's end of the weight cell at {address}: {error}"
         ) from error
     try:
-        writer.write(frames.pack({"token": token, "prefix": prefix, **asdict(facts)}))
-        answer = await frames.read(reader)
+        writer.write(messages.pack({"token": token, "prefix": prefix, **asdict(facts)}))
+        answer = await messages.read(reader)
     finally:
         writer.close()
     if answer is None:

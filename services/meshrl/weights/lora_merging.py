@@ -10,7 +10,7 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, WeightManifest
-from meshrl.services.weights.wire import digest, wrong_tensors
+from meshrl.weights.messages import digest, wrong_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ import xxhash
 
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.services.weights.patience import within
 from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.deadlines import within
 
 
 def digest(bucket: Uint8) -> str:
