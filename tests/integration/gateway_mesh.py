@@ -27,6 +27,10 @@ from meshrl.contract.types import (
     reward_stage,
     rollout_stage,
 )
+from meshrl.http.gateway.app import build_app
+from meshrl.http.gateway.sessions import GatewayBook
+from meshrl.http.rewards.auth import Guard, TokenBook
+from meshrl.http.rewards.http import serving_http
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import torch
 from meshrl.rollout.programs._cache import Programs
@@ -34,10 +38,6 @@ from meshrl.rollout.sampling import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.certificates import Certificates
-from meshrl.services.gateway.app import build_app
-from meshrl.services.gateway.book import GatewayBook
-from meshrl.services.rewards.auth import Guard, TokenBook
-from meshrl.services.rewards.http import serving_http
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

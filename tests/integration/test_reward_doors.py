@@ -22,6 +22,11 @@ from hypothesis.errors import Unsatisfiable
 
 from meshrl.contract import errors
 from meshrl.contract.types import Sample, Uid
+from meshrl.http.rewards.app import build_app
+from meshrl.http.rewards.audit_log import AuditLog
+from meshrl.http.rewards.auth import Guard, TokenBook, new_token
+from meshrl.http.rewards.http import serving_http
+from meshrl.http.rewards.service import RewardDesk
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
@@ -32,11 +37,6 @@ from meshrl.rpc.clients.reward_registry import RewardRegistryWire
 from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.rpc.servicers.reward import RewardDoor
 from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor
-from meshrl.services.rewards.app import build_app
-from meshrl.services.rewards.audit import AuditLog
-from meshrl.services.rewards.auth import Guard, TokenBook, new_token
-from meshrl.services.rewards.desk import RewardDesk
-from meshrl.services.rewards.http import serving_http
 from meshrl.v1 import reward_registry_pb2 as pb
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

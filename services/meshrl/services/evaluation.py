@@ -16,6 +16,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.ports import Engine, Judge
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Json, Outcome, Sample, Task, Uid, Version
+from meshrl.http.gateway.serving import gateway_of
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.posted_rewards import POSTED, score_unposted
 from meshrl.rollout.assembly import build_engine
@@ -24,7 +25,6 @@ from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.gateway.serving import gateway_of
 
 VERSION = Version(0, 1)
 """What the checkpoint's weights are served as: any version above the unserved one."""

@@ -11,10 +11,10 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import POSTED_REWARD
+from meshrl.http.gateway.serving import gateway_of
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.services.config.checks import cross_checks
 from meshrl.services.config.recipe import Recipe, eval_spec, train_spec
-from meshrl.services.gateway.serving import gateway_of
 
 from ...talking import talking_tokenizer
 

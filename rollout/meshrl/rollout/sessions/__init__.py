@@ -8,5 +8,5 @@
     session    one row: asks in, a trajectory out
     agents     who leads the conversation: a function, or a command
 
-HTTP is not here: `meshrl.services.gateway` is the door.
+HTTP is not here: `meshrl.http.gateway` is the door.
 """

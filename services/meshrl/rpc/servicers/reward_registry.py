@@ -8,10 +8,10 @@ from typing import Final
 import grpc
 
 from meshrl.contract import codec
+from meshrl.http.rewards.service import Caller, RewardDesk
 from meshrl.rpc import reward_registry_codec as registry_codec
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
-from meshrl.services.rewards.desk import Caller, RewardDesk
 from meshrl.v1 import reward_pb2
 from meshrl.v1 import reward_registry_pb2 as pb
 from meshrl.v1 import reward_registry_pb2_grpc as rpc

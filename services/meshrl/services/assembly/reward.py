@@ -12,6 +12,12 @@ from contextlib import AsyncExitStack, closing
 from typing import Any
 
 from meshrl.contract.errors import UserError
+from meshrl.http.rewards.app import build_app
+from meshrl.http.rewards.audit_log import AuditLog
+from meshrl.http.rewards.auth import Guard, Role, TokenBook
+from meshrl.http.rewards.http import serving_http
+from meshrl.http.rewards.metrics import WatchMetrics
+from meshrl.http.rewards.service import RewardDesk
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage
@@ -24,12 +30,6 @@ from meshrl.rpc.servicers.reward import RewardDoor
 from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor, caller_of
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.rewards.app import build_app
-from meshrl.services.rewards.audit import AuditLog
-from meshrl.services.rewards.auth import Guard, Role, TokenBook
-from meshrl.services.rewards.desk import RewardDesk
-from meshrl.services.rewards.http import serving_http
-from meshrl.services.rewards.metrics import WatchMetrics
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from meshrl.contract.errors import InfraError
+from meshrl.http.gateway.metrics import GatewayMetrics
+from meshrl.http.gateway.serving import gateway_of
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
@@ -25,8 +27,6 @@ from meshrl.rpc.servicers.rollout import RolloutDoor
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.gateway.metrics import GatewayMetrics
-from meshrl.services.gateway.serving import gateway_of
 from meshrl.services.weights.carrier import Place
 from meshrl.weights.replica_controller import WeightAgent
 

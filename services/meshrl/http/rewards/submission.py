@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from starlette.datastructures import FormData, UploadFile
 
 from meshrl.contract.errors import UserError
+from meshrl.http.rewards import models as m
 from meshrl.rewardd.pool.signatures import Kind
-from meshrl.services.rewards import models as m
 
 MAX_FORM_FIELDS = 32
 CONTENT = {

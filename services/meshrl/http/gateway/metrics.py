@@ -8,7 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from meshrl.services.gateway.book import GatewayBook
+from meshrl.http.gateway.sessions import GatewayBook
 
 
 class GatewayMetrics(Collector):

@@ -16,19 +16,19 @@ from starlette.responses import Response
 
 from meshrl.contract.errors import ForbiddenError
 from meshrl.contract.types import PostedReward
+from meshrl.http.gateway import models as m
+from meshrl.http.gateway.answers import Form, Streamed
+from meshrl.http.gateway.auth import Doorkeeper
+from meshrl.http.gateway.errors import install, too_large
+from meshrl.http.gateway.sessions import GatewayBook, address
+from meshrl.http.rewards.auth import Guard, Role
+from meshrl.http.rewards.body_limit import BodyLimit
+from meshrl.http.rewards.errors import AsciiJSON
 from meshrl.rollout.sessions.agents import task_json
 from meshrl.rollout.sessions.answer_stream import Asking
 from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.services.gateway import models as m
-from meshrl.services.gateway.answers import Form, Streamed
-from meshrl.services.gateway.book import GatewayBook, address
-from meshrl.services.gateway.doorkeeper import Doorkeeper
-from meshrl.services.gateway.problems import install, too_large
-from meshrl.services.rewards.auth import Guard, Role
-from meshrl.services.rewards.limit import BodyLimit
-from meshrl.services.rewards.problems import AsciiJSON
 
 T = TypeVar("T")
 MODEL = "policy"

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
 from meshrl.contract.types import Json
+from meshrl.http.gateway.errors import ParameterError
 from meshrl.rollout.sessions.requests import Ask
 from meshrl.rollout.sessions.tool_calls import read_arguments
-from meshrl.services.gateway.problems import ParameterError
 
 MAX_STOPS = 16
 MAX_TOKENS = 1 << 31

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
+from meshrl.http.gateway.app import build_app
+from meshrl.http.gateway.sessions import GatewayBook
+from meshrl.http.rewards.auth import Guard, TokenBook
+from meshrl.http.rewards.http import serving_http
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.certificates import Certificates
 from meshrl.rpc.runtime import ServerSettings, is_loopback
 from meshrl.services.config.recipe import Recipe, uses_gateway
-from meshrl.services.gateway.app import build_app
-from meshrl.services.gateway.book import GatewayBook
-from meshrl.services.rewards.auth import Guard, TokenBook
-from meshrl.services.rewards.http import serving_http
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshrl.services.rewards.problems import problem
+from meshrl.http.rewards.errors import problem
 
 
 class BodyLimit:

@@ -21,9 +21,9 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.http.rewards.errors import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 from meshrl.rollout.sessions.requests import ContextLengthError, SessionEndedError
 from meshrl.rpc.errors import by_class
-from meshrl.services.rewards.problems import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import PlainTextResponse
 
-from meshrl.services.rewards import models as m
-from meshrl.services.rewards import submission
-from meshrl.services.rewards.desk import Caller, RewardDesk
-from meshrl.services.rewards.limit import BodyLimit
-from meshrl.services.rewards.problems import AsciiJSON, install
+from meshrl.http.rewards import models as m
+from meshrl.http.rewards import submission
+from meshrl.http.rewards.body_limit import BodyLimit
+from meshrl.http.rewards.errors import AsciiJSON, install
+from meshrl.http.rewards.service import Caller, RewardDesk
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/problem+json": {}}}

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Float32, Int32
+from meshrl.http.gateway.errors import error_body
 from meshrl.rollout.sessions.answer_stream import Asking
 from meshrl.rollout.sessions.requests import Answer, ToolCall
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.services.gateway.problems import error_body
 
 DONE = b"data: [DONE]\n\n"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshrl.contract.errors import UnauthenticatedError
+from meshrl.http.gateway.errors import refused
+from meshrl.http.gateway.sessions import GatewayBook
 from meshrl.rollout.sessions.requests import SessionEndedError
-from meshrl.services.gateway.book import GatewayBook
-from meshrl.services.gateway.problems import refused
 
 GUARDED = ("/v1/", "/sessions/")
 CLAIMS = "/v1/sessions"

@@ -1,0 +1,1 @@
+"""HTTP: the gateway for agents, and the reward registry."""
