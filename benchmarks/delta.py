@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from meshrl.services.weights.delta import apply, encode
-from meshrl.services.weights.delta.gaps import gaps_of, indices_of
-from meshrl.services.weights.delta.scan import changes
+from meshrl.weights.delta import apply, encode
+from meshrl.weights.delta.gaps import gaps_of, indices_of
+from meshrl.weights.delta.scan import changes
 
 Bytes = npt.NDArray[np.uint8]
 DENSITIES = (0.003, 0.01, 0.03, 0.10, 0.25)

@@ -34,10 +34,10 @@ import numpy as np
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Version
-from meshrl.services.weights.carrier import Link, Place
-from meshrl.services.weights.carriers.nccl import Carrier, NcclCell
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.nccl.process import NcclProcess
+from meshrl.weights.carrier import Link, Place
+from meshrl.weights.carriers.nccl import Carrier, NcclCell
+from meshrl.weights.config import WeightsConfig
+from meshrl.weights.nccl.process import NcclProcess
 from meshrl.weights.stub import MadeSource
 
 ONE_GPU_NCCL = (2, 30)

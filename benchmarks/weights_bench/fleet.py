@@ -17,8 +17,8 @@ import grpc
 from source import RUN, Drifting, Source
 
 from meshrl.contract.types import Version
-from meshrl.services.weights.carrier import Place
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.carrier import Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator import WeightPlane
 from meshrl.weights.servicer import WeightsDoor
 

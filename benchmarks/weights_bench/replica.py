@@ -18,9 +18,9 @@ import numpy as np
 from source import RUN
 
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Place
-from meshrl.services.weights.config import WeightsConfig
 from meshrl.weights import carrier_facts, replica_controller
+from meshrl.weights.carrier import Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.messages import digest
 
 

@@ -49,9 +49,9 @@ from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.rpc.servicers import QueueDoor
 from meshrl.services.config import load_recipe
 from meshrl.services.config.recipe import train_spec
-from meshrl.services.weights.carrier import Place
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from meshrl.weights.carrier import Place
 from meshrl.weights.coordinator import WeightPlane
 from meshrl.weights.messages import digest
 from meshrl.weights.servicer import WeightsDoor

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.services.weights.nccl.libraries.stub import VARIABLE
+from meshrl.weights.nccl.libraries.stub import VARIABLE
 
 from .weights_mesh import Mesh, Process
 

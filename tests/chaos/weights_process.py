@@ -20,8 +20,8 @@ from typing import Any
 import grpc
 
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Place
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.carrier import Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator import WeightPlane
 from meshrl.weights.messages import Line
 from meshrl.weights.replica_controller import WeightAgent

@@ -14,13 +14,13 @@ from transformers import Qwen3Config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams, Version
 from meshrl.rollout.engines.torch import build
-from meshrl.services.weights.carrier import Place
 from meshrl.trainer.config import ModelConfig, OptimConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.weights.carrier import Place
 
 from ..waiting import until
 from .weights_fleet import RUN, Fleet, opened

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8, Version
-from meshrl.services.weights.fleet import ReplicaState
+from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.stub import MadeSource
 
 from ..waiting import until

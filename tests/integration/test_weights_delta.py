@@ -22,11 +22,11 @@ from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc import tls
 from meshrl.rpc.certificates import Certificates
 from meshrl.rpc.errors import from_rpc
-from meshrl.services.weights.carriers import delta
-from meshrl.services.weights.delta import encode
-from meshrl.services.weights.fleet import ReplicaState
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
+from meshrl.weights.carriers import delta
+from meshrl.weights.delta import encode
+from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.stub import HashSink, MadeSource
 
 from ..waiting import until

@@ -10,10 +10,10 @@ import pytest
 
 from meshrl.contract.errors import ConflictError
 from meshrl.contract.types import Version
-from meshrl.services.weights.carrier import Place
-from meshrl.services.weights.fleet import ReplicaState, fetch_fleet
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
+from meshrl.weights.carrier import Place
+from meshrl.weights.fleet import ReplicaState, fetch_fleet
 
 from ..waiting import until
 from .weights_fleet import RUN, opened

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.services.weights.fleet import ReplicaState
+from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import PoisonedError
 from meshrl.weights.stub import HashSink
 

@@ -30,8 +30,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from meshrl.services.weights.nccl.config import NcclConfig
-from meshrl.services.weights.nccl.process import NcclProcess
+from meshrl.weights.nccl.config import NcclConfig
+from meshrl.weights.nccl.process import NcclProcess
 
 SETTINGS = json.loads(os.environ.get("FAKE_VLLM", "{}"))
 ENOUGH_S = 600.0

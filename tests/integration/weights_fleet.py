@@ -12,10 +12,10 @@ import grpc
 
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.services.weights.carrier import Place
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.fleet import ReplicaState
+from meshrl.weights.carrier import Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import WeightAgent
 from meshrl.weights.servicer import WeightsDoor
 from meshrl.weights.stub import HashSink, MadeSource

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshrl.contract import plugins
 from meshrl.contract.codec.arena import FOLDER, boot_id
-from meshrl.services.weights.config import CARRIERS, WeightsConfig
+from meshrl.weights.config import CARRIERS, WeightsConfig
 
 _DRIVER = Path("/dev/nvidiactl")
 

@@ -29,15 +29,15 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
-from meshrl.services.weights.carrier import Link, Place
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.fleet import FleetView, ReplicaState
-from meshrl.services.weights.replica import PlaneLine, Replica, SourceError
-from meshrl.services.weights.transaction import Phase, Transaction
 from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.carrier import Link, Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import first_ends
+from meshrl.weights.fleet import FleetView, ReplicaState
 from meshrl.weights.messages import stamp, stamped_version
+from meshrl.weights.replica import PlaneLine, Replica, SourceError
 from meshrl.weights.routes import Peer, Ways
+from meshrl.weights.transaction import Phase, Transaction
 
 logger = logging.getLogger(__name__)
 _LATE_SHARE = 0.5

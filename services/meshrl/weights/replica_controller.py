@@ -25,11 +25,11 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.services.weights.carrier import Carriers, Place
-from meshrl.services.weights.config import WeightsConfig
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
+from meshrl.weights.carrier import Carriers, Place
 from meshrl.weights.carrier_facts import host_id
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import first_ends, within
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import Line, stamp

@@ -10,10 +10,10 @@ import grpc
 from meshrl.contract.errors import UnavailableError
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
-from meshrl.services.weights.fleet import encode_fleet
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
 from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.fleet import encode_fleet
 from meshrl.weights.messages import Line
 
 

@@ -20,9 +20,9 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Carriers, Cell, Link
-from meshrl.services.weights.config import WeightsConfig
 from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.carrier import Carriers, Cell, Link
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
     Line,

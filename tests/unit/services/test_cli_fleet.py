@@ -10,7 +10,7 @@ from meshrl.contract.types import Version
 from meshrl.services.cli.commands.fleet import roster_json
 from meshrl.services.cli.root import main
 from meshrl.services.cli.roster import Roster, kept_by_supervisor, seen_by_plane
-from meshrl.services.weights.fleet import FleetView, ReplicaState, ReplicaView
+from meshrl.weights.fleet import FleetView, ReplicaState, ReplicaView
 
 NOBODY = "127.0.0.1:1"
 

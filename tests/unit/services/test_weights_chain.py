@@ -15,8 +15,8 @@ from safetensors import deserialize
 
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.types import Uint8, Version
-from meshrl.services.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.stub import MadeSource
 

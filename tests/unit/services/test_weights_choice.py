@@ -18,11 +18,11 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import Version
 from meshrl.services.cli.commands.status import _weights_line
-from meshrl.services.weights.carrier import Carriers, Link, Place, load_carrier
-from meshrl.services.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.fleet import ReplicaState, ReplicaView
+from meshrl.weights.carrier import Carriers, Link, Place, load_carrier
 from meshrl.weights.carrier_facts import host_id, offered, traits
+from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
+from meshrl.weights.config import WeightsConfig
+from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.routes import Peer, Ways, density
 from meshrl.weights.stub import MadeSource
 

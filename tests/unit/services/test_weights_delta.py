@@ -10,19 +10,10 @@ from hypothesis.extra import numpy as hnp
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
-from meshrl.services.weights.delta import (
-    Head,
-    apply,
-    codec,
-    encode,
-    encode_sparse,
-    head,
-    scan,
-    whole,
-)
-from meshrl.services.weights.delta.gaps import gaps_of, indices_of
-from meshrl.services.weights.delta.patch import Kind, join, planes, squeeze
-from meshrl.services.weights.delta.words import add_codes, codes_of, ordered, unordered
+from meshrl.weights.delta import Head, apply, codec, encode, encode_sparse, head, scan, whole
+from meshrl.weights.delta.gaps import gaps_of, indices_of
+from meshrl.weights.delta.patch import Kind, join, planes, squeeze
+from meshrl.weights.delta.words import add_codes, codes_of, ordered, unordered
 
 ALL = np.arange(1 << 16, dtype="<u2")
 
@@ -134,7 +125,7 @@ def test_gaps_give_the_indices_back(gaps: list[int], split: int) -> None:
 
 def test_pieces_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "_PIECE", 64)
-    monkeypatch.setattr("meshrl.services.weights.delta.gaps._PIECE", 7)
+    monkeypatch.setattr("meshrl.weights.delta.gaps._PIECE", 7)
     monkeypatch.setattr(codec, "_BITMAP_PIECE", 5)
     for count in (1, 31, 32, 33, 500, 2003):
         base = weights(count)

@@ -20,9 +20,9 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import OnUpdate, TensorSpec, Version, WeightManifest
-from meshrl.services.weights.carrier import Link, Place, load_carrier
-from meshrl.services.weights.carriers.disk import read_bucket, write_bucket
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.carrier import Link, Place, load_carrier
+from meshrl.weights.carriers.disk import read_bucket, write_bucket
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import first_ends, together, within
 from meshrl.weights.messages import (
     digest,
@@ -38,7 +38,7 @@ from meshrl.weights.worker_thread import Lane
 
 def test_plane_and_agent_import_no_torch() -> None:
     modules = ("agent", "plane", "door", "config", "stub", "carriers.disk", "carriers.delta")
-    lines = [f"import meshrl.services.weights.{module}" for module in modules]
+    lines = [f"import meshrl.weights.{module}" for module in modules]
     lines.append("import sys; assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

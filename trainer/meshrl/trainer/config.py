@@ -189,7 +189,7 @@ class AlgorithmConfig(Config):
     """From rewards to advantages."""
 
     name: str | None = None
-    """A module of `meshrl.trainer.algorithms.recipes`, or a dotted path: its settings become this recipe's defaults."""
+    """A module of `meshrl.trainer.algorithms.recipes`, or a dotted path: its settings become defaults here."""
     adv_estimator: str = "grpo"
     """A module of `meshrl.trainer.algorithms.advantages`, or a dotted path."""
     norm_adv_by_std_in_grpo: bool = True

@@ -27,7 +27,7 @@ from meshrl.rpc.servicers.rollout import RolloutDoor
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.services.config.recipe import Recipe
-from meshrl.services.weights.carrier import Place
+from meshrl.weights.carrier import Place
 from meshrl.weights.replica_controller import WeightAgent
 
 

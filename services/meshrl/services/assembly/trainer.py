@@ -37,7 +37,6 @@ from meshrl.services.config.recipe import (
     has_evaluation,
 )
 from meshrl.services.prompts import eval_tasks, read_prompts
-from meshrl.services.weights.carrier import Place
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
@@ -48,6 +47,7 @@ from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
 from meshrl.trainer.reward_version_guard import OneReward
 from meshrl.trainer.settings import Setting
+from meshrl.weights.carrier import Place
 from meshrl.weights.coordinator import WeightPlane
 from meshrl.weights.servicer import WeightsDoor
 

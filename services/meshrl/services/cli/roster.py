@@ -18,7 +18,7 @@ from meshrl.contract.errors import MeshError, UnavailableError
 from meshrl.rpc.clients.member import MemberReport, MemberWire
 from meshrl.services.up.book import BOOK_NAME, AddressBook
 from meshrl.services.up.control import Answer, ask_up
-from meshrl.services.weights.fleet import FleetView, ReplicaState, ReplicaView, fetch_fleet
+from meshrl.weights.fleet import FleetView, ReplicaState, ReplicaView, fetch_fleet
 
 ANSWER_S = 3.0
 

@@ -17,8 +17,8 @@ from meshrl.contract.errors import ConfigError
 from meshrl.rollout.plugin_options import read_options
 from meshrl.services.config.fields import Loc
 from meshrl.services.config.recipe import Recipe, algorithm_needs
-from meshrl.services.weights.config import CARRIERS
 from meshrl.trainer.algorithms import needs as algorithm_rules
+from meshrl.weights.config import CARRIERS
 
 Problem = tuple[Loc, str]
 PROGRAMS = "meshrl.rollout.programs"
@@ -139,9 +139,9 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
     ):
         yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
     library = recipe.weights.nccl.library
-    libraries = "meshrl.services.weights.nccl.libraries"
+    libraries = "meshrl.weights.nccl.libraries"
     yield from _name(("weights", "nccl", "library"), libraries, library)
-    devices = "meshrl.services.weights.ipc.devices"
+    devices = "meshrl.weights.ipc.devices"
     yield from _name(("weights", "ipc", "library"), devices, recipe.weights.ipc.library)
     for index, carrier in enumerate(recipe.weights.among):
         yield from _name(("weights", "among", index), CARRIERS, carrier)

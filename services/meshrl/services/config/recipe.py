@@ -20,7 +20,6 @@ from meshrl.contract.types import (
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
 from meshrl.services.config.tls import TlsConfig
-from meshrl.services.weights.config import WeightsConfig
 from meshrl.trainer.algorithms.needs import Needs, needs_of
 from meshrl.trainer.config import (
     ActorConfig,
@@ -32,6 +31,7 @@ from meshrl.trainer.config import (
     TrainerConfig,
 )
 from meshrl.transferqueue.config import QueueConfig
+from meshrl.weights.config import WeightsConfig
 
 EVAL_SUFFIX = ".eval"
 

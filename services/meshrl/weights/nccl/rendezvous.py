@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, from_wire
-from meshrl.services.weights.nccl.process import Facts
 from meshrl.weights.nccl import messages
+from meshrl.weights.nccl.process import Facts
 
 logger = logging.getLogger(__name__)
 _HELLO_S = 10.0

@@ -18,9 +18,9 @@ from typing import NoReturn
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
 from meshrl.rpc.parent_death import die_with_parent
-from meshrl.services.weights.nccl.library import load_library
-from meshrl.services.weights.nccl.rank import Rank
+from meshrl.weights.nccl.library import load_library
 from meshrl.weights.nccl.messages import Frame, pack, receive
+from meshrl.weights.nccl.rank import Rank
 
 _LEAVE_S = 1.0
 

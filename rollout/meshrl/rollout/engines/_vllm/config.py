@@ -21,5 +21,5 @@ class Config(ServerConfig):
     """For `native`: a broadcast has as many whole tensors as it takes to be larger than this."""
     join_s: PositiveFloat = 120.0
     """For `native`: deadline for meeting the server's ranks."""
-    root: str = "meshrl.services.weights.nccl.root"
+    root: str = "meshrl.weights.nccl.root"
     """For `native`: the module whose `build` makes rank 0."""

@@ -20,7 +20,7 @@ from meshrl.rpc.queue_connection import connect_queue
 from meshrl.services.cli.mesh import PATIENCE_S, Mesh, find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.services.up.view import clock, ledger_line
-from meshrl.services.weights.fleet import FleetView, ReplicaView, fetch_fleet
+from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

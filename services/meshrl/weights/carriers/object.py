@@ -10,9 +10,9 @@ from __future__ import annotations
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Cell, Link, Place
-from meshrl.services.weights.chain import MARK, ChainReader, ChainWriter, Store
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.carrier import Cell, Link, Place
+from meshrl.weights.chain import MARK, ChainReader, ChainWriter, Store
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.worker_thread import Lane

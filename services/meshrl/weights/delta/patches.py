@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.delta.codec import encode_sparse
+from meshrl.weights.delta.codec import encode_sparse
 from meshrl.weights.messages import digest
 from meshrl.weights.worker_thread import Lane
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from meshrl.contract.plugins import load
 
-LIBRARIES = "meshrl.services.weights.nccl.libraries"
+LIBRARIES = "meshrl.weights.nccl.libraries"
 UNIQUE_ID_BYTES = 128
 
 

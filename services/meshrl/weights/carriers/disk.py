@@ -16,8 +16,8 @@ from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
 from meshrl.contract.files import sync
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Link, Place
-from meshrl.services.weights.checkpoint_files import (
+from meshrl.weights.carrier import Link, Place
+from meshrl.weights.checkpoint_files import (
     INDEX,
     companions,
     file_name,
@@ -25,7 +25,7 @@ from meshrl.services.weights.checkpoint_files import (
     read_tensors,
     write_tensors,
 )
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.worker_thread import Lane
 
 REACH = "directory"

@@ -14,17 +14,17 @@ from pydantic import (
 )
 
 from meshrl.contract.config import Config
-from meshrl.services.weights.ipc.config import IpcConfig
-from meshrl.services.weights.nccl.config import NcclConfig
+from meshrl.weights.ipc.config import IpcConfig
+from meshrl.weights.nccl.config import NcclConfig
 
-CARRIERS = "meshrl.services.weights.carriers"
+CARRIERS = "meshrl.weights.carriers"
 
 
 class WeightsConfig(Config):
     """How weights travel from the trainer to the rollout engines, and how long anybody waits for it."""
 
     carrier: str = "gloo"
-    """A module of `meshrl.services.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
+    """A module of `meshrl.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
     cuda_ipc on one host, delta for what changed, disk and object through a directory; auto chooses for each class of
     rollout processes, by what both ends can do and what was measured."""
     among: tuple[str, ...] = ("cuda_ipc", "shm", "nccl", "gloo", "delta")

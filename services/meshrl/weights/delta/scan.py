@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from meshrl.services.weights.delta.words import UNSIGNED, Words
+from meshrl.weights.delta.words import UNSIGNED, Words
 
 _PIECE: Final = 1 << 20
 """Bytes of either buffer: the fastest of 256 KiB to 128 MiB on a core with 1 MiB of second-level cache."""

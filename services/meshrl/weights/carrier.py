@@ -11,8 +11,8 @@ from meshrl.contract.errors import ConflictError, MeshError
 from meshrl.contract.plugins import load
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.config import CARRIERS, WeightsConfig
 from meshrl.weights.carrier_facts import offered
+from meshrl.weights.config import CARRIERS, WeightsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import mmap
 import time
 
 from meshrl.contract.errors import InfraError, UnavailableError
-from meshrl.services.weights.nccl.library import Buffer, Communicator, Library
+from meshrl.weights.nccl.library import Buffer, Communicator, Library
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_wire
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version, WeightManifest
-from meshrl.services.weights.carrier import Cell, Link
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.fleet import ReplicaState, ReplicaView
 from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.carrier import Cell, Link
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import together, within
+from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.messages import Line, digest, manifest_message, stamp, wrong_tensors
 from meshrl.weights.routes import Peer, Way, Ways
 

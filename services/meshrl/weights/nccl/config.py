@@ -11,7 +11,7 @@ class NcclConfig(Config):
     """The process that holds one rank, at either end; `carrier: nccl` has one per replica at both ends."""
 
     library: str = "cupy"
-    """A module of `meshrl.services.weights.nccl.libraries` (cupy; stub: sockets, without a GPU), or a dotted path."""
+    """A module of `meshrl.weights.nccl.libraries` (cupy; stub: sockets, without a GPU), or a dotted path."""
     device: NonNegativeInt = 0
     """The CUDA device, of those that the process sees (CUDA_VISIBLE_DEVICES)."""
     env: dict[str, str] = Field(default_factory=dict)

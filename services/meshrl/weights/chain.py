@@ -26,7 +26,7 @@ import fsspec.core
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.checkpoint_files import (
+from meshrl.weights.checkpoint_files import (
     INDEX,
     companions,
     file_name,
@@ -34,10 +34,10 @@ from meshrl.services.weights.checkpoint_files import (
     read_tensors,
     write_tensors,
 )
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.delta import apply, head, whole
-from meshrl.services.weights.delta.patches import patch_between, word_bytes
+from meshrl.weights.config import WeightsConfig
+from meshrl.weights.delta import apply, head, whole
 from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.delta.patches import patch_between, word_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Cell, Link, Place
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.ipc.device import Device, load_device
+from meshrl.weights.carrier import Cell, Link, Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
+from meshrl.weights.ipc.device import Device, load_device
 from meshrl.weights.nccl import messages
 from meshrl.weights.worker_thread import Lane
 

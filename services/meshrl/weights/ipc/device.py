@@ -6,9 +6,9 @@ from typing import Protocol
 
 from meshrl.contract.plugins import load
 from meshrl.contract.types import Uint8
-from meshrl.services.weights.ipc.config import IpcConfig
+from meshrl.weights.ipc.config import IpcConfig
 
-DEVICES = "meshrl.services.weights.ipc.devices"
+DEVICES = "meshrl.weights.ipc.devices"
 
 
 class Device(Protocol):

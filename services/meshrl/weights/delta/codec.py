@@ -16,10 +16,10 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
-from meshrl.services.weights.delta.gaps import Indices, gaps_of, indices_of
-from meshrl.services.weights.delta.patch import Buffer, Head, Kind, head, join, planes, squeeze
-from meshrl.services.weights.delta.scan import changes
-from meshrl.services.weights.delta.words import ESCAPE, UNSIGNED, Words, add_codes, codes_of
+from meshrl.weights.delta.gaps import Indices, gaps_of, indices_of
+from meshrl.weights.delta.patch import Buffer, Head, Kind, head, join, planes, squeeze
+from meshrl.weights.delta.scan import changes
+from meshrl.weights.delta.words import ESCAPE, UNSIGNED, Words, add_codes, codes_of
 
 _BITMAP_FROM: Final = 1 / 16
 """Changed words; below, gaps are always smaller."""

@@ -20,8 +20,8 @@ import torch.distributed
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Link, Place
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.carrier import Link, Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.worker_thread import Lane
 
 REACH = "network"

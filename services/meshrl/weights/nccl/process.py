@@ -19,9 +19,9 @@ import numpy as np
 from meshrl.contract.errors import ConfigError, UnavailableError, from_wire
 from meshrl.contract.types import Uint8
 from meshrl.rpc.parent_death import PARENT_VARIABLE
-from meshrl.services.weights.nccl.config import NcclConfig
 from meshrl.weights.deadlines import within
 from meshrl.weights.nccl import messages
+from meshrl.weights.nccl.config import NcclConfig
 
 logger = logging.getLogger(__name__)
 _MODULE = "meshrl.weights.nccl.worker"

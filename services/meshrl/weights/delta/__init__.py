@@ -4,7 +4,7 @@ Pure numpy and zstd; knows nothing of planes, carriers or files. `words.py` diff
 `scan.py` which words differ, `gaps.py` where they lie as bytes, `patch.py` the container, `codec.py` the verbs.
 """
 
-from meshrl.services.weights.delta.codec import apply, encode, encode_sparse, whole
-from meshrl.services.weights.delta.patch import Head, head
+from meshrl.weights.delta.codec import apply, encode, encode_sparse, whole
+from meshrl.weights.delta.patch import Head, head
 
 __all__ = ["Head", "apply", "encode", "encode_sparse", "head", "whole"]

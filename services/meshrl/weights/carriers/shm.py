@@ -31,8 +31,8 @@ from meshrl.contract.codec.arena import FOLDER, Arena, Lent, Offer, boot_id, swe
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Cell, Link, Place
-from meshrl.services.weights.config import WeightsConfig
+from meshrl.weights.carrier import Cell, Link, Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.worker_thread import Lane
 
 REACH = "host"

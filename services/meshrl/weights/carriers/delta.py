@@ -41,14 +41,14 @@ from meshrl.rpc.interceptors import Context
 from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.rpc.servicers.base import full_name
 from meshrl.rpc.transport import CHANNEL_OPTIONS
-from meshrl.services.weights.carrier import Cell, Link, Place
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.delta import apply
-from meshrl.services.weights.delta.patches import Patches
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
+from meshrl.weights.carrier import Cell, Link, Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
+from meshrl.weights.delta import apply
 from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.delta.patches import Patches
 from meshrl.weights.worker_thread import Lane
 
 REACH = "network"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshrl.contract.errors import ConfigError
-from meshrl.services.weights.nccl.library import Buffer as AnyBuffer
-from meshrl.services.weights.nccl.versions import dotted, loaded_nccl
+from meshrl.weights.nccl.library import Buffer as AnyBuffer
+from meshrl.weights.nccl.versions import dotted, loaded_nccl
 
 if importlib.util.find_spec("torch") is not None:
     import torch.cuda.nccl  # before cupy: whose libnccl comes first is everybody's

@@ -24,10 +24,10 @@ import numpy as np
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.services.weights.carrier import Link, Place
-from meshrl.services.weights.config import WeightsConfig
-from meshrl.services.weights.nccl.process import NcclProcess, NcclProcesses
+from meshrl.weights.carrier import Link, Place
+from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
+from meshrl.weights.nccl.process import NcclProcess, NcclProcesses
 from meshrl.weights.nccl.rendezvous import Meetings, check_alike, knock
 
 NEEDS = ("cupy", "cuda")

@@ -35,8 +35,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from meshrl.services.weights.nccl.library import UNIQUE_ID_BYTES
-from meshrl.services.weights.nccl.library import Buffer as AnyBuffer
+from meshrl.weights.nccl.library import UNIQUE_ID_BYTES
+from meshrl.weights.nccl.library import Buffer as AnyBuffer
 
 VARIABLE = "MESHRL_NCCL_STUB"
 _HELLO = struct.Struct("<16sII")  # nonce, rank, length of the version that follows

@@ -9,8 +9,8 @@ import numpy as np
 
 from meshrl.contract.types import Uint8
 from meshrl.rollout.plugin_options import read_options
-from meshrl.services.weights.nccl.config import NcclConfig
-from meshrl.services.weights.nccl.process import NcclProcess, environment
+from meshrl.weights.nccl.config import NcclConfig
+from meshrl.weights.nccl.process import NcclProcess, environment
 
 
 def build(options: Mapping[str, object]) -> Root:

@@ -12,7 +12,7 @@ import cupy.cuda.runtime
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uint8
-from meshrl.services.weights.ipc.config import IpcConfig
+from meshrl.weights.ipc.config import IpcConfig
 
 runtime: Any = cupy.cuda.runtime
 
