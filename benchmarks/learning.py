@@ -24,6 +24,14 @@ from pathlib import Path
 
 import torch
 
+from meshrl.config.loading import load_recipe
+from meshrl.config.recipe import (
+    Recipe,
+    algorithm_needs,
+    group_rows,
+    train_sampling,
+    train_spec,
+)
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.rewardd.reward_stage import RewardStage
@@ -31,14 +39,6 @@ from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.services.assembly.learner import build_learner
-from meshrl.services.config.load import load_recipe
-from meshrl.services.config.recipe import (
-    Recipe,
-    algorithm_needs,
-    group_rows,
-    train_sampling,
-    train_spec,
-)
 from meshrl.services.demo.prepare import prepare
 from meshrl.services.prompts import read_prompts
 from meshrl.trainer.checkpoint.resume import resume

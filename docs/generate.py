@@ -10,14 +10,14 @@ from pathlib import Path
 
 import click
 
+from meshrl.config.explain import Key, config_of, walk
+from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
 from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
 from meshrl.rpc.errors import status_of
 from meshrl.rpc.exit_codes import Exit
 from meshrl.services.cli.root import cli
-from meshrl.services.config.fields import Key, config_of, walk
-from meshrl.services.config.recipe import Recipe
 from meshrl.trainer.algorithms.named import defaults
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 from meshrl.trainer.parity.cases import load

@@ -21,6 +21,8 @@ import httpx
 import numpy as np
 import yaml
 
+from meshrl.config.loading import load_recipe
+from meshrl.config.recipe import train_spec
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.types import (
@@ -37,8 +39,6 @@ from meshrl.contract.types import (
 from meshrl.rpc.clients.queue import QueueWire
 from meshrl.rpc.clients.reward_registry import RewardRegistryWire
 from meshrl.rpc.health import is_serving
-from meshrl.services.config.load import load_recipe
-from meshrl.services.config.recipe import train_spec
 from meshrl.services.up.book import Entry
 from meshrl.services.up.ports import free_port
 

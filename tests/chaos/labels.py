@@ -31,6 +31,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from meshrl.config import load_recipe
+from meshrl.config.recipe import train_spec
 from meshrl.contract import rows
 from meshrl.contract.stage_worker import StageLoop, StageResult
 from meshrl.contract.types import (
@@ -47,8 +49,6 @@ from meshrl.contract.types import (
 )
 from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.rpc.servicers import QueueDoor
-from meshrl.services.config import load_recipe
-from meshrl.services.config.recipe import train_spec
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.weights.carrier import Place

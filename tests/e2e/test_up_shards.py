@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshrl.config import load_recipe
 from meshrl.contract.types import Ledger
 from meshrl.rpc.queue_connection import build_store, stored_queue
-from meshrl.services.config import load_recipe
 from meshrl.services.up.shards import grown
 from meshrl.transferqueue.sharding.shard import ShardQueue
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.config import load_recipe
+from meshrl.config.recipe import train_spec
 from meshrl.contract.errors import UserError
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import Server, ServerSettings
@@ -15,8 +17,6 @@ from meshrl.services.cli import main
 from meshrl.services.cli.commands import queue as command
 from meshrl.services.cli.mesh import Mesh
 from meshrl.services.cli.operator import shards_of
-from meshrl.services.config import load_recipe
-from meshrl.services.config.recipe import train_spec
 from meshrl.services.up.ports import free_port
 
 from ..contract.queue_actors import Actors, spec, tasks

@@ -70,7 +70,7 @@ def test_the_command_line_takes_the_command_of_a_service(kind: str, words: list[
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*/recipe.yaml")), ids=str)
 def test_recipes_take_the_overrides_of_compose(recipe: Path) -> None:
-    from meshrl.services.config import load_recipe
+    from meshrl.config import load_recipe
 
     for service in COMPOSE["services"].values():
         overrides = [

@@ -149,7 +149,7 @@ async def test_on_policy_waves_wait_for_agents(talking_model: Path) -> None:
 async def test_an_evaluation_without_a_mesh_runs_agents_too(
     talking_model: Path, tmp_path: Path
 ) -> None:
-    from meshrl.services.config.recipe import Recipe
+    from meshrl.config.recipe import Recipe
     from meshrl.services.evaluation import evaluate
     from meshrl.services.prompts import eval_tasks
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.rpc.clients import queue_admin as wire
 from meshrl.rpc.clients.queue_admin import QueueAdminWire
@@ -21,7 +22,6 @@ from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
 from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.services.cli import main, operator
 from meshrl.services.cli import mesh as cli_mesh
-from meshrl.services.config import load_recipe
 from meshrl.services.up.book import BOOK_NAME, AddressBook
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin

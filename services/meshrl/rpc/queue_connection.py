@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
+from meshrl.config.recipe import Recipe
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
@@ -15,7 +16,6 @@ from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
 from meshrl.rpc.clients.queue import QueueWire, WireOptions
 from meshrl.rpc.clients.shard import ShardWire
 from meshrl.rpc.service_context import Site
-from meshrl.services.config.recipe import Recipe
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
+from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.ports import Engine, Judge
 from meshrl.contract.rows import column_posted
@@ -24,7 +25,6 @@ from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rpc.runtime import ServerSettings
-from meshrl.services.config.recipe import Recipe
 
 VERSION = Version(0, 1)
 """What the checkpoint's weights are served as: any version above the unserved one."""

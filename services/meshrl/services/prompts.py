@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from meshrl.config.recipe import Recipe, eval_spec
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Task
-from meshrl.services.config.recipe import Recipe, eval_spec
 from meshrl.trainer.data.prompts import PromptSet, load_prompts, task_maker
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
+from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
 from meshrl.rpc.queue_connection import stored_queue
 from meshrl.services.cli import main
-from meshrl.services.config import load_recipe, train_spec
 from meshrl.services.up.book import BOOK_NAME, AddressBook, Entry
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.config import Recipe, eval_spec, load_recipe, needs_reference, train_spec
+from meshrl.config.explain import walk
+from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import OnUpdate
-from meshrl.services.config import Recipe, eval_spec, load_recipe, needs_reference, train_spec
-from meshrl.services.config.fields import walk
-from meshrl.services.config.load import save_recipe
 
 MINIMAL = "model: {path: model}\n"
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.services.cli.commands.config import config
-from meshrl.services.config import Recipe, load_recipe
-from meshrl.services.config.verl import command_words, migrate
-from meshrl.services.config.verl.migrate import Migration
-from meshrl.services.config.verl.rules import Status
-from meshrl.services.config.verl.table import rules
-from meshrl.services.config.verl.written import recipe_text
+from meshrl.verl import command_words, migrate
+from meshrl.verl.migrate import Migration
+from meshrl.verl.rules import Status
+from meshrl.verl.table import rules
+from meshrl.verl.written import recipe_text
 
 from . import verl_commands
 

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from meshrl.config.checks import cross_checks
+from meshrl.config.recipe import Recipe, eval_spec, train_spec
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import POSTED_REWARD
 from meshrl.http.gateway.serving import gateway_of
 from meshrl.rpc.runtime import ServerSettings
-from meshrl.services.config.checks import cross_checks
-from meshrl.services.config.recipe import Recipe, eval_spec, train_spec
 
 from ...talking import talking_tokenizer
 

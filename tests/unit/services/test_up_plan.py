@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.rpc.queue_connection import shard_number
-from meshrl.services.config import Recipe, load_recipe
 from meshrl.services.up.book import AddressBook, Entry, is_up, newest_run_dir, run_lock
 from meshrl.services.up.plan import Plan, service_kinds
 from meshrl.services.up.ports import free_port

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from meshrl.config.loading import load_recipe
+from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.contract.types import (
     Batch,
     BatchRow,
@@ -19,8 +21,6 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.services.assembly.learner import build_learner
-from meshrl.services.config.load import load_recipe
-from meshrl.services.config.recipe import Recipe, algorithm_needs
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.micro_batcher import OwnRows

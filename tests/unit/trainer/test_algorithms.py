@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import known, load
-from meshrl.services.config.load import load_recipe
 from meshrl.trainer.algorithms.named import ALGORITHMS, defaults, merged, name_of
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState

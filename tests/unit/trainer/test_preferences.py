@@ -181,7 +181,7 @@ def test_a_bad_pair_is_named_by_file_and_line(
 KILLED_AT_STEP_10 = """
 import os, signal, sys
 from pathlib import Path
-from meshrl.services.config.load import Written
+from meshrl.config.loading import Written
 from meshrl.trainer import dpo
 from meshrl.trainer.offline.config import DpoConfig
 def report(progress):

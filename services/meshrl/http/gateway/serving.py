@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from meshrl.config.recipe import Recipe, uses_gateway
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
 from meshrl.http.gateway.app import build_app
@@ -19,7 +20,6 @@ from meshrl.http.rewards.http import serving_http
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.certificates import Certificates
 from meshrl.rpc.runtime import ServerSettings, is_loopback
-from meshrl.services.config.recipe import Recipe, uses_gateway
 
 log = logging.getLogger(__name__)
 

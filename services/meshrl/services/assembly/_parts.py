@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunSpec
 from meshrl.rpc.process_memory import set_aside_start
 from meshrl.rpc.runtime import Server
-from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.transferqueue.sharding import membership
 from meshrl.transferqueue.sharding.router import ShardedQueue
 

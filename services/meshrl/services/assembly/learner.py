@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.services.config.recipe import Recipe, algorithm_needs
+from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner

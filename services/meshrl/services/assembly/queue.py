@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.rpc.process_memory import collect_rarely, share_heaps
 from meshrl.rpc.queue_connection import build_store, shard_number
@@ -15,7 +16,6 @@ from meshrl.rpc.service_context import Site
 from meshrl.rpc.servicers.queue import QueueDoor
 from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
 from meshrl.rpc.servicers.shard import ShardDoor
-from meshrl.services.config.recipe import Recipe
 from meshrl.transferqueue import dictionary
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue

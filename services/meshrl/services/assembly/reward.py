@@ -11,6 +11,7 @@ import logging
 from contextlib import AsyncExitStack, closing
 from typing import Any
 
+from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.audit_log import AuditLog
@@ -29,7 +30,6 @@ from meshrl.rpc.service_context import Site
 from meshrl.rpc.servicers.reward import RewardDoor
 from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor, caller_of
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
-from meshrl.services.config.recipe import Recipe
 
 log = logging.getLogger(__name__)
 

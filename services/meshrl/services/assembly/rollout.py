@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
+from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import InfraError
 from meshrl.http.gateway.metrics import GatewayMetrics
 from meshrl.http.gateway.serving import gateway_of
@@ -26,7 +27,6 @@ from meshrl.rpc.servicers.member import MemberDoor
 from meshrl.rpc.servicers.rollout import RolloutDoor
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
-from meshrl.services.config.recipe import Recipe
 from meshrl.weights.carrier import Place
 from meshrl.weights.replica_controller import WeightAgent
 

@@ -18,6 +18,13 @@ import socket
 from contextlib import AsyncExitStack
 from functools import partial
 
+from meshrl.config.recipe import (
+    Recipe,
+    algorithm_needs,
+    eval_spec,
+    group_rows,
+    has_evaluation,
+)
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
 from meshrl.rpc.clients.disk_space import Shortage
@@ -29,13 +36,6 @@ from meshrl.rpc.servicers.trainer import TrainerDoor
 from meshrl.services.assembly._parts import open_run, open_runs, work_until_stopped
 from meshrl.services.assembly._ranks import is_rank, run_ranks
 from meshrl.services.assembly.learner import build_learner
-from meshrl.services.config.recipe import (
-    Recipe,
-    algorithm_needs,
-    eval_spec,
-    group_rows,
-    has_evaluation,
-)
 from meshrl.services.prompts import eval_tasks, read_prompts
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import resume

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from meshrl.config.loading import load_recipe
+from meshrl.config.recipe import EVAL_SUFFIX, Recipe
 from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_queue, stored_queue
-from meshrl.services.config.load import load_recipe
-from meshrl.services.config.recipe import EVAL_SUFFIX, Recipe
 from meshrl.services.up.book import BOOK_NAME, AddressBook, is_up, newest_run_dir, run_lock
 
 PATIENCE_S = 5.0

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.services.cli.options import overrides_argument
-from meshrl.services.config import load_recipe
 
 if TYPE_CHECKING:
+    from meshrl.config.recipe import Recipe
     from meshrl.contract.types import Ledger
-    from meshrl.services.config.recipe import Recipe
     from meshrl.trainer.offline.sft import SftProgress
 
 RECIPE = Path("recipes/demo/recipe.yaml")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from meshrl.config.recipe import Recipe, needs_reference
 from meshrl.contract.errors import UserError
-from meshrl.services.config.recipe import Recipe, needs_reference
 from meshrl.services.up.book import AddressBook, Entry
 from meshrl.services.up.ports import free_port
 from meshrl.services.up.service import Probe, Service

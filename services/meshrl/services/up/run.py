@@ -12,11 +12,11 @@ from functools import partial
 from rich.console import Console
 from rich.live import Live
 
+from meshrl.config.loading import save_recipe
+from meshrl.config.recipe import Recipe
 from meshrl.contract.types import TrainerStatus
 from meshrl.rpc import tls
 from meshrl.rpc.health import health_probe
-from meshrl.services.config.load import save_recipe
-from meshrl.services.config.recipe import Recipe
 from meshrl.services.up.board import Board
 from meshrl.services.up.book import BOOK_NAME, run_lock
 from meshrl.services.up.control import control_door

@@ -13,11 +13,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from meshrl.config.loading import save_recipe
+from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.services.config.load import save_recipe
-from meshrl.services.config.recipe import Recipe
 from meshrl.services.up.control import Answer, Verb
 from meshrl.services.up.plan import Plan, ProbeOf
 from meshrl.services.up.supervisor import Supervisor

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
+from meshrl.config import load_recipe
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.services.cli.options import PATH
-from meshrl.services.config import load_recipe
 from meshrl.services.up.book import BOOK_NAME, AddressBook, newest_run_dir
 
 

@@ -49,10 +49,10 @@ def from_verl(
         )
     if output is not None and output.exists() and not force:
         raise UserError(f"{output} is there already; choose another, or give --force")
-    from meshrl.services.config.verl import written
-    from meshrl.services.config.verl.migrate import migrate
-    from meshrl.services.config.verl.rules import Status
-    from meshrl.services.config.verl.shell import after_entry, command_words
+    from meshrl.verl import written
+    from meshrl.verl.migrate import migrate
+    from meshrl.verl.rules import Status
+    from meshrl.verl.shell import after_entry, command_words
 
     words = command_words(_text(script), os.environ) if script is not None else []
     words += after_entry(list(command))

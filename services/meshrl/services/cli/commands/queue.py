@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from meshrl.client.connection import check_address
+from meshrl.config.loading import load_recipe
 from meshrl.contract.codec.compression import DICTIONARY_BYTES
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.files import replace_file
@@ -28,7 +29,6 @@ from meshrl.services.cli.operator import (
     verify_all,
 )
 from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
-from meshrl.services.config.load import load_recipe
 from meshrl.services.up.book import newest_run_dir, run_lock
 from meshrl.services.up.control import ask_up
 from meshrl.transferqueue.dictionary import LARGEST_BYTES, train

@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
+from meshrl.config import load_recipe
 from meshrl.contract import plugins
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import die_with_parent
 from meshrl.services.cli.options import PATH, recipe_argument
-from meshrl.services.config import load_recipe
 from meshrl.services.up.book import AddressBook
 
 ASSEMBLY = "meshrl.services.assembly"

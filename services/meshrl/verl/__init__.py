@@ -7,8 +7,8 @@ readers `shell` and `overrides`, and `written`. Imports no torch and no Hydra: H
 `math-verify` needs, and what a command line may say is one page of grammar.
 """
 
-from meshrl.services.config.verl.migrate import Migration, migrate
-from meshrl.services.config.verl.overrides import Override, parse
-from meshrl.services.config.verl.shell import command_words
+from meshrl.verl.migrate import Migration, migrate
+from meshrl.verl.overrides import Override, parse
+from meshrl.verl.shell import command_words
 
 __all__ = ["Migration", "Override", "command_words", "migrate", "parse"]

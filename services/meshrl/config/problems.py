@@ -8,8 +8,8 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from meshrl.config.explain import Loc, config_of, locate, nearest, type_text, value_text
 from meshrl.contract.config import Config
-from meshrl.services.config.fields import Loc, config_of, locate, nearest, type_text, value_text
 
 WRITTEN_BY_US = frozenset({"value_error", "assertion_error"})
 """Kinds of error whose message a validator of ours wrote."""

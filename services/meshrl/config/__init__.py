@@ -4,7 +4,7 @@ Reading order: `recipe` (what a recipe is), `load` (file and overrides to a Reci
 errors as sentences), `checks` (what only the whole recipe can tell), `fields` (what a key means).
 """
 
-from meshrl.services.config.load import load_recipe
-from meshrl.services.config.recipe import Recipe, RunConfig, eval_spec, needs_reference, train_spec
+from meshrl.config.loading import load_recipe
+from meshrl.config.recipe import Recipe, RunConfig, eval_spec, needs_reference, train_spec
 
 __all__ = ["Recipe", "RunConfig", "eval_spec", "load_recipe", "needs_reference", "train_spec"]

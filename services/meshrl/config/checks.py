@@ -12,11 +12,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshrl.config.explain import Loc
+from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.plugin_options import read_options
-from meshrl.services.config.fields import Loc
-from meshrl.services.config.recipe import Recipe, algorithm_needs
 from meshrl.trainer.algorithms import needs as algorithm_rules
 from meshrl.weights.config import CARRIERS
 

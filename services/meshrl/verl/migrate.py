@@ -12,15 +12,15 @@ from typing import Any
 
 import yaml
 
+from meshrl.config.checks import cross_checks
+from meshrl.config.explain import Key, Loc, value_text, walk
+from meshrl.config.loading import Written, read_yaml
+from meshrl.config.problems import origin_of
+from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
-from meshrl.services.config.checks import cross_checks
-from meshrl.services.config.fields import Key, Loc, value_text, walk
-from meshrl.services.config.load import Written, read_yaml
-from meshrl.services.config.problems import origin_of
-from meshrl.services.config.recipe import Recipe
-from meshrl.services.config.verl.overrides import Override, parse
-from meshrl.services.config.verl.rules import ENGINE_ARGUMENTS, Answer, Given, Rule, Status
-from meshrl.services.config.verl.table import rules
+from meshrl.verl.overrides import Override, parse
+from meshrl.verl.rules import ENGINE_ARGUMENTS, Answer, Given, Rule, Status
+from meshrl.verl.table import rules
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 _COMPOSING = ("defaults", "hydra")

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from meshrl.services.config.fields import value_text
-from meshrl.services.config.recipe import Recipe
-from meshrl.services.config.verl.migrate import Finding, Migration
-from meshrl.services.config.verl.rules import Status
+from meshrl.config.explain import value_text
+from meshrl.config.recipe import Recipe
+from meshrl.verl.migrate import Finding, Migration
+from meshrl.verl.rules import Status
 
 HEADINGS = {
     Status.MAPPED: "mapped",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from meshrl.config.tls import TlsConfig
 from meshrl.contract import plugins
 from meshrl.contract.config import Config
 from meshrl.contract.types import (
@@ -19,7 +20,6 @@ from meshrl.contract.types import (
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
-from meshrl.services.config.tls import TlsConfig
 from meshrl.trainer.algorithms.needs import Needs, needs_of
 from meshrl.trainer.config import (
     ActorConfig,

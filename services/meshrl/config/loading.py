@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from meshrl.config.checks import cross_checks
+from meshrl.config.explain import Loc
+from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
+from meshrl.config.recipe import Recipe
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import replace_file
-from meshrl.services.config.checks import cross_checks
-from meshrl.services.config.fields import Loc
-from meshrl.services.config.problems import booleans_as_numbers, in_order, origin_of, problems
-from meshrl.services.config.recipe import Recipe
 from meshrl.trainer.algorithms import named as bundles
 
 C = TypeVar("C", bound=Config)

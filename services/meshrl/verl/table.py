@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from meshrl.services.config.verl import conversions as to
-from meshrl.services.config.verl import services_table
-from meshrl.services.config.verl.conversions import ACTOR, BUDGET, MODEL, PACKS
-from meshrl.services.config.verl.rules import Rule, ignored, refused, rule, same, within
+from meshrl.verl import conversions as to
+from meshrl.verl import services_table
+from meshrl.verl.conversions import ACTOR, BUDGET, MODEL, PACKS
+from meshrl.verl.rules import Rule, ignored, refused, rule, same, within
 
 REF = "actor_rollout_ref.ref"
 FSDP_ONLY = "the trainer is FSDP2 always; only speed and memory differ"

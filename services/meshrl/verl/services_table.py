@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshrl.services.config.verl import conversions as to
-from meshrl.services.config.verl.conversions import BUDGET, ROLLOUT
-from meshrl.services.config.verl.rules import Rule, ignored, refused, rule, same, within
+from meshrl.verl import conversions as to
+from meshrl.verl.conversions import BUDGET, ROLLOUT
+from meshrl.verl.rules import Rule, ignored, refused, rule, same, within
 
 NO_MEANING = "a service of its own, nothing to share"
 

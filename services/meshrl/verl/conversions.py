@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from meshrl.contract.plugins import known
-from meshrl.services.config.verl.rules import (
+from meshrl.verl.rules import (
     Answer,
     Convert,
     Given,
