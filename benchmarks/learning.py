@@ -34,13 +34,13 @@ from meshrl.config.recipe import (
 )
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Outcome, Sample, Score
+from meshrl.launcher.prompts import read_prompts
+from meshrl.launcher.services.learner import build_learner
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.assembly.learner import build_learner
 from meshrl.services.demo.prepare import prepare
-from meshrl.services.prompts import read_prompts
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.data.feeder import Feeder

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook
 from meshrl.services.cli.commands.fleet import roster_json
 from meshrl.services.cli.roster import Site, call_roll
-from meshrl.services.up.book import BOOK_NAME, AddressBook
 
 from .mesh import PATIENCE_S, Mesh, make_mesh
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook
+from meshrl.launcher.control import ask_up
 from meshrl.services.cli.roster import Member, Site, call_roll
 from meshrl.services.demo.tiny_model import write_tiny_model
-from meshrl.services.up.book import BOOK_NAME, AddressBook
-from meshrl.services.up.control import ask_up
 
 REWARD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"

@@ -36,11 +36,11 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
+from meshrl.launcher.address_book import Entry
+from meshrl.launcher.ports import free_port
 from meshrl.rpc.clients.queue import QueueWire
 from meshrl.rpc.clients.reward_registry import RewardRegistryWire
 from meshrl.rpc.health import is_serving
-from meshrl.services.up.book import Entry
-from meshrl.services.up.ports import free_port
 
 RUN, GROUP, LEASED = "bench", 8, 1024
 PART = 2048

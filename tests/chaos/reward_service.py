@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from meshrl.launcher.address_book import Entry
+from meshrl.launcher.ports import free_port
 from meshrl.rpc.health import is_serving
-from meshrl.services.up.book import Entry
-from meshrl.services.up.ports import free_port
 
 
 @dataclass

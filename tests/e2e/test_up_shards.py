@@ -12,8 +12,8 @@ from pathlib import Path
 
 from meshrl.config import load_recipe
 from meshrl.contract.types import Ledger
+from meshrl.launcher.shards import grown
 from meshrl.rpc.queue_connection import build_store, stored_queue
-from meshrl.services.up.shards import grown
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
 from ..mesh import Mesh, make_mesh

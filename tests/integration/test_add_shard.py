@@ -10,14 +10,14 @@ import pytest
 from meshrl.config import load_recipe
 from meshrl.config.recipe import train_spec
 from meshrl.contract.errors import UserError
+from meshrl.launcher.ports import free_port
+from meshrl.launcher.services._common import open_run
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.services.assembly._parts import open_run
 from meshrl.services.cli import main
 from meshrl.services.cli.commands import queue as command
 from meshrl.services.cli.mesh import Mesh
 from meshrl.services.cli.operator import shards_of
-from meshrl.services.up.ports import free_port
 
 from ..contract.queue_actors import Actors, spec, tasks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.services.up.book import is_up, run_lock
+from meshrl.launcher.address_book import is_up, run_lock
 
 CLI = (sys.executable, "-m", "meshrl.services.cli")
 RECIPE = """

@@ -150,8 +150,8 @@ async def test_an_evaluation_without_a_mesh_runs_agents_too(
     talking_model: Path, tmp_path: Path
 ) -> None:
     from meshrl.config.recipe import Recipe
-    from meshrl.services.evaluation import evaluate
-    from meshrl.services.prompts import eval_tasks
+    from meshrl.launcher.evaluation import evaluate
+    from meshrl.launcher.prompts import eval_tasks
 
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n' * 3)
     recipe = Recipe.model_validate(

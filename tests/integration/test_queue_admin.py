@@ -13,6 +13,7 @@ import pytest
 
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook
 from meshrl.rpc.clients import queue_admin as wire
 from meshrl.rpc.clients.queue_admin import QueueAdminWire
 from meshrl.rpc.queue_metrics import QueueCollector
@@ -22,7 +23,6 @@ from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
 from meshrl.rpc.servicers.shard import ShardDoor
 from meshrl.services.cli import main, operator
 from meshrl.services.cli import mesh as cli_mesh
-from meshrl.services.up.book import BOOK_NAME, AddressBook
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConflictError, UnavailableError, UserError
-from meshrl.services.up.control import SOCKET_NAME, Answer, ask_up, control_door, short_path
+from meshrl.launcher.control import SOCKET_NAME, Answer, ask_up, control_door, short_path
 
 
 async def echo(request: Mapping[str, object]) -> Answer:

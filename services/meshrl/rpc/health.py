@@ -8,9 +8,9 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from meshrl.launcher.address_book import Entry
+from meshrl.launcher.service import Probe
 from meshrl.rpc import tls
-from meshrl.services.up.book import Entry
-from meshrl.services.up.service import Probe
 
 ANSWER_S = 2.0
 

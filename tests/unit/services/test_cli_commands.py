@@ -14,9 +14,9 @@ import yaml
 
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook, Entry
 from meshrl.rpc.queue_connection import stored_queue
 from meshrl.services.cli import main
-from meshrl.services.up.book import BOOK_NAME, AddressBook, Entry
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import numpy as np
 
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
+from meshrl.launcher.address_book import Entry
+from meshrl.launcher.ports import free_port
 from meshrl.rpc.clients.queue import QueueWire
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.health import is_serving
-from meshrl.services.up.book import Entry
-from meshrl.services.up.ports import free_port
 
 CLI = (sys.executable, "-m", "meshrl.services.cli")
 

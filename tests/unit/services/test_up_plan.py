@@ -11,11 +11,11 @@ import pytest
 
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock
+from meshrl.launcher.plan import Plan, service_kinds
+from meshrl.launcher.ports import free_port
+from meshrl.launcher.service import Probe, Service, always_ready
 from meshrl.rpc.queue_connection import shard_number
-from meshrl.services.up.book import AddressBook, Entry, is_up, newest_run_dir, run_lock
-from meshrl.services.up.plan import Plan, service_kinds
-from meshrl.services.up.ports import free_port
-from meshrl.services.up.service import Probe, Service, always_ready
 
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:

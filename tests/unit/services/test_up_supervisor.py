@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConflictError, UnavailableError, UserError
+from meshrl.launcher.service import Service
+from meshrl.launcher.supervisor import Supervisor, Verdict
 from meshrl.rpc.exit_codes import Exit
-from meshrl.services.up.service import Service
-from meshrl.services.up.supervisor import Supervisor, Verdict
 
 WORKS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(600)"
 """A service that works until it is asked to drain."""
@@ -235,8 +235,8 @@ async def test_what_a_service_started_goes_with_it(tmp_path: Path) -> None:
 
 PARENT = """
 import asyncio, sys
-from meshrl.services.up.service import Service
-from meshrl.services.up.supervisor import Supervisor, Verdict
+from meshrl.launcher.service import Service
+from meshrl.launcher.supervisor import Supervisor, Verdict
 
 CHILD = '''
 import os, subprocess, sys, time
@@ -420,7 +420,7 @@ async def test_a_fleet_that_fails_as_a_whole_ends_the_run_in_one_line() -> None:
 async def test_lives_in_which_nothing_got_done_are_failures_however_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("meshrl.services.up.supervisor.QUICK_S", 0.0)
+    monkeypatch.setattr("meshrl.launcher.supervisor.QUICK_S", 0.0)
     fruitless = f"import sys; print('error: the engine fails'); sys.exit({Exit.FRUITLESS})"
     verdict = await Supervisor([process("rollout-0", fruitless, fleet="rollout")], Log()).run()
     assert (verdict.code, verdict.line) == (

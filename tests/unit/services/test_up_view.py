@@ -18,10 +18,10 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.services.up.board import STUCK_S, Board
-from meshrl.services.up.logs import MergedLog
-from meshrl.services.up.supervisor import State
-from meshrl.services.up.view import (
+from meshrl.launcher.logs import MergedLog
+from meshrl.launcher.status import STUCK_S, Board
+from meshrl.launcher.supervisor import State
+from meshrl.launcher.view import (
     final_table,
     ledger_line,
     live_view,

@@ -12,9 +12,9 @@ from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe
 from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.ports import Queue
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook, is_up, newest_run_dir, run_lock
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_queue, stored_queue
-from meshrl.services.up.book import BOOK_NAME, AddressBook, is_up, newest_run_dir, run_lock
 
 PATIENCE_S = 5.0
 """How long a person waits for a service that does not answer."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshrl.contract.errors import MeshError, UnavailableError
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook
+from meshrl.launcher.control import Answer, ask_up
 from meshrl.rpc.clients.member import MemberReport, MemberWire
-from meshrl.services.up.book import BOOK_NAME, AddressBook
-from meshrl.services.up.control import Answer, ask_up
 from meshrl.weights.fleet import FleetView, ReplicaState, ReplicaView, fetch_fleet
 
 ANSWER_S = 3.0

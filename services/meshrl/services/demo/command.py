@@ -38,8 +38,8 @@ def demo(overrides: tuple[str, ...], plain: bool) -> None:
     directory = recipe.run.path
     _start_afresh(directory)
     # Imported here: with them come gRPC and torch, and `--help` should answer at once.
+    from meshrl.launcher.up import up
     from meshrl.services.demo.prepare import prepare
-    from meshrl.services.up.run import up
 
     click.echo("demo: a tiny model, its prompts and a short supervised warm start")
     prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)

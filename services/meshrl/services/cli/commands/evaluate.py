@@ -20,7 +20,7 @@ from meshrl.contract.errors import UserError
 from meshrl.services.cli.options import PATH, json_option, recipe_argument
 
 if TYPE_CHECKING:
-    from meshrl.services.evaluation import Report
+    from meshrl.launcher.evaluation import Report
 
 
 @click.command("eval")
@@ -40,8 +40,8 @@ def evaluate(
         raise UserError(f"{recipe}: data.val_files is empty; want held-out parquet or jsonl files")
     source = checkpoint if checkpoint is not None else loaded.model.path
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
-    from meshrl.services.evaluation import evaluate as run
-    from meshrl.services.prompts import eval_tasks
+    from meshrl.launcher.evaluation import evaluate as run
+    from meshrl.launcher.prompts import eval_tasks
 
     tasks = eval_tasks(loaded)
     with _as_model(loaded, source) as model:

@@ -9,8 +9,8 @@ import click
 
 from meshrl.config import load_recipe
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.services.cli.options import PATH
-from meshrl.services.up.book import BOOK_NAME, AddressBook, newest_run_dir
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str) -> str:

@@ -17,12 +17,12 @@ from rich.live import Live
 from rich.table import Table
 
 from meshrl.contract.errors import UserError
+from meshrl.launcher.address_book import BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.control import ask_up
 from meshrl.rpc.clients.member import MemberWire
 from meshrl.services.cli.mesh import find_mesh
 from meshrl.services.cli.options import PATH, json_option
 from meshrl.services.cli.roster import Member, Roster, Site, call_roll
-from meshrl.services.up.book import BOOK_NAME, AddressBook, newest_run_dir
-from meshrl.services.up.control import ask_up
 
 WATCH_EVERY_S = 1.0
 DRAIN_S = 60.0

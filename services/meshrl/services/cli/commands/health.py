@@ -17,8 +17,8 @@ def health(address: str) -> None:
     """Ask the service at HOST:PORT by grpc.health.v1; exit code 0 when it is SERVING, 1 when not."""
     host, port = _parse(address)
     # Imported here: with it comes gRPC, which `--help` can do without.
+    from meshrl.launcher.address_book import Entry
     from meshrl.rpc.health import is_serving
-    from meshrl.services.up.book import Entry
 
     entry = Entry(kind="", host=host, port=port, metrics_port=0)
     serving = asyncio.run(is_serving(entry))

@@ -17,6 +17,8 @@ from meshrl.config.loading import load_recipe
 from meshrl.contract.codec.compression import DICTIONARY_BYTES
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.launcher.address_book import newest_run_dir, run_lock
+from meshrl.launcher.control import ask_up
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store, connect_queue
 from meshrl.services.cli.mesh import PATIENCE_S, find_mesh
@@ -29,8 +31,6 @@ from meshrl.services.cli.operator import (
     verify_all,
 )
 from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
-from meshrl.services.up.book import newest_run_dir, run_lock
-from meshrl.services.up.control import ask_up
 from meshrl.transferqueue.dictionary import LARGEST_BYTES, train
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.operations.backup import Copied, back_up, opened, restore_backup

@@ -13,12 +13,12 @@ import click
 
 from meshrl.config import load_recipe
 from meshrl.contract import plugins
+from meshrl.launcher.address_book import AddressBook
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import die_with_parent
 from meshrl.services.cli.options import PATH, recipe_argument
-from meshrl.services.up.book import AddressBook
 
-ASSEMBLY = "meshrl.services.assembly"
+ASSEMBLY = "meshrl.launcher.services"
 SECTIONS = {
     "queue": ("queue",),
     "rollout": ("model", "rollout", "weights"),

@@ -42,6 +42,6 @@ def up(recipe: Path, overrides: tuple[str, ...], ports: dict[str, int], plain: b
     """
     loaded = load_recipe(recipe, overrides)
     # Imported here: with it comes gRPC, and a wrong recipe should be answered at once.
-    from meshrl.services.up.run import up as run_up
+    from meshrl.launcher.up import up as run_up
 
     sys.exit(run_up(loaded, fixed_ports=ports, plain=plain))

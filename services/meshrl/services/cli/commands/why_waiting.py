@@ -13,9 +13,9 @@ from rich.table import Table
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Waiting
+from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.services.cli.mesh import find_mesh
 from meshrl.services.cli.options import json_option, mesh_options
-from meshrl.services.fleet_waits import fleet_waits
 
 SHOWN_UIDS = 4
 

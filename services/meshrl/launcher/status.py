@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
-from meshrl.services.up.supervisor import State
+from meshrl.launcher.supervisor import State
 
 STUCK_S = 10.0
 """A trainer that waits for longer is stuck enough to ask why."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from meshrl.config.recipe import Recipe, train_sampling, train_spec
+from meshrl.launcher.prompts import read_prompts
+from meshrl.launcher.services._common import open_runs, work_until_stopped
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import Server
 from meshrl.rpc.service_context import Site
-from meshrl.services.assembly._parts import open_runs, work_until_stopped
-from meshrl.services.prompts import read_prompts
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import task_maker
 

@@ -17,10 +17,10 @@ from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.launcher.control import Answer, Verb
+from meshrl.launcher.plan import Plan, ProbeOf
+from meshrl.launcher.supervisor import Supervisor
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.services.up.control import Answer, Verb
-from meshrl.services.up.plan import Plan, ProbeOf
-from meshrl.services.up.supervisor import Supervisor
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
 NOTE_NAME: Final = "queue.shards"

@@ -27,16 +27,16 @@ from meshrl.config.recipe import (
 )
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
+from meshrl.launcher.prompts import eval_tasks, read_prompts
+from meshrl.launcher.services._common import open_run, open_runs, work_until_stopped
+from meshrl.launcher.services._ranks import is_rank, run_ranks
+from meshrl.launcher.services.learner import build_learner
 from meshrl.rpc.clients.disk_space import Shortage
 from meshrl.rpc.clients.reward import JudgeWire
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import Door, Server
 from meshrl.rpc.service_context import Site
 from meshrl.rpc.servicers.trainer import TrainerDoor
-from meshrl.services.assembly._parts import open_run, open_runs, work_until_stopped
-from meshrl.services.assembly._ranks import is_rank, run_ranks
-from meshrl.services.assembly.learner import build_learner
-from meshrl.services.prompts import eval_tasks, read_prompts
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute

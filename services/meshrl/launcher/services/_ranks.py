@@ -16,8 +16,8 @@ import signal
 import sys
 from functools import partial
 
+from meshrl.launcher.ports import free_port
 from meshrl.rpc.parent_death import PARENT_VARIABLE
-from meshrl.services.up.ports import free_port
 
 
 def is_rank() -> bool:

@@ -15,6 +15,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import InfraError
 from meshrl.http.gateway.metrics import GatewayMetrics
 from meshrl.http.gateway.serving import gateway_of
+from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
@@ -26,7 +27,6 @@ from meshrl.rpc.service_context import Site
 from meshrl.rpc.servicers.member import MemberDoor
 from meshrl.rpc.servicers.rollout import RolloutDoor
 from meshrl.rpc.transport import CHANNEL_OPTIONS
-from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.weights.carrier import Place
 from meshrl.weights.replica_controller import WeightAgent
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from meshrl.config.recipe import Recipe
+from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import Server
 from meshrl.rpc.service_context import Site
 from meshrl.rpc.servicers.reference import ReferenceDoor
-from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.contract.types import EngineStats, Ledger, TrainerStatus
-from meshrl.services.up.board import Board
+from meshrl.launcher.status import Board
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 48

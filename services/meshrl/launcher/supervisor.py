@@ -21,11 +21,11 @@ from itertools import groupby
 from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
+from meshrl.launcher.child import Child, LineSink
+from meshrl.launcher.service import Service
+from meshrl.launcher.sweeper import Sweeper
+from meshrl.launcher.waits import first_of
 from meshrl.rpc.exit_codes import Exit
-from meshrl.services.up.child import Child, LineSink
-from meshrl.services.up.service import Service
-from meshrl.services.up.sweeper import Sweeper
-from meshrl.services.up.waits import first_of
 
 log = logging.getLogger(__name__)
 

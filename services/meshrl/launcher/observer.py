@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import TrainerStatus
+from meshrl.launcher.address_book import AddressBook
+from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.status import Board
 from meshrl.rpc.clients.rollout import RolloutWire
 from meshrl.rpc.clients.trainer import TrainerWire
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.services.fleet_waits import fleet_waits
-from meshrl.services.up.board import Board
-from meshrl.services.up.book import AddressBook
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from meshrl.launcher.service import Service
 from meshrl.rpc.parent_death import PARENT_VARIABLE
-from meshrl.services.up.service import Service
 
 LineSink: TypeAlias = Callable[[str, str], None]
 """Takes (service name, one line)."""

@@ -19,6 +19,7 @@ from meshrl.http.rewards.auth import Guard, Role, TokenBook
 from meshrl.http.rewards.http import serving_http
 from meshrl.http.rewards.metrics import WatchMetrics
 from meshrl.http.rewards.service import RewardDesk
+from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage
@@ -29,7 +30,6 @@ from meshrl.rpc.runtime import Door, Server, ServerSettings, is_loopback
 from meshrl.rpc.service_context import Site
 from meshrl.rpc.servicers.reward import RewardDoor
 from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor, caller_of
-from meshrl.services.assembly._parts import STAGE_GRACE_S, open_runs, work_until_stopped
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from meshrl.config.recipe import Recipe, needs_reference
 from meshrl.contract.errors import UserError
-from meshrl.services.up.book import AddressBook, Entry
-from meshrl.services.up.ports import free_port
-from meshrl.services.up.service import Probe, Service
+from meshrl.launcher.address_book import AddressBook, Entry
+from meshrl.launcher.ports import free_port
+from meshrl.launcher.service import Probe, Service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,18 +15,18 @@ from rich.live import Live
 from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.types import TrainerStatus
+from meshrl.launcher.address_book import BOOK_NAME, run_lock
+from meshrl.launcher.control import control_door
+from meshrl.launcher.fleet import Fleet
+from meshrl.launcher.logs import MergedLog
+from meshrl.launcher.observer import Observer
+from meshrl.launcher.plan import Plan
+from meshrl.launcher.shards import Shards, grown
+from meshrl.launcher.status import Board
+from meshrl.launcher.supervisor import Supervisor, Verdict
+from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import tls
 from meshrl.rpc.health import health_probe
-from meshrl.services.up.board import Board
-from meshrl.services.up.book import BOOK_NAME, run_lock
-from meshrl.services.up.control import control_door
-from meshrl.services.up.fleet import Fleet
-from meshrl.services.up.logs import MergedLog
-from meshrl.services.up.observe import Observer
-from meshrl.services.up.plan import Plan
-from meshrl.services.up.shards import Shards, grown
-from meshrl.services.up.supervisor import Supervisor, Verdict
-from meshrl.services.up.view import final_table, live_view, step_line, waiting_lines
 
 REDRAW_S = 0.25
 STEP_LINE_S = 3.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from meshrl.contract.errors import UserError
-from meshrl.services.up.control import Answer, Verb
-from meshrl.services.up.plan import Plan, ProbeOf
-from meshrl.services.up.supervisor import Supervisor
+from meshrl.launcher.control import Answer, Verb
+from meshrl.launcher.plan import Plan, ProbeOf
+from meshrl.launcher.supervisor import Supervisor
 
 MOST_AT_ONCE = 64
 """Workers that one `add` may ask for: more is a slip of the finger on one machine."""
