@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from meshrl.cli.demo.prepare import prepare
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import (
     Recipe,
@@ -40,7 +41,6 @@ from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.services.demo.prepare import prepare
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.data.feeder import Feeder

@@ -38,9 +38,9 @@ sys.path[0] = str(HERE / "trainer_bench")
 
 from accuracy import accuracy, score_of  # noqa: E402
 
+from meshrl.cli.demo.prepare import prepare  # noqa: E402
 from meshrl.config import load_recipe  # noqa: E402
 from meshrl.config.recipe import Recipe  # noqa: E402
-from meshrl.services.demo.prepare import prepare  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "demo" / "recipe.yaml"
 PEER = ROOT / ".venv-peer-trl" / "bin" / "python"

@@ -46,7 +46,7 @@ def write_model(work: Work, path: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from meshrl.services.demo.tiny_model import write_tiny_model
+    from meshrl.cli.demo.tiny_model import write_tiny_model
 
     write_tiny_model(path)
     torch.manual_seed(work.seed)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from meshrl.cli.root import cli
 from meshrl.config.explain import Key, config_of, walk
 from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
@@ -17,7 +18,6 @@ from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
 from meshrl.rpc.errors import status_of
 from meshrl.rpc.exit_codes import Exit
-from meshrl.services.cli.root import cli
 from meshrl.trainer.algorithms.named import defaults
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 from meshrl.trainer.parity.cases import load

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshrl.cli.commands.fleet import roster_json
+from meshrl.cli.membership import Site, call_roll
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook
-from meshrl.services.cli.commands.fleet import roster_json
-from meshrl.services.cli.roster import Site, call_roll
 
 from .mesh import PATIENCE_S, Mesh, make_mesh
 
@@ -42,7 +42,7 @@ def make_fleet(directory: Path, *, workers: int, tokens_per_s: float = 40.0) -> 
 
 def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
     """What `meshrl fleet` prints; fails unless it exits with `code`."""
-    command = [*(sys.executable, "-m", "meshrl.services.cli", "fleet", "--run-dir")]
+    command = [*(sys.executable, "-m", "meshrl.cli", "fleet", "--run-dir")]
     done = subprocess.run(
         [*command, str(mesh.run_dir), *arguments],
         capture_output=True,

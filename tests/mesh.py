@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
+from meshrl.cli.demo.tiny_model import write_tiny_model
+from meshrl.cli.demo.trace import programs
 from meshrl.contract.types import Ledger
 from meshrl.rpc.parent_death import PARENT_VARIABLE
-from meshrl.services.demo.tiny_model import write_tiny_model
-from meshrl.services.demo.trace import programs
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -69,7 +69,7 @@ class Mesh:
 
     def command(self, *overrides: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "meshrl.services.cli", "up", str(self.recipe), "--plain"),
+            *(sys.executable, "-m", "meshrl.cli", "up", str(self.recipe), "--plain"),
             *overrides,
         ]
 
@@ -97,7 +97,7 @@ class Mesh:
         """`meshrl serve …` as a process of its own, output in serve.log; killed at the end if it still runs."""
         with (self.directory / "serve.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "meshrl.services.cli", "serve", *arguments],
+                [sys.executable, "-m", "meshrl.cli", "serve", *arguments],
                 stdout=log,
                 stderr=log,
                 cwd=self.directory,

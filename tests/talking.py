@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.cli.demo.tiny_model import write_tiny_model
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Version
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from meshrl.services.demo.tiny_model import write_tiny_model
 
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"

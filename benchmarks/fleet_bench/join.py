@@ -21,10 +21,10 @@ from typing import Any
 
 import yaml
 
+from meshrl.cli.demo.tiny_model import write_tiny_model
+from meshrl.cli.membership import Member, Site, call_roll
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook
 from meshrl.launcher.control import ask_up
-from meshrl.services.cli.roster import Member, Site, call_roll
-from meshrl.services.demo.tiny_model import write_tiny_model
 
 REWARD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
@@ -97,7 +97,7 @@ async def measure() -> dict[str, Any]:
         recipe = write_recipe(directory)
         with (directory / "up.log").open("wb") as log:
             up = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs yet
-                [sys.executable, "-m", "meshrl.services.cli", "up", str(recipe), "--plain"],
+                [sys.executable, "-m", "meshrl.cli", "up", str(recipe), "--plain"],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -65,7 +65,7 @@ def up(mode: Mode, run_dir: Path, *changes: str) -> float:
         RuntimeError: with the last words of a run that failed.
     """
     command = [
-        *(sys.executable, "-m", "meshrl.services.cli", "up", "--plain", str(RECIPE)),
+        *(sys.executable, "-m", "meshrl.cli", "up", "--plain", str(RECIPE)),
         *(f"run.dir={run_dir}", f"queue.max_staleness={mode.max_staleness}"),
         *(f"rollout.on_update={mode.on_update}", *changes),
     ]

@@ -99,4 +99,4 @@ class Row:
 
 WIDE = Work(name="wide", vocab=100_000, hidden=128, layers=2, groups=2, prompt=8, response=64)
 DEMO = Work(name="demo", vocab=99, hidden=96, layers=3, groups=8, prompt=48, response=256)
-"""The demo's shape: `meshrl.services.demo.tiny_model`."""
+"""The demo's shape: `meshrl.cli.demo.tiny_model`."""

@@ -13,8 +13,8 @@ import random
 import zlib
 from pathlib import Path
 
-from meshrl.services.demo.tiny_model import chat_tokenizer
-from meshrl.services.demo.warm_start import Pair, Stage, warm_start, write_rows
+from meshrl.cli.demo.tiny_model import chat_tokenizer
+from meshrl.cli.demo.warm_start import Pair, Stage, warm_start, write_rows
 
 CALL = '<tool_call>{{"name":"calculator","arguments":{{"expression":"{}"}}}}</tool_call>'
 HELD_OUT, HELD_OUT_SHARE = 256, 8

@@ -70,7 +70,7 @@ def write_model(path: Path) -> dict[str, tuple[int, ...]]:
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from meshrl.services.demo.tiny_model import write_tiny_model
+    from meshrl.cli.demo.tiny_model import write_tiny_model
 
     write_tiny_model(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -238,7 +238,7 @@ class Labels:
         }
 
     async def _start(self, number: int) -> asyncio.subprocess.Process:
-        command = ["-m", "meshrl.services.cli", "serve", "rollout", str(self.recipe)]
+        command = ["-m", "meshrl.cli", "serve", "rollout", str(self.recipe)]
         where = ["--queue", self.address, "--trainer", self.address, "--name", f"rollout-{number}"]
         with (self.folder / f"rollout-{number}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(

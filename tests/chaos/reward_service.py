@@ -34,7 +34,7 @@ class Service:
 
     async def start(self) -> None:
         """Serving when this returns."""
-        command = ["-m", "meshrl.services.cli", "serve", self.kind, str(self.recipe)]
+        command = ["-m", "meshrl.cli", "serve", self.kind, str(self.recipe)]
         with (self.recipe.parent / f"{self.kind}.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, *command, "--port", str(self.port), *self.options),

@@ -178,7 +178,7 @@ def fill(ballast: Path) -> None:
 
 async def until_said(mesh: Mesh, said: str) -> str:
     """What `meshrl why-waiting` prints, once it says so."""
-    command = [sys.executable, "-m", "meshrl.services.cli", "why-waiting", "--json"]
+    command = [sys.executable, "-m", "meshrl.cli", "why-waiting", "--json"]
     while True:
         asked = await asyncio.create_subprocess_exec(
             *command, "--run-dir", str(mesh.run_dir), stdout=PIPE, stderr=STDOUT

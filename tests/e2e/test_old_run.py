@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 def meshrl(folder: Path, *words: str) -> str:
     """What a command prints; it must succeed."""
-    command = [sys.executable, "-m", "meshrl.services.cli", *words]
+    command = [sys.executable, "-m", "meshrl.cli", *words]
     done = subprocess.run(
         command,
         cwd=folder,

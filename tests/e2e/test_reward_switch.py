@@ -11,8 +11,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from meshrl.cli.commands.reward import reward
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
-from meshrl.services.cli.commands.reward import reward
 
 from ..mesh import Mesh, make_mesh
 

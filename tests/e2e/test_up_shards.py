@@ -43,7 +43,7 @@ def counted(ledgers: list[Ledger]) -> Mapping[str, int]:
 
 def meshrl(mesh: Mesh, *words: str) -> str:
     """What a command about a mesh prints."""
-    command = [sys.executable, "-m", "meshrl.services.cli", *words, "--run-dir", str(mesh.run_dir)]
+    command = [sys.executable, "-m", "meshrl.cli", *words, "--run-dir", str(mesh.run_dir)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr + mesh.output[-3000:]
     return ended.stdout

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.cli import main
+from meshrl.cli.commands import queue as command
+from meshrl.cli.find_mesh import Mesh
+from meshrl.cli.operator import shards_of
 from meshrl.config import load_recipe
 from meshrl.config.recipe import train_spec
 from meshrl.contract.errors import UserError
@@ -14,10 +18,6 @@ from meshrl.launcher.ports import free_port
 from meshrl.launcher.services._common import open_run
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.services.cli import main
-from meshrl.services.cli.commands import queue as command
-from meshrl.services.cli.mesh import Mesh
-from meshrl.services.cli.operator import shards_of
 
 from ..contract.queue_actors import Actors, spec, tasks
 

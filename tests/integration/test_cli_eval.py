@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.services.cli import main
-from meshrl.services.demo.tiny_model import write_tiny_model
+from meshrl.cli import main
+from meshrl.cli.demo.tiny_model import write_tiny_model
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

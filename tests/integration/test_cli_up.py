@@ -13,7 +13,7 @@ import pytest
 
 from meshrl.launcher.address_book import is_up, run_lock
 
-CLI = (sys.executable, "-m", "meshrl.services.cli")
+CLI = (sys.executable, "-m", "meshrl.cli")
 RECIPE = """
 run: {name: tiny}
 model: {path: model}

@@ -17,9 +17,9 @@ import click
 import pytest
 import yaml
 
+from meshrl.cli.commands.serve import SECTIONS, serve
+from meshrl.cli.root import KNOWN, cli
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.services.cli.commands.serve import SECTIONS, serve
-from meshrl.services.cli.root import KNOWN, cli
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -137,7 +137,7 @@ def test_extras_that_the_image_installs_exist() -> None:
 async def health_of(address: str) -> tuple[int, str]:
     """Exit code and output of `meshrl health`, as compose runs it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshrl.services.cli", "health", address),
+        *(sys.executable, "-m", "meshrl.cli", "health", address),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

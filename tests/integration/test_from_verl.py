@@ -64,7 +64,7 @@ def test_a_verl_command_is_migrated_and_trains_with_its_files_unchanged(tmp_path
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "train.parquet")
     (tmp_path / "run.sh").write_text(COMMAND.format(directory=tmp_path))
     made.recipe.unlink()
-    meshrl = [sys.executable, "-m", "meshrl.services.cli", "config"]
+    meshrl = [sys.executable, "-m", "meshrl.cli", "config"]
     for arguments in (["from-verl", "--strict", "--script", "run.sh", "-o"], ["check"]):
         subprocess.run(
             [*meshrl, *arguments, str(made.recipe)],

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.cli import find_mesh as cli_mesh
+from meshrl.cli import main, operator
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook
@@ -21,8 +23,6 @@ from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.rpc.servicers.queue import QueueDoor
 from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
 from meshrl.rpc.servicers.shard import ShardDoor
-from meshrl.services.cli import main, operator
-from meshrl.services.cli import mesh as cli_mesh
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from meshrl.cli.commands.reward import reward
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
 from meshrl.rewardd.client import AsyncRewardClient, RewardClient
-from meshrl.services.cli.commands.reward import reward
 
 from .test_reward_doors import Service, serving, source
 

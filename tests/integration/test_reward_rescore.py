@@ -7,6 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
+from meshrl.cli.commands.reward import reward
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import train_spec
 from meshrl.contract.ports import Queue
@@ -15,7 +16,6 @@ from meshrl.rewardd.registry.types import Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.rpc.clients.queue import QueueWire
 from meshrl.rpc.clients.reward_registry import RewardRegistryWire
-from meshrl.services.cli.commands.reward import reward
 
 from ..chaos.answered_rows import GROUP, admit_all, answer_all
 from ..chaos.reward_service import Service, serving, write_recipe

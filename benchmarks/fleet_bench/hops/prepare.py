@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshrl.services.demo.tiny_model import chat_tokenizer
-from meshrl.services.demo.warm_start import Pair, Stage, warm_start, write_rows
+from meshrl.cli.demo.tiny_model import chat_tokenizer
+from meshrl.cli.demo.warm_start import Pair, Stage, warm_start, write_rows
 
 if __name__ == "__main__":
     # Without this folder's parents, one of which has a queue.py that is not the standard library's.

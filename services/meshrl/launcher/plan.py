@@ -122,7 +122,7 @@ class Plan:
         def argv() -> tuple[str, ...]:
             entry = self.of_shard(name)
             return (
-                *(sys.executable, "-m", "meshrl.services.cli", "serve", "queue"),
+                *(sys.executable, "-m", "meshrl.cli", "serve", "queue"),
                 *(str(self.book.recipe), f"queue.shards={shards + 1}", "--name", name),
                 *("--host", entry.host, "--port", str(entry.port)),
                 *("--metrics-port", str(entry.metrics_port)),
@@ -153,7 +153,7 @@ class Plan:
     def _service(self, name: str, kind: str, probe_of: ProbeOf) -> Service:
         rule = RULES[kind]
         argv = (
-            *(sys.executable, "-m", "meshrl.services.cli", "serve", kind, str(self.book.recipe)),
+            *(sys.executable, "-m", "meshrl.cli", "serve", kind, str(self.book.recipe)),
             *("--address-book", str(self._path), "--name", name),
         )
         return Service(

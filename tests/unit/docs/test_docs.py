@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.services.cli.root import KNOWN
+from meshrl.cli.root import KNOWN
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

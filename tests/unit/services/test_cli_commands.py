@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import yaml
 
+from meshrl.cli import main
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook, Entry
 from meshrl.rpc.queue_connection import stored_queue
-from meshrl.services.cli import main
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.cli.commands.fleet import roster_json
+from meshrl.cli.membership import Roster, kept_by_supervisor, seen_by_plane
+from meshrl.cli.root import main
 from meshrl.contract.types import Version
-from meshrl.services.cli.commands.fleet import roster_json
-from meshrl.services.cli.root import main
-from meshrl.services.cli.roster import Roster, kept_by_supervisor, seen_by_plane
 from meshrl.weights.fleet import FleetView, ReplicaState, ReplicaView
 
 NOBODY = "127.0.0.1:1"

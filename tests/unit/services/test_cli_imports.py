@@ -15,7 +15,7 @@ reward: {custom_reward_function: {path: mine.py}}
 """
 SHOW = """
 import sys
-from meshrl.services.cli import main
+from meshrl.cli import main
 try:
     main(sys.argv[1:])
 except SystemExit as ended:

@@ -20,7 +20,7 @@ from meshrl.rpc.clients.queue import QueueWire
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.health import is_serving
 
-CLI = (sys.executable, "-m", "meshrl.services.cli")
+CLI = (sys.executable, "-m", "meshrl.cli")
 
 
 def recipe(tmp_path: Path) -> Path:

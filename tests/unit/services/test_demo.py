@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 
+from meshrl.cli.demo.report import History, draw_curves, summary
+from meshrl.cli.demo.trace import programs
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Ledger
-from meshrl.services.demo.report import History, draw_curves, summary
-from meshrl.services.demo.trace import programs
 
 ROOT = Path(__file__).parents[3]
 

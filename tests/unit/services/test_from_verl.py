@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from meshrl.cli.commands.config import config
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import ConfigError
-from meshrl.services.cli.commands.config import config
 from meshrl.verl import command_words, migrate
 from meshrl.verl.migrate import Migration
 from meshrl.verl.rules import Status

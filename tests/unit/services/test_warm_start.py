@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from meshrl.services.demo.tiny_model import chat_tokenizer
-from meshrl.services.demo.warm_start import Stage, warm_start
+from meshrl.cli.demo.tiny_model import chat_tokenizer
+from meshrl.cli.demo.warm_start import Stage, warm_start
 from meshrl.trainer.offline.sft import SftProgress
 
 PAIRS = [(f"{n}+{n}=", f"#{n + n}") for n in range(8)]

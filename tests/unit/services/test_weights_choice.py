@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshrl.cli.commands.status import _weights_line
 from meshrl.contract.codec.arena import boot_id
 from meshrl.contract.errors import (
     CapacityError,
@@ -17,7 +18,6 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.types import Version
-from meshrl.services.cli.commands.status import _weights_line
 from meshrl.weights.carrier import Carriers, Link, Place, load_carrier
 from meshrl.weights.carrier_facts import host_id, offered, traits
 from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config.loading import Written
-from meshrl.services.cli.options import json_option, recipe_argument
 from meshrl.trainer.offline.config import SftConfig
 
 

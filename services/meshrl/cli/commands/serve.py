@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
+from meshrl.cli.options import PATH, recipe_argument
 from meshrl.config import load_recipe
 from meshrl.contract import plugins
 from meshrl.launcher.address_book import AddressBook
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import die_with_parent
-from meshrl.services.cli.options import PATH, recipe_argument
 
 ASSEMBLY = "meshrl.launcher.services"
 SECTIONS = {

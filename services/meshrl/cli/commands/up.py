@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from meshrl.cli.options import recipe_argument
 from meshrl.config import load_recipe
-from meshrl.services.cli.options import recipe_argument
 
 
 def _ports(

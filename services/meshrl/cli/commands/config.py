@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 import yaml
 
+from meshrl.cli.commands.from_verl import from_verl
+from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
 from meshrl.contract.errors import ConfigError
-from meshrl.services.cli.commands.from_verl import from_verl
-from meshrl.services.cli.options import json_option, recipe_argument
 
 
 @click.group()

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from meshrl.cli.find_mesh import find_mesh
+from meshrl.cli.membership import Member, Roster, Site, call_roll
+from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
 from meshrl.rpc.clients.member import MemberWire
-from meshrl.services.cli.mesh import find_mesh
-from meshrl.services.cli.options import PATH, json_option
-from meshrl.services.cli.roster import Member, Roster, Site, call_roll
 
 WATCH_EVERY_S = 1.0
 DRAIN_S = 60.0

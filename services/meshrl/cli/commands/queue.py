@@ -12,6 +12,16 @@ from pathlib import Path
 
 import click
 
+from meshrl.cli.find_mesh import PATIENCE_S, find_mesh
+from meshrl.cli.operator import (
+    Operator,
+    ask_operator,
+    ask_store,
+    merged,
+    shards_of,
+    verify_all,
+)
+from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.client.connection import check_address
 from meshrl.config.loading import load_recipe
 from meshrl.contract.codec.compression import DICTIONARY_BYTES
@@ -21,16 +31,6 @@ from meshrl.launcher.address_book import newest_run_dir, run_lock
 from meshrl.launcher.control import ask_up
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store, connect_queue
-from meshrl.services.cli.mesh import PATIENCE_S, find_mesh
-from meshrl.services.cli.operator import (
-    Operator,
-    ask_operator,
-    ask_store,
-    merged,
-    shards_of,
-    verify_all,
-)
-from meshrl.services.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.transferqueue.dictionary import LARGEST_BYTES, train
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.operations.backup import Copied, back_up, opened, restore_backup

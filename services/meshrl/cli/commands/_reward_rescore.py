@@ -10,9 +10,9 @@ from typing import Final
 
 import click
 
+from meshrl.cli.find_mesh import find_mesh
 from meshrl.contract.ports import Queue
 from meshrl.rpc.exit_codes import Exit
-from meshrl.services.cli.mesh import find_mesh
 
 TELL_EVERY_S: Final = 1.0
 PATIENCE_S: Final = 30.0

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from meshrl.services.demo.tiny_model import write_tiny_model
+from meshrl.cli.demo.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
     from meshrl.trainer.offline.sft import SftProgress

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshrl.services.demo.trace import Program, programs
-from meshrl.services.demo.warm_start import Stage, warm_start, write_rows
+from meshrl.cli.demo.trace import Program, programs
+from meshrl.cli.demo.warm_start import Stage, warm_start, write_rows
 
 if TYPE_CHECKING:
     from meshrl.trainer.offline.sft import SftProgress

@@ -14,13 +14,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from meshrl.cli.commands._reward_rescore import rescore_run
+from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rpc.exit_codes import Exit
-from meshrl.services.cli.commands._reward_rescore import rescore_run
-from meshrl.services.cli.options import PATH, json_option
 
 Answer = TypeVar("Answer")
 RESCORE_ROWS = 2048
@@ -53,8 +53,8 @@ reward.add_command(rescore_run)
 def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -> Answer:
     """One conversation with the registry."""
     # Imported here: with it comes gRPC, which `--help` can do without.
+    from meshrl.cli.find_mesh import reward_address
     from meshrl.rpc.clients.reward_registry import RewardRegistryWire
-    from meshrl.services.cli.mesh import reward_address
 
     async def ask() -> Answer:
         async with RewardRegistryWire(reward_address(*context.obj)) as wire:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
+from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.rpc.exit_codes import Exit
-from meshrl.services.cli.options import PATH, json_option
 
 
 @click.command("from-verl", context_settings={"allow_interspersed_args": False})

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config.loading import Written
-from meshrl.services.cli.options import json_option, recipe_argument
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from functools import partial
 from typing import Protocol, TypeVar
 
+from meshrl.cli.find_mesh import PATIENCE_S, Mesh
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.queue_admin import QueueAdminWire
 from meshrl.rpc.queue_connection import build_store, connect_queue
-from meshrl.services.cli.mesh import PATIENCE_S, Mesh
 from meshrl.transferqueue.operations.audit import Audit, audit
 from meshrl.transferqueue.sharding.merging import add
 from meshrl.transferqueue.sharding.router import ShardedQueue

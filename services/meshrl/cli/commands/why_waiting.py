@@ -10,12 +10,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from meshrl.cli.find_mesh import find_mesh
+from meshrl.cli.options import json_option, mesh_options
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Waiting
 from meshrl.launcher.fleet_waits import fleet_waits
-from meshrl.services.cli.mesh import find_mesh
-from meshrl.services.cli.options import json_option, mesh_options
 
 SHOWN_UIDS = 4
 

@@ -12,14 +12,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from meshrl.cli.find_mesh import PATIENCE_S, Mesh, find_mesh
+from meshrl.cli.options import json_option, mesh_options
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.view import clock, ledger_line
 from meshrl.rpc.clients.rollout import RolloutWire
 from meshrl.rpc.clients.trainer import TrainerWire
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.services.cli.mesh import PATIENCE_S, Mesh, find_mesh
-from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
 
 

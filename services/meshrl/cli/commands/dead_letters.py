@@ -11,11 +11,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from meshrl.cli.find_mesh import Mesh, find_mesh
+from meshrl.cli.options import json_option, mesh_options
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter, Uid
-from meshrl.services.cli.mesh import Mesh, find_mesh
-from meshrl.services.cli.options import json_option, mesh_options
 
 
 @click.group("dead-letters", invoke_without_command=True)

@@ -15,14 +15,14 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from meshrl.cli.commands.queue import tell_audit
+from meshrl.cli.find_mesh import Mesh, find_mesh
+from meshrl.cli.operator import verify_all
+from meshrl.cli.options import json_option, mesh_options
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
 from meshrl.rpc.exit_codes import Exit
-from meshrl.services.cli.commands.queue import tell_audit
-from meshrl.services.cli.mesh import Mesh, find_mesh
-from meshrl.services.cli.operator import verify_all
-from meshrl.services.cli.options import json_option, mesh_options
 from meshrl.transferqueue.operations.audit import Audit
 
 WATCH_EVERY_S: Final = 1.0

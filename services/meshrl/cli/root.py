@@ -17,7 +17,7 @@ import click
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.rpc.exit_codes import Exit
 
-COMMANDS = "meshrl.services.cli.commands"
+COMMANDS = "meshrl.cli.commands"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,7 @@ class Lazy:
 
 KNOWN: Mapping[str, Lazy] = {
     "up": Lazy(f"{COMMANDS}.up:up", "Train: start every service on this machine."),
-    "demo": Lazy(
-        "meshrl.services.demo.command:demo", "Make a tiny model and train it, end to end."
-    ),
+    "demo": Lazy("meshrl.cli.demo.command:demo", "Make a tiny model and train it, end to end."),
     "serve": Lazy(f"{COMMANDS}.serve:serve", "Run one service, in the foreground."),
     "sft": Lazy(f"{COMMANDS}.sft:sft", "Supervised warm start on prompt/response pairs."),
     "dpo": Lazy(f"{COMMANDS}.preferences:dpo", "Offline preference optimisation: DPO, IPO."),

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from meshrl.cli.options import overrides_argument
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
-from meshrl.services.cli.options import overrides_argument
 
 if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
@@ -38,8 +38,8 @@ def demo(overrides: tuple[str, ...], plain: bool) -> None:
     directory = recipe.run.path
     _start_afresh(directory)
     # Imported here: with them come gRPC and torch, and `--help` should answer at once.
+    from meshrl.cli.demo.prepare import prepare
     from meshrl.launcher.up import up
-    from meshrl.services.demo.prepare import prepare
 
     click.echo("demo: a tiny model, its prompts and a short supervised warm start")
     prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
@@ -73,7 +73,7 @@ def _show_warm_start(phase: str, progress: SftProgress) -> None:
 def _report(recipe: Recipe) -> None:
     from rich.console import Console
 
-    from meshrl.services.demo.report import History, draw_curves, summary, table
+    from meshrl.cli.demo.report import History, draw_curves, summary, table
 
     directory = recipe.run.path
     history = History.read(recipe.metrics_path)

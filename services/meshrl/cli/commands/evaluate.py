@@ -15,9 +15,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from meshrl.cli.options import PATH, json_option, recipe_argument
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import UserError
-from meshrl.services.cli.options import PATH, json_option, recipe_argument
 
 if TYPE_CHECKING:
     from meshrl.launcher.evaluation import Report

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
+from meshrl.cli.options import PATH
 from meshrl.config import load_recipe
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook, newest_run_dir
-from meshrl.services.cli.options import PATH
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str) -> str:

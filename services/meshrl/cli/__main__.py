@@ -1,0 +1,5 @@
+"""`python -m meshrl.cli`: how `up` starts every service."""
+
+from meshrl.cli.root import main
+
+main()
