@@ -62,7 +62,7 @@ test: venv
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv
-	$(BIN)/python -m meshrl.trainer.parity $(GOLDEN)
+	$(BIN)/python -m meshrl.testing.parity $(GOLDEN)
 
 check: venv
 	$(BIN)/ruff check .

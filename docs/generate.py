@@ -18,10 +18,10 @@ from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
 from meshrl.rpc.errors import status_of
 from meshrl.rpc.exit_codes import Exit
+from meshrl.testing.parity.cases import load
+from meshrl.testing.parity.compare import Verdict, judge
 from meshrl.trainer.algorithms.named import defaults
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
-from meshrl.trainer.parity.cases import load
-from meshrl.trainer.parity.compare import Verdict, judge
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path(__file__).parent / "reference"

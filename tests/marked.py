@@ -13,8 +13,8 @@ import xxhash
 
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rollout.engines._server.checkpoint import write_version
-from meshrl.rollout.engines._sglang.fake.weights import GARBAGE, marks_of
 from meshrl.rollout.sampling import Response
+from meshrl.testing.sglang_server.weights import GARBAGE, marks_of
 
 VOCABULARY = 512
 EOS = 511

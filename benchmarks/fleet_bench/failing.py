@@ -27,7 +27,7 @@ from fleet_bench.parts import (
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import GenerateRequest, SamplingParams
-from meshrl.rollout.engines.echo import Behaviour, EchoEngine
+from meshrl.testing.engines.echo import Behaviour, EchoEngine
 
 HEALTHY, SLOTS = 3, 16
 TOKENS, TOKENS_PER_S = 60, 200.0

@@ -24,8 +24,8 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.engines.echo import EchoEngine, build
 from meshrl.rollout.worker import RolloutWorker
+from meshrl.testing.engines.echo import EchoEngine, build
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -32,13 +32,13 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Version
+from meshrl.testing.weights import MadeSource
 from meshrl.weights.carrier import Link, Place
 from meshrl.weights.carriers.nccl import Carrier, NcclCell
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.nccl.process import NcclProcess
-from meshrl.weights.stub import MadeSource
 
 ONE_GPU_NCCL = (2, 30)
 OPEN_S = 60.0

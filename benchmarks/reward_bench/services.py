@@ -37,10 +37,10 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.launcher.address_book import Entry
+from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
 from meshrl.rpc.clients.queue import QueueWire
 from meshrl.rpc.clients.reward_registry import RewardRegistryWire
-from meshrl.rpc.health import is_serving
 
 RUN, GROUP, LEASED = "bench", 8, 1024
 PART = 2048

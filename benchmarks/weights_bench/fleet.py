@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 from source import RUN, Drifting, Source
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import Version
 from meshrl.weights.carrier import Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator import WeightPlane
 from meshrl.weights.servicer import WeightsDoor
 

@@ -17,10 +17,10 @@ import grpc
 import numpy as np
 from source import RUN
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.weights import carrier_facts, replica_controller
 from meshrl.weights.carrier import Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.messages import digest
 
 

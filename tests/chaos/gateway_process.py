@@ -8,16 +8,16 @@ import signal
 import sys
 from pathlib import Path
 
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import GatewayBook
 from meshrl.http.rewards.http import serving_http
-from meshrl.rollout.engines.echo import build
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.certificates import Certificates
 from meshrl.rpc.clients import QueueWire
+from meshrl.testing.engines.echo import build
 
 RUN = "chaos"
 FIRST = Version(1, 0)

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from meshrl.launcher.address_book import Entry
+from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
-from meshrl.rpc.health import is_serving
 
 
 @dataclass

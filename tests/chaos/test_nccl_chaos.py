@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.weights.nccl.libraries.stub import VARIABLE
+from meshrl.testing.libraries.stub import VARIABLE
 
 from .weights_mesh import Mesh, Process
 

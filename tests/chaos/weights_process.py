@@ -19,15 +19,15 @@ from typing import Any
 
 import grpc
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.testing.weights import HashSink, MadeSource
 from meshrl.weights.carrier import Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator import WeightPlane
 from meshrl.weights.messages import Line
 from meshrl.weights.replica_controller import WeightAgent
 from meshrl.weights.servicer import WeightsDoor
 from meshrl.weights.session import Session
-from meshrl.weights.stub import HashSink, MadeSource
 
 RUN = "chaos"
 

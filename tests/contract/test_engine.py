@@ -62,7 +62,7 @@ class TestSglang(EngineSuite):
     async def engine(self, tmp_path: Path) -> AsyncIterator[Engine]:
         model = marked.make_checkpoint(tmp_path / "model", max_length=2 * LONG)
         options = {
-            "command": [sys.executable, "-m", "meshrl.rollout.engines._sglang.fake"],
+            "command": [sys.executable, "-m", "meshrl.testing.sglang_server"],
             "extra_args": ["--step-s", "0.002"],  # else a response ends before an update can begin
             "eos_token_ids": [],
             "stream_interval": 4,

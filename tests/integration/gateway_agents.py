@@ -11,8 +11,8 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 
 from meshrl.contract.types import OnUpdate, WeightManifest
-from meshrl.rollout.engines.echo import Behaviour
-from meshrl.rollout.engines.echo import build as build_echo
+from meshrl.testing.engines.echo import Behaviour
+from meshrl.testing.engines.echo import build as build_echo
 
 from .gateway_mesh import FIRST, RUN, Mesh
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract import rows
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import (
     POSTED_REWARD,
     ROLLOUT_COLUMNS,
@@ -29,7 +30,6 @@ from meshrl.contract.types import (
 )
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import GatewayBook
-from meshrl.http.rewards.auth import Guard, TokenBook
 from meshrl.http.rewards.http import serving_http
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import torch
@@ -37,7 +37,7 @@ from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.auth import Guard, TokenBook
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

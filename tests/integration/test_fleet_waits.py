@@ -8,10 +8,10 @@ from pathlib import Path
 from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.rollout.config import BreakerConfig
-from meshrl.rollout.engines import echo
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.rpc.servicers.member import MemberDoor
+from meshrl.testing.engines import echo
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -12,7 +12,7 @@ import openai
 from openai import AsyncOpenAI
 
 from meshrl.contract.types import Outcome
-from meshrl.rollout.engines.echo import Behaviour
+from meshrl.testing.engines.echo import Behaviour
 
 from ..waiting import until
 from .gateway_agents import AGENT, echoing, leading

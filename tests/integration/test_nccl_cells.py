@@ -14,18 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshrl.config.weights import NcclConfig, WeightsConfig
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import Uint8, Version
+from meshrl.testing.libraries.stub import VARIABLE
+from meshrl.testing.weights import MadeSource
 from meshrl.weights.carrier import Link, Place, load_carrier
 from meshrl.weights.carriers.nccl import Carrier, NcclCell
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.nccl import messages
-from meshrl.weights.nccl.config import NcclConfig
-from meshrl.weights.nccl.libraries.stub import VARIABLE
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.weights.nccl.rendezvous import knock
 from meshrl.weights.nccl.versions import dotted, loaded_nccl
-from meshrl.weights.stub import MadeSource
 
 AMPLE_S = 60.0
 """A deadline that is not what ends a test."""

@@ -21,19 +21,19 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from meshrl.contract import errors
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import Sample, Uid
 from meshrl.http.rewards.app import build_app
-from meshrl.http.rewards.audit_log import AuditLog
-from meshrl.http.rewards.auth import Guard, TokenBook, new_token
 from meshrl.http.rewards.http import serving_http
-from meshrl.http.rewards.service import RewardDesk
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
-from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.audit_log import AuditLog
+from meshrl.rpc.auth import Guard, TokenBook, new_token
 from meshrl.rpc.clients.reward_registry import RewardRegistryWire
+from meshrl.rpc.guarded_registry import RewardDesk
 from meshrl.rpc.runtime import Server, ServerSettings
 from meshrl.rpc.servicers.reward import RewardDoor
 from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor

@@ -25,14 +25,14 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.engines import echo
-from meshrl.rollout.engines.echo import Behaviour
 from meshrl.rollout.generation_checkpoint import Journal
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
 from meshrl.rollout.sampling import sample
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.worker import RolloutWorker
+from meshrl.testing.engines import echo
+from meshrl.testing.engines.echo import Behaviour
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -14,9 +14,9 @@ import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
 from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.engines import echo
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.worker import RolloutWorker
+from meshrl.testing.engines import echo
 from meshrl.trainer.algorithms.agent_steps import anchors_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

@@ -35,12 +35,13 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.circuit_breaker import BreakerState
 from meshrl.rollout.config import BreakerConfig
-from meshrl.rollout.engines import echo, torch
-from meshrl.rollout.engines.echo import Behaviour
+from meshrl.rollout.engines import torch
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.worker import RolloutWorker
+from meshrl.testing.engines import echo
+from meshrl.testing.engines.echo import Behaviour
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

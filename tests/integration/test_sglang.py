@@ -18,11 +18,11 @@ from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._server.engine import ServerEngine
 from meshrl.rollout.engines._sglang.client import LOADER
-from meshrl.rollout.engines._sglang.fake.routes import NOT_FLUSHED
-from meshrl.rollout.engines._sglang.fake.updates import PARTIAL
 from meshrl.rollout.engines.sglang import build
 from meshrl.rollout.sampling import Response, closing, sample
 from meshrl.rollout.versions import UNSERVED
+from meshrl.testing.sglang_server.routes import NOT_FLUSHED
+from meshrl.testing.sglang_server.updates import PARTIAL
 
 from ..contract.engine_suite import SLOTS, ask
 from ..marked import (
@@ -36,7 +36,7 @@ from ..marked import (
     weights,
 )
 
-FAKE = [sys.executable, "-m", "meshrl.rollout.engines._sglang.fake"]
+FAKE = [sys.executable, "-m", "meshrl.testing.sglang_server"]
 BOOKED = "--disable-overlap-schedule"
 LONG = 2000
 LABELLED_TOKENS = int(os.environ.get("MESHRL_LABELLED_TOKENS", "104000"))

@@ -27,7 +27,7 @@ from meshrl.rollout.engines._server.tensor_ranges import ITEM_BYTES, Piece
 from meshrl.rollout.engines._vllm.packing import pack as pack_pieces
 from meshrl.rollout.engines._vllm.packing import update_info
 from meshrl.rollout.engines.vllm import build
-from meshrl.weights.nccl.libraries.stub import VARIABLE
+from meshrl.testing.libraries.stub import VARIABLE
 
 from ..unit.rollout.checkpoints import make_model, pack
 

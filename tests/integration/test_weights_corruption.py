@@ -10,8 +10,8 @@ import pytest
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8, Version
+from meshrl.testing.weights import MadeSource
 from meshrl.weights.fleet import ReplicaState
-from meshrl.weights.stub import MadeSource
 
 from ..waiting import until
 from .weights_fleet import RUN, flip, opened

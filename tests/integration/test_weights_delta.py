@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import trustme
 
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import (
     CapacityError,
     ForbiddenError,
@@ -20,14 +21,13 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc import tls
-from meshrl.rpc.certificates import Certificates
 from meshrl.rpc.errors import from_rpc
+from meshrl.testing.weights import HashSink, MadeSource
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 from meshrl.weights.carriers import delta
 from meshrl.weights.delta import encode
 from meshrl.weights.fleet import ReplicaState
-from meshrl.weights.stub import HashSink, MadeSource
 
 from ..waiting import until
 from .weights_fleet import RUN, flip, opened

@@ -10,10 +10,10 @@ import pytest
 
 from meshrl.contract.errors import ConflictError
 from meshrl.contract.types import Version
+from meshrl.testing.weights import MadeSource
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.fleet import ReplicaState
-from meshrl.weights.stub import MadeSource
 
 from ..waiting import until
 from .weights_fleet import RUN, opened

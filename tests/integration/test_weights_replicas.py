@@ -10,9 +10,9 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.testing.weights import HashSink
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import PoisonedError
-from meshrl.weights.stub import HashSink
 
 from ..waiting import until
 from .weights_fleet import opened

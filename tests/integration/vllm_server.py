@@ -30,7 +30,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from meshrl.weights.nccl.config import NcclConfig
+from meshrl.config.weights import NcclConfig
 from meshrl.weights.nccl.process import NcclProcess
 
 SETTINGS = json.loads(os.environ.get("FAKE_VLLM", "{}"))

@@ -10,15 +10,15 @@ from typing import Self
 
 import grpc
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.testing.weights import HashSink, MadeSource
 from meshrl.weights.carrier import Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.coordinator import WeightPlane
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import WeightAgent
 from meshrl.weights.servicer import WeightsDoor
-from meshrl.weights.stub import HashSink, MadeSource
 
 from ..waiting import until
 

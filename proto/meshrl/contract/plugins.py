@@ -12,11 +12,23 @@ from typing import Any
 
 from meshrl.contract.errors import ConfigError
 
+DOUBLES = "meshrl.testing"
+"""Its packages are searched after the one of the same name: a recipe may name an engine or an NCCL for tests."""
+
 
 def known(package: str) -> tuple[str, ...]:
-    """The names of the modules in `package`, sorted; a name that starts with `_` is not one."""
-    path = importlib.import_module(package).__path__
-    return tuple(sorted(info.name for info in pkgutil.iter_modules(path) if info.name[0] != "_"))
+    """The names of the modules in `package` and of its test doubles, sorted; `_private` ones are left out."""
+    return tuple(sorted(_packages(package)))
+
+
+def _packages(package: str) -> dict[str, str]:
+    """Module name to the package that holds it."""
+    found: dict[str, str] = {}
+    for place in (f"{DOUBLES}.{package.rpartition('.')[2]}", package):
+        if place == package or importlib.util.find_spec(place) is not None:
+            path = importlib.import_module(place).__path__
+            found |= {info.name: place for info in pkgutil.iter_modules(path)}
+    return {name: place for name, place in found.items() if name[0] != "_"}
 
 
 def load(package: str, name: str, attribute: str) -> Any:
@@ -26,7 +38,8 @@ def load(package: str, name: str, attribute: str) -> Any:
         ConfigError: no such module (lists the known names and the nearest) or no such attribute
         in it.
     """
-    names = known(package)
+    places = _packages(package)
+    names = tuple(sorted(places))
     dotted = "." in name
     if not dotted and name not in names:
         near = difflib.get_close_matches(name, names, n=1)
@@ -36,7 +49,7 @@ def load(package: str, name: str, attribute: str) -> Any:
             f"no {kind} named {name!r}{hint} (known: {', '.join(names)}, or a dotted path)"
         )
     try:
-        module = importlib.import_module(name if dotted else f"{package}.{name}")
+        module = importlib.import_module(name if dotted else f"{places[name]}.{name}")
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot load {name!r}: {error}") from error
     if not hasattr(module, attribute):
@@ -49,8 +62,9 @@ def constant(package: str, name: str, attribute: str, default: Any) -> Any:
 
     So a recipe can be checked where the module's own imports (torch) are not installed.
     """
+    place = _packages(package).get(name, package)
     try:
-        spec = importlib.util.find_spec(name if "." in name else f"{package}.{name}")
+        spec = importlib.util.find_spec(name if "." in name else f"{place}.{name}")
     except ModuleNotFoundError:
         return default
     if spec is None or spec.origin is None:

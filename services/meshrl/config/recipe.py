@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from meshrl.config.tls import TlsConfig
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract import plugins
 from meshrl.contract.config import Config
 from meshrl.contract.types import (
@@ -31,7 +32,6 @@ from meshrl.trainer.config import (
     TrainerConfig,
 )
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.weights.config import WeightsConfig
 
 EVAL_SUFFIX = ".eval"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
-from meshrl.rpc.certificates import Certificates
 
 
 class TlsConfig(Config):

@@ -18,6 +18,7 @@ from meshrl.contract.types import TrainerStatus
 from meshrl.launcher.address_book import BOOK_NAME, run_lock
 from meshrl.launcher.control import control_door
 from meshrl.launcher.fleet import Fleet
+from meshrl.launcher.health import health_probe
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import Plan
@@ -26,7 +27,6 @@ from meshrl.launcher.status import Board
 from meshrl.launcher.supervisor import Supervisor, Verdict
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import tls
-from meshrl.rpc.health import health_probe
 
 REDRAW_S = 0.25
 STEP_LINE_S = 3.0

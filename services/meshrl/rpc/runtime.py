@@ -31,10 +31,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError
 from meshrl.rpc import tls
-from meshrl.rpc.certificates import Certificates
 from meshrl.rpc.errors import as_status
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.interceptors import Around, AroundHandlers, Behavior, Context

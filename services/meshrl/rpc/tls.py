@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import grpc
 
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import ConfigError
-from meshrl.rpc.certificates import Certificates
 
 TOKEN_VARIABLE: Final = "MESHRL_TOKEN"
 """The bearer token that this process sends with every call."""

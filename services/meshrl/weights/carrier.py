@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from meshrl.config.weights import CARRIERS, WeightsConfig
 from meshrl.contract.errors import ConflictError, MeshError
 from meshrl.contract.plugins import load
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier_facts import offered
-from meshrl.weights.config import CARRIERS, WeightsConfig
 
 logger = logging.getLogger(__name__)
 

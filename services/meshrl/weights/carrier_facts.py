@@ -14,9 +14,9 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrl.config.weights import CARRIERS, WeightsConfig
 from meshrl.contract import plugins
 from meshrl.contract.codec.arena import FOLDER, boot_id
-from meshrl.weights.config import CARRIERS, WeightsConfig
 
 _DRIVER = Path("/dev/nvidiactl")
 

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 import fsspec.core
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
@@ -34,7 +35,6 @@ from meshrl.weights.checkpoint_files import (
     read_tensors,
     write_tensors,
 )
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.delta import apply, head, whole
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.delta.patches import patch_between, word_bytes

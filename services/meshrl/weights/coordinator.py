@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
     ConflictError,
     FencedError,
@@ -31,7 +32,6 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import first_ends
 from meshrl.weights.fleet import FleetView, ReplicaState
 from meshrl.weights.messages import stamp, stamped_version

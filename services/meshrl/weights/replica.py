@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_wire
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Cell, Link
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import together, within
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.messages import Line, digest, manifest_message, stamp, wrong_tensors

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import grpc
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
     FencedError,
     InfraError,
@@ -29,7 +30,6 @@ from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.carrier import Carriers, Place
 from meshrl.weights.carrier_facts import host_id
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import first_ends, within
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import Line, stamp

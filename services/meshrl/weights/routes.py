@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.weights.carrier import Carriers, Cell, Link, Place
 from meshrl.weights.carrier_facts import Traits, host_id, traits
 from meshrl.weights.carriers.auto import Chooser
-from meshrl.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16

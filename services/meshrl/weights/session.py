@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
     ConflictError,
     CorruptError,
@@ -22,7 +23,6 @@ from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Cell, Link
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
     Line,

@@ -9,8 +9,8 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
-from meshrl.rollout.engines import echo
 from meshrl.rollout.sampling import sample
+from meshrl.testing.engines import echo
 
 from .checkpoints import request
 

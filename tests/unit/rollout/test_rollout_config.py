@@ -55,7 +55,7 @@ def test_an_unknown_engine_names_the_known_ones(tmp_path: Path) -> None:
 
 
 def test_configuration_worker_and_echo_engine_import_no_torch() -> None:
-    modules = "meshrl.rollout.config, meshrl.rollout.worker, meshrl.rollout.engines.echo"
+    modules = "meshrl.rollout.config, meshrl.rollout.worker, meshrl.testing.engines.echo"
     code = (
         f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

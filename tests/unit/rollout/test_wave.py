@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
-from meshrl.rollout.engines import echo
 from meshrl.rollout.sampling import Response, sample
 from meshrl.rollout.sync_batch import Seat, Wave
+from meshrl.testing.engines import echo
 
 from .checkpoints import request
 

@@ -15,10 +15,10 @@ import numpy as np
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
 from meshrl.launcher.address_book import Entry
+from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
 from meshrl.rpc.clients.queue import QueueWire
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.health import is_serving
 
 CLI = (sys.executable, "-m", "meshrl.cli")
 

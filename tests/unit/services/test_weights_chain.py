@@ -13,12 +13,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import deserialize
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.types import Uint8, Version
+from meshrl.testing.weights import MadeSource
 from meshrl.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.delta.held_versions import Held
-from meshrl.weights.stub import MadeSource
 
 RUN = "a run/with a slash"
 BUCKETS = 2

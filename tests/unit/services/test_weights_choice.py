@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshrl.cli.commands.status import _weights_line
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.codec.arena import boot_id
 from meshrl.contract.errors import (
     CapacityError,
@@ -18,13 +19,12 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.types import Version
+from meshrl.testing.weights import MadeSource
 from meshrl.weights.carrier import Carriers, Link, Place, load_carrier
 from meshrl.weights.carrier_facts import host_id, offered, traits
 from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.routes import Peer, Ways, density
-from meshrl.weights.stub import MadeSource
 
 WORK = 1e6
 STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}

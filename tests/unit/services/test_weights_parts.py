@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
     ConfigError,
     CorruptError,
@@ -20,9 +21,9 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import OnUpdate, TensorSpec, Version, WeightManifest
+from meshrl.testing.weights import HashSink, MadeSource
 from meshrl.weights.carrier import Link, Place, load_carrier
 from meshrl.weights.carriers.disk import read_bucket, write_bucket
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import first_ends, together, within
 from meshrl.weights.messages import (
     digest,
@@ -32,7 +33,6 @@ from meshrl.weights.messages import (
     tensor_digest,
     wrong_tensors,
 )
-from meshrl.weights.stub import HashSink, MadeSource
 from meshrl.weights.worker_thread import Lane
 
 

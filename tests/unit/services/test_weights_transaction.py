@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from meshrl.contract.types import Version
-from meshrl.weights.stub import MadeSource
+from meshrl.testing.weights import MadeSource
 from meshrl.weights.transaction import Phase, Transaction
 
 SOURCE = MadeSource("run", Version(1, 3), buckets=1, bucket_bytes=64)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.trainer.parity.__main__ import main
-from meshrl.trainer.parity.cases import Case, load
-from meshrl.trainer.parity.compare import Verdict, judge
+from meshrl.testing.parity.__main__ import main
+from meshrl.testing.parity.cases import Case, load
+from meshrl.testing.parity.compare import Verdict, judge
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = tuple(load(GOLDEN))

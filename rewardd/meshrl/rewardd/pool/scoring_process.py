@@ -1,4 +1,4 @@
-"""A scoring process: `python -P -m meshrl.rewardd.pool.scoring_process <parent pid>`. One rule, samples in, scores out.
+"""A scoring process (`python -P -m meshrl.rewardd.pool.scoring_process <parent pid>`): samples in, scores out.
 
     stdin  ◀── {"load": rule, …}, then {"score": [sample, …]} again and again
     stdout ──▶ {"ready": …} or {"refused": why}, then one {"id", "score" | "fault" …} per sample, as it is done

@@ -278,7 +278,7 @@ def rescore(context: click.Context, name: str, rows: Path, version: str, out: Pa
 @click.option("--roles", default="read", show_default=True, help="Of submit, read, operate.")
 def token(name: str, roles: str) -> None:
     """Make a token for NAME: the token on stderr, its line for reward.registry.tokens on stdout."""
-    from meshrl.http.rewards.auth import Role, new_token
+    from meshrl.rpc.auth import Role, new_token
 
     wanted = [role.strip() for role in roles.split(",")]
     unknown = [role for role in wanted if role not in set(Role)]

@@ -21,7 +21,6 @@ from meshrl.http.gateway.answers import Form, Streamed
 from meshrl.http.gateway.auth import Doorkeeper
 from meshrl.http.gateway.errors import install, too_large
 from meshrl.http.gateway.sessions import GatewayBook, address
-from meshrl.http.rewards.auth import Guard, Role
 from meshrl.http.rewards.body_limit import BodyLimit
 from meshrl.http.rewards.errors import AsciiJSON
 from meshrl.rollout.sessions.agents import task_json
@@ -29,6 +28,7 @@ from meshrl.rollout.sessions.answer_stream import Asking
 from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.tokenizer import ChatTokenizer
+from meshrl.rpc.auth import Guard, Role
 
 T = TypeVar("T")
 MODEL = "policy"

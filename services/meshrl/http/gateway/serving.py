@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from meshrl.config.recipe import Recipe, uses_gateway
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import GatewayBook
-from meshrl.http.rewards.auth import Guard, TokenBook
 from meshrl.http.rewards.http import serving_http
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rpc.certificates import Certificates
+from meshrl.rpc.auth import Guard, TokenBook
 from meshrl.rpc.runtime import ServerSettings, is_loopback
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
 from meshrl.http.rewards.body_limit import BodyLimit
 from meshrl.http.rewards.errors import AsciiJSON, install
-from meshrl.http.rewards.service import Caller, RewardDesk
+from meshrl.rpc.guarded_registry import Caller, RewardDesk
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/problem+json": {}}}

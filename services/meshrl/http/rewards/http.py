@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.rpc.certificates import Certificates
 from meshrl.rpc.runtime import join_address
 
 log = logging.getLogger(__name__)

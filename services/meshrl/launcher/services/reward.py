@@ -14,16 +14,16 @@ from typing import Any
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
 from meshrl.http.rewards.app import build_app
-from meshrl.http.rewards.audit_log import AuditLog
-from meshrl.http.rewards.auth import Guard, Role, TokenBook
 from meshrl.http.rewards.http import serving_http
 from meshrl.http.rewards.metrics import WatchMetrics
-from meshrl.http.rewards.service import RewardDesk
 from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rewardd.token_ends import token_ends
+from meshrl.rpc.audit_log import AuditLog
+from meshrl.rpc.auth import Guard, Role, TokenBook
+from meshrl.rpc.guarded_registry import RewardDesk
 from meshrl.rpc.interceptors import Around, Behavior, Context
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import Door, Server, ServerSettings, is_loopback

@@ -8,8 +8,8 @@ from typing import Final
 import grpc
 
 from meshrl.contract import codec
-from meshrl.http.rewards.service import Caller, RewardDesk
 from meshrl.rpc import reward_registry_codec as registry_codec
+from meshrl.rpc.guarded_registry import Caller, RewardDesk
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
 from meshrl.v1 import reward_pb2

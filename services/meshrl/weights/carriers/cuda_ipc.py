@@ -24,11 +24,11 @@ import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Cell, Link, Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
 from meshrl.weights.ipc.device import Device, load_device
 from meshrl.weights.nccl import messages

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeVar
 import grpc
 import numpy as np
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
     ConfigError,
     CorruptError,
@@ -44,7 +45,6 @@ from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 from meshrl.weights.carrier import Cell, Link, Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
 from meshrl.weights.delta import apply
 from meshrl.weights.delta.held_versions import Held

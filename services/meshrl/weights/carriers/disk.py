@@ -12,6 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
 from meshrl.contract.files import sync
 from meshrl.contract.ports import WeightSource
@@ -25,7 +26,6 @@ from meshrl.weights.checkpoint_files import (
     read_tensors,
     write_tensors,
 )
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.worker_thread import Lane
 
 REACH = "directory"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.worker_thread import Lane
 
 REACH = "network"

@@ -21,11 +21,11 @@ import asyncio
 
 import numpy as np
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
 from meshrl.weights.nccl.process import NcclProcess, NcclProcesses
 from meshrl.weights.nccl.rendezvous import Meetings, check_alike, knock

@@ -7,12 +7,12 @@ the number of replicas costs the trainer's machine nothing. See chain.py for wha
 
 from __future__ import annotations
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Cell, Link, Place
 from meshrl.weights.chain import MARK, ChainReader, ChainWriter, Store
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.deadlines import within
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.worker_thread import Lane

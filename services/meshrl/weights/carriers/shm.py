@@ -27,12 +27,12 @@ from pathlib import Path
 
 import numpy as np
 
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.codec.arena import FOLDER, Arena, Lent, Offer, boot_id, sweep
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Cell, Link, Place
-from meshrl.weights.config import WeightsConfig
 from meshrl.weights.worker_thread import Lane
 
 REACH = "host"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from meshrl.config.weights import IpcConfig
 from meshrl.contract.plugins import load
 from meshrl.contract.types import Uint8
-from meshrl.weights.ipc.config import IpcConfig
 
 DEVICES = "meshrl.weights.ipc.devices"
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.config.weights import NcclConfig
 from meshrl.contract.errors import ConfigError, UnavailableError, from_wire
 from meshrl.contract.types import Uint8
 from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.weights.deadlines import within
 from meshrl.weights.nccl import messages
-from meshrl.weights.nccl.config import NcclConfig
 
 logger = logging.getLogger(__name__)
 _MODULE = "meshrl.weights.nccl.worker"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshrl.config.weights import NcclConfig
 from meshrl.contract.types import Uint8
 from meshrl.rollout.plugin_options import read_options
-from meshrl.weights.nccl.config import NcclConfig
 from meshrl.weights.nccl.process import NcclProcess, environment
 
 

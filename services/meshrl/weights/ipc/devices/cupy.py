@@ -10,9 +10,9 @@ from typing import Any
 
 import cupy.cuda.runtime
 
+from meshrl.config.weights import IpcConfig
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uint8
-from meshrl.weights.ipc.config import IpcConfig
 
 runtime: Any = cupy.cuda.runtime
 

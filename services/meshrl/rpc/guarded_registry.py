@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Sample, Score
-from meshrl.http.rewards.audit_log import AuditLog
-from meshrl.http.rewards.auth import Guard, Role
 from meshrl.rewardd.registry.comparison import Differences
 from meshrl.rewardd.registry.registry import Accepted, Registry
 from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission, content_hash
+from meshrl.rpc.audit_log import AuditLog
+from meshrl.rpc.auth import Guard, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshrl.rollout.engines._sglang.fake.scheduler import Scheduler
-from meshrl.rollout.engines._sglang.fake.weights import GARBAGE, read_mark
+from meshrl.testing.sglang_server.scheduler import Scheduler
+from meshrl.testing.sglang_server.weights import GARBAGE, read_mark
 
 OUTSIDE = "{route} must run between begin_weight_update() and end_weight_update()"
 PARTIAL = (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.rollout.engines._sglang.fake.weights import logprob
+from meshrl.testing.sglang_server.weights import logprob
 
 LABEL_AT_START = "default"
 

@@ -1,4 +1,4 @@
-"""`python -m meshrl.rollout.engines._sglang.fake --model-path DIR --port N …`: `sglang.launch_server`'s arguments."""
+"""`python -m meshrl.testing.sglang_server --model-path DIR --port N …`: `sglang.launch_server`'s arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import uvicorn
 
 from meshrl.rollout.engines._server.checkpoint import read_checkpoint
-from meshrl.rollout.engines._sglang.fake.routes import Routes
-from meshrl.rollout.engines._sglang.fake.scheduler import Scheduler
-from meshrl.rollout.engines._sglang.fake.updates import Group, Updates
+from meshrl.testing.sglang_server.routes import Routes
+from meshrl.testing.sglang_server.scheduler import Scheduler
+from meshrl.testing.sglang_server.updates import Group, Updates
 
 VERSION = "0.5.23"
 """Whose behaviour this is."""
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _join(body: dict[str, Any]) -> Group:
-    from meshrl.rollout.engines._sglang.fake.group import GlooRank  # torch, for nothing else
+    from meshrl.testing.sglang_server.group import GlooRank  # torch, for nothing else
 
     return GlooRank(body)
 

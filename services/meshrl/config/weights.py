@@ -14,10 +14,33 @@ from pydantic import (
 )
 
 from meshrl.contract.config import Config
-from meshrl.weights.ipc.config import IpcConfig
-from meshrl.weights.nccl.config import NcclConfig
 
 CARRIERS = "meshrl.weights.carriers"
+
+
+class NcclConfig(Config):
+    """The process that holds one rank, at either end; `carrier: nccl` has one per replica at both ends."""
+
+    library: str = "cupy"
+    """A module of `meshrl.weights.nccl.libraries` (cupy; stub: sockets, without a GPU), or a dotted path."""
+    device: NonNegativeInt = 0
+    """The CUDA device, of those that the process sees (CUDA_VISIBLE_DEVICES)."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """More environment of the process, such as NCCL_SOCKET_IFNAME, or LD_PRELOAD with the libnccl.so.2 of the other
+    side: all ranks need the identical version."""
+    spare: bool = True
+    """Keep a started process in waiting, because importing torch and cupy takes seconds."""
+    start_s: PositiveFloat = 60.0
+    """Longest time from the start of a process until it has found its GPU."""
+
+
+class IpcConfig(Config):
+    """The GPU that trainer and rollout process share."""
+
+    library: str = "cupy"
+    """A module of `meshrl.weights.ipc.devices` (cupy; stub, without a GPU), or a dotted path."""
+    device: NonNegativeInt = 0
+    """The trainer's CUDA device, of those that it sees; a rollout process finds the same GPU by its PCI address."""
 
 
 class WeightsConfig(Config):

@@ -8,13 +8,9 @@ from typing import Any
 import torch
 
 from meshrl.contract import plugins
-from meshrl.trainer.algorithms.losses import vanilla
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
-from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.value_loss import value_loss
-from meshrl.trainer.parity.cases import Case
-from meshrl.trainer.parity.correction import refuse_no_weight
-from meshrl.trainer.parity.layout import (
+from meshrl.testing.parity.cases import Case
+from meshrl.testing.parity.correction import refuse_no_weight
+from meshrl.testing.parity.layout import (
     ACTOR_DEFAULTS,
     Found,
     actor_config,
@@ -24,7 +20,11 @@ from meshrl.trainer.parity.layout import (
     padded,
     ragged_of,
 )
-from meshrl.trainer.parity.statistics import token_entropy
+from meshrl.testing.parity.statistics import token_entropy
+from meshrl.trainer.algorithms.losses import vanilla
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.value_loss import value_loss
 
 CORE = "verl.trainer.ppo.core_algos."
 LOSSES = (

@@ -1,0 +1,1 @@
+"""Stand-ins for GPU memory; `weights.ipc.device` may name them."""

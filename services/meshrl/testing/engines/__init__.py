@@ -1,0 +1,1 @@
+"""Engines without a model; a recipe may name them like any other."""

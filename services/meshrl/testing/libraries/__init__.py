@@ -1,0 +1,1 @@
+"""Stand-ins for NCCL; `weights.nccl.library` may name them."""
