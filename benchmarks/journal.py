@@ -35,9 +35,9 @@ from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, SamplingParams, Task, 
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -57,7 +57,7 @@ class Numbers:
 async def serve(path: Path, store: str) -> None:
     """The queue's process: prints its address, serves until stdin closes."""
     queue = await TransferQueue.open(stores.build(QueueConfig(store=store), path))
-    async with Server(ServerSettings(metrics_port=None), [QueueDoor(queue)]) as server:
+    async with Server(ServerSettings(metrics_port=None), [QueueServicer(queue)]) as server:
         print(server.address, flush=True)
         await asyncio.to_thread(sys.stdin.read)
     await queue.close()
@@ -143,7 +143,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
     journal = JournalIntervals(tokens=options.journal_tokens, ms=options.journal_ms)
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     with queue_process(folder / "queue", options.store) as (address, pid):
-        async with QueueWire(address) as queue:
+        async with QueueClient(address) as queue:
             for pair in range(options.pairs + 1):
                 for kept in (True, False) if pair % 2 else (False, True):
                     before = cpu_s(pid)

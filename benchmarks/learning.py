@@ -49,7 +49,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -137,7 +137,7 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
     )
     prompts = read_prompts(recipe, recipe.data.train_files)
     feeder = Feeder(queue, run, prompts, make_task, epochs=None, shuffle=True, seed=0)
-    setting = Setting(
+    setting = TrainerSettings(
         run=run,
         directory=directory,
         owner="benchmark",

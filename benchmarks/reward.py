@@ -47,7 +47,7 @@ from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.rewards import gsm8k
-from meshrl.rewardd.sandbox.sandbox import Isolation, open_cell
+from meshrl.rewardd.sandbox.sandbox import Isolation, open_sandbox
 
 PEER = Path(__file__).parents[1] / ".venv-peer-reward"
 BATCH = 64
@@ -102,7 +102,7 @@ def judge_of(
         component="compute_score", weight=1, kwargs={}, name="compute_score", digest="0" * 32,
         path="/reward/source.py", source=source, kind=kind,
     )  # fmt: skip
-    return PoolJudge(Rule(functions=(spec,)), config, cell=open_cell(level, config.limits))
+    return PoolJudge(Rule(functions=(spec,)), config, cell=open_sandbox(level, config.limits))
 
 
 def verl_function(root: Path) -> Any:

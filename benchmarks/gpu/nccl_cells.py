@@ -35,16 +35,16 @@ import numpy as np
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Version
-from meshrl.testing.weights import MadeSource
+from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import Link, Place
-from meshrl.weights.carriers.nccl import Carrier, NcclCell
+from meshrl.weights.carriers.nccl import Carrier, NcclChannel
 from meshrl.weights.nccl.process import NcclProcess
 
 ONE_GPU_NCCL = (2, 30)
 OPEN_S = 60.0
 BYTES_PER_S = 1e9
 ON_ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
-Cells = tuple[NcclCell, NcclCell]
+Cells = tuple[NcclChannel, NcclChannel]
 
 
 class Bench:
@@ -105,7 +105,7 @@ class Bench:
             await carrier.close()
 
 
-async def carry(cells: Cells, source: MadeSource) -> tuple[bool, float]:
+async def carry(cells: Cells, source: StubSource) -> tuple[bool, float]:
     """One version: whether every byte arrived, and the seconds that it took."""
     into = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
     indices = range(len(into))
@@ -125,7 +125,7 @@ async def carry(cells: Cells, source: MadeSource) -> tuple[bool, float]:
 
 
 async def unanswered(
-    cell: NcclCell, source: MadeSource, deadline_s: float
+    cell: NcclChannel, source: StubSource, deadline_s: float
 ) -> dict[str, float | str]:
     """A broadcast that the other rank does not take part in."""
     began = time.perf_counter()
@@ -139,7 +139,7 @@ async def unanswered(
     return {"allowed": allowed, "took": time.perf_counter() - began, "said": said}
 
 
-async def killed(cells: Cells, source: MadeSource) -> dict[str, float]:
+async def killed(cells: Cells, source: StubSource) -> dict[str, float]:
     """SIGKILL of rank 1 while rank 0 broadcasts; its end tells the plane, which gives rank 0 up."""
     first, second = cells
     into = np.empty(source.manifest.bucket_bytes[0], dtype=np.uint8)
@@ -157,7 +157,7 @@ async def killed(cells: Cells, source: MadeSource) -> dict[str, float]:
 
 async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     nbytes = args.mib << 20
-    source = MadeSource("bench", Version(1, 0), buckets=args.buckets, bucket_bytes=nbytes)
+    source = StubSource("bench", Version(1, 0), buckets=args.buckets, bucket_bytes=nbytes)
     await bench.start()
     cells, open_s = await bench.open()
     await carry(cells, source)  # pins memory, sets up NCCL's channels

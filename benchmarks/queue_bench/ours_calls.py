@@ -22,9 +22,9 @@ from meshrl.contract.types import (
     Version,
     gathered,
 )
-from meshrl.rpc.clients import QueueWire
-from meshrl.rpc.clients.queue import WireOptions
-from meshrl.rpc.clients.shard import ShardWire
+from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import ClientOptions
+from meshrl.rpc.clients.shard import ShardClient
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
 ROLLOUT = StageSpec(name="rollout", reads=(), writes=("tokens", "loss_mask", "rollout_logprobs"))
@@ -34,10 +34,10 @@ COLUMNS = (*ROLLOUT.writes, *ANNOTATE.writes)
 
 def connect(addresses: str, shared_memory_bytes: int = 0) -> Queue:
     """A queue service, or the router over several, their addresses separated by commas."""
-    options: WireOptions = {"shared_memory_bytes": shared_memory_bytes}
+    options: ClientOptions = {"shared_memory_bytes": shared_memory_bytes}
     if "," not in addresses:
-        return QueueWire(addresses, **options)
-    return ShardedQueue([ShardWire(address, **options) for address in addresses.split(",")])
+        return QueueClient(addresses, **options)
+    return ShardedQueue([ShardClient(address, **options) for address in addresses.split(",")])
 
 
 def run_spec(run: str, *, group_size: int, batch_groups: int, batches: int) -> RunSpec:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from meshrl.rpc.process_memory import collect_rarely, share_heaps
 from meshrl.rpc.runtime import Server, ServerSettings, run_service
-from meshrl.rpc.servicers import QueueDoor
-from meshrl.rpc.servicers.shard import ShardDoor
+from meshrl.rpc.servicers import QueueServicer
+from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding.shard import ShardQueue
@@ -27,7 +27,7 @@ async def main(path: Path, section: str) -> None:
     collect_rarely()
     share_heaps()
     queue = await ShardQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
-    doors = [QueueDoor(queue), ShardDoor(queue)]
+    doors = [QueueServicer(queue), ShardServicer(queue)]
     try:
         async with Server(ServerSettings(drain_grace_s=1), doors) as server:
             await server.ready()

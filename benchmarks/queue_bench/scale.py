@@ -21,7 +21,7 @@ from work import GROUP, Group, group
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Version
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 
 RUN = "scale"
 WAIT_S = 300.0
@@ -54,7 +54,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     server, address = await start(section, folder)
     figures: dict[str, Any] = {}
     try:
-        async with QueueWire(address) as wire, QueueWire(address) as consumers:
+        async with QueueClient(address) as wire, QueueClient(address) as consumers:
             bench = Bench(wire, consumers, arguments)
             await bench.open()
             for rows in map(int, arguments.rows.split(",")):
@@ -64,7 +64,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
         await server.close()
         began = time.perf_counter()
         server, address = await start(section, folder)
-        async with QueueWire(address) as wire:
+        async with QueueClient(address) as wire:
             after = await wire.ledger(RUN)
         recovery = time.perf_counter() - began
         if (after.admitted, after.resident) != (before.admitted, before.resident):

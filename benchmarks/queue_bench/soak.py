@@ -21,7 +21,7 @@ from work import GROUP
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 from meshrl.transferqueue.operations.admission import REMEMBERED
 
 RUN = "soak"
@@ -64,7 +64,7 @@ async def soak(arguments: argparse.Namespace, folder: Path) -> None:
     }
     async with (
         systems.ours(arguments.store, folder, SEED, tuning) as system,
-        QueueWire(system.address) as queue,
+        QueueClient(system.address) as queue,
     ):
         await system.prepare(RUN, groups=GROUPS, tasks=TASKS)
         for child in system.clients.values():

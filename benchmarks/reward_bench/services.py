@@ -39,8 +39,8 @@ from meshrl.contract.types import (
 from meshrl.launcher.address_book import Entry
 from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
-from meshrl.rpc.clients.queue import QueueWire
-from meshrl.rpc.clients.reward_registry import RewardRegistryWire
+from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 
 RUN, GROUP, LEASED = "bench", 8, 1024
 PART = 2048
@@ -57,7 +57,7 @@ class Mesh:
     """Where the two services are."""
 
     queue: Queue
-    registry: RewardRegistryWire
+    registry: RewardRegistryClient
     http: str
 
 
@@ -77,11 +77,11 @@ async def mesh(groups: int) -> AsyncIterator[Mesh]:
             "reward": {"custom_reward_function": {"path": str(directory / "base.py")}},
         }
         recipe.write_text(yaml.safe_dump(sections))
-        async with serving("queue", recipe) as queue_at, QueueWire(queue_at) as queue:
+        async with serving("queue", recipe) as queue_at, QueueClient(queue_at) as queue:
             await queue.open_run(train_spec(load_recipe(recipe, check=False)))
             async with (
                 serving("reward", recipe, "--queue", queue_at) as reward_at,
-                RewardRegistryWire(reward_at) as registry,
+                RewardRegistryClient(reward_at) as registry,
             ):
                 http = (await registry.names()).http_address
                 yield Mesh(queue=queue, registry=registry, http=http)

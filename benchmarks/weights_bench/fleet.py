@@ -19,8 +19,8 @@ from source import RUN, Drifting, Source
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import Version
 from meshrl.weights.carrier import Place
-from meshrl.weights.coordinator import WeightPlane
-from meshrl.weights.servicer import WeightsDoor
+from meshrl.weights.coordinator import WeightCoordinator
+from meshrl.weights.servicer import WeightsServicer
 
 SCRIPT = Path(__file__).with_name("replica.py")
 PATIENCE_S = 120.0
@@ -74,12 +74,12 @@ class Fleet:
                 self._changed.notify_all()
 
         place = Place(directory=self._directory)
-        self.plane = WeightPlane(
+        self.plane = WeightCoordinator(
             self.config, run=RUN, epoch=1, place=place, on_committed=on_committed
         )
         await self.plane.start()
         self._server = grpc.aio.server()
-        WeightsDoor(self.plane).attach(self._server)
+        WeightsServicer(self.plane).attach(self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
 

@@ -72,7 +72,7 @@ async def main() -> None:
         replica_controller.host_id = lambda: "elsewhere"
     assert carrier_facts.host_id()
     engine = CopyingEngine(options.hashes)
-    replica = replica_controller.WeightAgent(
+    replica = replica_controller.ReplicaController(
         WeightsConfig.model_validate_json(options.config),
         run=RUN,
         replica=options.name,

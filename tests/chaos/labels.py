@@ -34,7 +34,7 @@ import yaml
 from meshrl.config import load_recipe
 from meshrl.config.recipe import train_spec
 from meshrl.contract import rows
-from meshrl.contract.stage_worker import StageLoop, StageResult
+from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     LeasedRow,
@@ -48,13 +48,13 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.weights.carrier import Place
-from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import digest
-from meshrl.weights.servicer import WeightsDoor
+from meshrl.weights.servicer import WeightsServicer
 
 RUN = "labels"
 GROUP = 4
@@ -182,7 +182,7 @@ class Labels:
         self.queue = await TransferQueue.open(MemoryStore())
         await self.queue.open_run(train_spec(loaded))
         self.epoch = (await self.queue.acquire(RUN, "labels")).epoch
-        plane = WeightPlane(
+        plane = WeightCoordinator(
             loaded.weights,
             run=RUN,
             epoch=self.epoch,
@@ -192,7 +192,7 @@ class Labels:
         began = time.monotonic()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.queue.close)
-            doors = [QueueDoor(self.queue), WeightsDoor(plane)]
+            doors = [QueueServicer(self.queue), WeightsServicer(plane)]
             server = await stack.enter_async_context(Server(ServerSettings(drain_grace_s=1), doors))
             await stack.enter_async_context(plane)
             await server.ready()
@@ -201,7 +201,7 @@ class Labels:
             stack.push_async_callback(self._end)
             for number in range(self.workers):
                 self._processes.append(await self._start(number))
-            judge = StageLoop(
+            judge = StageWorker(
                 *(self.queue, [RUN], train_spec(loaded).stages[1], _judge),
                 **{"worker": "judge", "limit": 256, "rows_per_call": 64},
             )
@@ -287,7 +287,7 @@ class Labels:
                 number += admitted
                 del tasks[:admitted]
 
-    async def _update(self, plane: WeightPlane, shapes: dict[str, tuple[int, ...]]) -> None:
+    async def _update(self, plane: WeightCoordinator, shapes: dict[str, tuple[int, ...]]) -> None:
         while True:
             await plane.publish(Saying(Version(self.epoch, self.updates), shapes))
             self.updates += 1

@@ -12,9 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from meshrl.contract.stage_worker import StageLoop, StageResult
+from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Version
-from meshrl.rpc.clients import QueueWire, lease_renewer
+from meshrl.rpc.clients import QueueClient, lease_renewer
 
 from ..contract.queue_actors import rollout_of
 
@@ -30,8 +30,8 @@ async def work(options: argparse.Namespace) -> None:
         await answered.wait()
         return [rollout_of(row, VERSION) for row in rows]
 
-    async with QueueWire(options.queue, patience_s=60) as queue:
-        loop = StageLoop(
+    async with QueueClient(options.queue, patience_s=60) as queue:
+        loop = StageWorker(
             *(queue, [RUN], ROLLOUT_STAGE, handle),
             worker="w",
             limit=options.rows,

@@ -28,7 +28,7 @@ from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 
 RUN = "chaos"
 FIRST = Version(1, 0)
@@ -88,7 +88,7 @@ async def work(options: argparse.Namespace) -> None:
     await engine.serve_checkpoint(FIRST)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    async with QueueWire(options.queue) as queue:
+    async with QueueClient(options.queue) as queue:
         worker = RolloutWorker(
             queue,
             Written(engine, options.log),

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.held_leases import Holding
-from meshrl.rpc.clients import QueueWire, lease_renewer
+from meshrl.contract.held_leases import HeldLeases
+from meshrl.rpc.clients import QueueClient, lease_renewer
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -96,7 +96,7 @@ async def actors() -> AsyncIterator[Actors]:
 @pytest.fixture
 async def address(actors: Actors) -> AsyncIterator[str]:
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with Server(settings, [QueueDoor(actors.queue)]) as server:
+    async with Server(settings, [QueueServicer(actors.queue)]) as server:
         yield server.address
 
 
@@ -146,7 +146,7 @@ async def test_a_worker_that_hangs_loses_its_rows(actors: Actors, address: str) 
 async def test_a_queue_that_was_stopped_ends_no_lease(tmp_path: Path) -> None:
     async with child(HOST, tmp_path) as host:
         address = await host.said()
-        async with QueueWire(address) as queue:
+        async with QueueClient(address) as queue:
             actors = Actors(queue)
             async with held_by_a_process(actors, address, max_attempts=1) as worker:
                 host.signal(signal.SIGSTOP)
@@ -161,7 +161,7 @@ async def test_a_queue_that_was_stopped_ends_no_lease(tmp_path: Path) -> None:
 async def test_a_queue_that_was_killed_ends_no_lease_of_who_is_still_there(tmp_path: Path) -> None:
     async with child(HOST, tmp_path) as host:
         address = await host.said()
-        async with QueueWire(address) as queue:
+        async with QueueClient(address) as queue:
             actors = Actors(queue)
             async with held_by_a_process(
                 actors, address, lease_ttl_s=2 * TTL_S, max_attempts=1
@@ -179,8 +179,8 @@ async def test_a_worker_that_was_idle_for_long_is_not_taken_for_one_that_hangs(
     monkeypatch.setattr(lease_renewer, "HUNG_S", 0.5)
     await actors.start(spec(lease_ttl_s=TTL_S, max_attempts=1))
     await actors.feed(tasks(1))
-    async with QueueWire(address) as queue:
-        holding = Holding("rollout", "w", lambda lost: None)
+    async with QueueClient(address) as queue:
+        holding = HeldLeases("rollout", "w", lambda lost: None)
         keeping = asyncio.ensure_future(queue.keep(holding))
         await asyncio.sleep(2 * lease_renewer.HUNG_S)  # what is tested: time without a row
         lease = await queue.lease(

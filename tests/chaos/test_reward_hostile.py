@@ -17,7 +17,7 @@ from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.sandbox import landlock, seccomp
 from meshrl.rewardd.sandbox.sandbox import Isolation, no_bubblewrap
-from meshrl.rewardd.sandbox.submitted_code import submitted_cell
+from meshrl.rewardd.sandbox.submitted_code import submitted_sandbox
 
 from .hostile import ATTACKS, SECRET, Attack, table
 
@@ -56,7 +56,7 @@ def judge_of(source: str, directory: Path, level: Isolation, **limits: object) -
     config = RewardConfig.model_validate(
         {"sandbox": level, "workers": 1, "limits": LIMITS | limits}
     )
-    return PoolJudge(Rule(functions=(spec,)), config, cell=submitted_cell(directory, config))
+    return PoolJudge(Rule(functions=(spec,)), config, cell=submitted_sandbox(directory, config))
 
 
 def sample(solution: str, index: int) -> Sample:
@@ -206,7 +206,7 @@ def test_a_wheel_that_unpacks_to_more_than_its_memory_is_refused(tmp_path: Path)
         module="bomb", path=str(wheel),
     )  # fmt: skip
     config = RewardConfig.model_validate({"limits": LIMITS | {"memory_bytes": 256 << 20}})
-    judge = PoolJudge(Rule(functions=(spec,)), config, cell=submitted_cell(tmp_path, config))
+    judge = PoolJudge(Rule(functions=(spec,)), config, cell=submitted_sandbox(tmp_path, config))
 
     async def start() -> None:
         try:

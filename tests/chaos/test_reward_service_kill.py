@@ -14,8 +14,8 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
-from meshrl.rpc.clients.queue import QueueWire
-from meshrl.rpc.clients.reward_registry import RewardRegistryWire
+from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 
 from .answered_rows import GROUP, admit_all, answer_all
 from .reward_service import Service, serving, write_recipe
@@ -48,7 +48,7 @@ def processes_of(marker: str) -> list[int]:
 
 async def submit(address: str, factor: int) -> str | None:
     """The version; None when the service died before it answered."""
-    async with RewardRegistryWire(address, patience_s=0) as wire:
+    async with RewardRegistryClient(address, patience_s=0) as wire:
         with contextlib.suppress(MeshError):
             return (await wire.submit(submission(factor))).hash
     return None
@@ -86,12 +86,12 @@ async def test_a_service_killed_while_it_switches_loses_neither_versions_nor_row
     queues = Service("queue", recipe)
     judge = Service("reward", recipe, ("--queue", queues.address))
     factors: dict[str, int] = {}
-    async with serving(queues), QueueWire(queues.address) as queue:
+    async with serving(queues), QueueClient(queues.address) as queue:
         await queue.open_run(train_spec(load_recipe(recipe, check=False)))
         await admit_all(queue, "train", GROUPS)
         await answer_all(queue, "train", GROUPS, lambda uid: f"{uid.index + 1}.5")
         async with serving(judge):
-            async with RewardRegistryWire(judge.address) as wire:
+            async with RewardRegistryClient(judge.address) as wire:
                 factors[(await wire.names()).base] = 1
             answered: list[str] = []
             for factor in range(2, 2 + KILLS):
@@ -100,7 +100,7 @@ async def test_a_service_killed_while_it_switches_loses_neither_versions_nor_row
                 await judge.kill()
                 version = await submitting
                 await judge.start()
-                async with RewardRegistryWire(judge.address) as wire:
+                async with RewardRegistryClient(judge.address) as wire:
                     found = await wire.names()
                     known = list(found.names[0].versions) if found.names else []
                     # Answered versions are there, and the newest there is scores: a switch is made or it is not.

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 
 from ..unit.rollout.chats import chat_tokenizer
 from ..unit.rollout.scripted import END, Scripted
@@ -31,7 +31,7 @@ def answer(prompt: str) -> str:
 async def work(queue: str, log: str, name: str) -> None:
     tokenizer = chat_tokenizer()
     command = [sys.executable, "-E", "-S", str(LIGHT), log]
-    async with QueueWire(queue) as wire:
+    async with QueueClient(queue) as wire:
         programs = Programs("tools", {"tools": [{"command": command}]})
         await programs.start()
         worker = RolloutWorker(

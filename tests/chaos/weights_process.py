@@ -21,12 +21,12 @@ import grpc
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.testing.weights import HashSink, MadeSource
+from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import Place
-from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import Line
-from meshrl.weights.replica_controller import WeightAgent
-from meshrl.weights.servicer import WeightsDoor
+from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.session import Session
 
 RUN = "chaos"
@@ -36,7 +36,7 @@ def report(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 
-class Trap(MadeSource):
+class Trap(StubSource):
     """Sends a signal to a process when one bucket is asked for the given time."""
 
     def __init__(self, version: Version, command: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class ReportingSink(HashSink):
         report(commit=str(version), hashes=self.hashes)
 
 
-async def watch(plane: WeightPlane) -> None:
+async def watch(plane: WeightCoordinator) -> None:
     seen = None
     while True:
         fleet = {
@@ -135,7 +135,7 @@ async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
         report(published=str(version))
         snare.reach("published", version.step)
 
-    plane = WeightPlane(
+    plane = WeightCoordinator(
         config,
         run=RUN,
         epoch=args.epoch,
@@ -144,7 +144,7 @@ async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
     )
     async with plane:
         server = grpc.aio.server()
-        WeightsDoor(plane).attach(server)
+        WeightsServicer(plane).attach(server)
         report(port=server.add_insecure_port(f"127.0.0.1:{args.port}"))
         await server.start()
         watching = asyncio.create_task(watch(plane))
@@ -161,7 +161,7 @@ async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
 
 
 async def replica(config: WeightsConfig, args: argparse.Namespace) -> None:
-    agent = WeightAgent(
+    agent = ReplicaController(
         config,
         run=RUN,
         replica=args.name,

@@ -12,9 +12,9 @@ from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
-    JournalGroup,
     LeasedGroup,
     Outcome,
+    ProgressGroup,
     RowWrite,
     StageSpec,
 )
@@ -22,9 +22,9 @@ from meshrl.contract.types import (
 from .queue_actors import Actors, spec, tasks, tokens_of
 
 
-def more_of(group: LeasedGroup, start: int, stop: int, rows: int = 2) -> JournalGroup:
+def more_of(group: LeasedGroup, start: int, stop: int, rows: int = 2) -> ProgressGroup:
     """Entries `[start, stop)` of the first rows of a group; row i says 100 i + the entry."""
-    return JournalGroup(
+    return ProgressGroup(
         task=group.task,
         indices=group.indices[:rows],
         attempts=group.attempts[:rows],

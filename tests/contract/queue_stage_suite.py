@@ -16,7 +16,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.held_leases import Held, Holding
+from meshrl.contract.held_leases import Held, HeldLeases
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     REFERENCE_STAGE,
@@ -220,7 +220,7 @@ class LeasePromises:
         await actors.start(spec(lease_ttl_s=1.0))
         await actors.feed(tasks(2))
         told: asyncio.Queue[Held] = asyncio.Queue()
-        holding = Holding("rollout", "a", told.put_nowait)
+        holding = HeldLeases("rollout", "a", told.put_nowait)
         keeping = asyncio.ensure_future(queue.keep(holding))
         lease = await actors.lease(limit=4, worker="a")
         holding.add(lease.rows, lease.ttl_s)

@@ -10,10 +10,10 @@ import pytest
 
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
-from meshrl.rpc.clients import QueueWire
-from meshrl.rpc.clients.queue import WireOptions
+from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import ClientOptions
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -22,7 +22,7 @@ from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
 
-MANNERS: dict[str, WireOptions] = {
+MANNERS: dict[str, ClientOptions] = {
     "plain": {"compression": "off"},
     "squeezed": {"compression": "zstd"},
     "squeezed with a dictionary": {"compression": "zstd"},
@@ -35,10 +35,10 @@ DICTIONARY = bytes(range(256)) * 8
 async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
-    door = QueueDoor(opened, DICTIONARY if "dictionary" in request.param else b"")
+    door = QueueServicer(opened, DICTIONARY if "dictionary" in request.param else b"")
     async with (
         Server(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server,
-        QueueWire(server.address, patience_s=1, **MANNERS[request.param]) as wire,
+        QueueClient(server.address, patience_s=1, **MANNERS[request.param]) as wire,
     ):
         with suppress(NotFoundError):
             await wire.fetch(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from meshrl.contract.ports import Queue
-from meshrl.rpc.clients.shard import ShardWire
+from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
-from meshrl.rpc.servicers.shard import ShardDoor
+from meshrl.rpc.servicers import QueueServicer
+from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding.port import Shard
@@ -64,9 +64,9 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
                 shards[name] = shard
                 continue
             settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-            doors = [QueueDoor(shard), ShardDoor(shard)]
+            doors = [QueueServicer(shard), ShardServicer(shard)]
             server = await stack.enter_async_context(Server(settings, doors))
-            wire = ShardWire(server.address, patience_s=1)
+            wire = ShardClient(server.address, patience_s=1)
             shards[name] = await stack.enter_async_context(wire)
 
         async def dial(address: str) -> Shard:

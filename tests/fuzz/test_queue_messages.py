@@ -15,11 +15,11 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.held_leases import Holding
+from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -28,7 +28,7 @@ from meshrl.v1 import queue_pb2
 from ..contract.queue_actors import Actors, spec, task, tasks
 from ..contract.queue_again_suite import more_of
 from ..waiting import until
-from .messages import Recorder, Request, ways_to_spoil
+from .messages import Request, Recorder, ways_to_spoil
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = int(os.environ.get("FUZZ_CALLS", "60"))
@@ -82,7 +82,7 @@ class Scene:
 async def scene() -> AsyncIterator[Scene]:
     queue = await TransferQueue.open(MemoryStore())
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with Server(settings, [QueueDoor(queue)]) as server:
+    async with Server(settings, [QueueServicer(queue)]) as server:
         requests = await recorded(server.address)
         options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(server.address, options=options) as channel:
@@ -98,15 +98,17 @@ async def recorded(address: str) -> dict[str, list[Request]]:
     port = proxy.add_insecure_port("127.0.0.1:0")
     await proxy.start()
     try:
-        async with QueueWire(f"127.0.0.1:{port}", patience_s=1) as wire:
+        async with QueueClient(f"127.0.0.1:{port}", patience_s=1) as wire:
             await every_verb(wire)
             # A stream of its own, open as long as somebody keeps what a worker holds.
-            keeping = asyncio.create_task(wire.keep(Holding("rollout", "idle", lambda lost: None)))
+            keeping = asyncio.create_task(
+                wire.keep(HeldLeases("rollout", "idle", lambda lost: None))
+            )
             await until(lambda: "/meshrl.v1.Queue/Attend" in recorder.requests)
             keeping.cancel()
-        async with QueueWire(f"127.0.0.1:{port}", shared_memory_bytes=1 << 16) as lending:
+        async with QueueClient(f"127.0.0.1:{port}", shared_memory_bytes=1 << 16) as lending:
             await lending.fetch("run", [], ["tokens"])
-        async with QueueWire(f"127.0.0.1:{port}", compression="zstd") as squeezing:
+        async with QueueClient(f"127.0.0.1:{port}", compression="zstd") as squeezing:
             await squeezing.fetch("run", [], ["tokens"])
     finally:
         await proxy.stop(None)
@@ -114,7 +116,7 @@ async def recorded(address: str) -> dict[str, list[Request]]:
     return {method.rpartition("/")[2]: found for method, found in recorder.requests.items()}
 
 
-async def every_verb(wire: QueueWire) -> None:
+async def every_verb(wire: QueueClient) -> None:
     """A short life of a run that uses the whole port and leaves rows in every state."""
     actors = Actors(wire)
     stages = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
@@ -222,7 +224,7 @@ async def test_bytes_that_are_no_grpc_at_all_leave_the_queue_serving(scene: Scen
 
 async def assert_serves(scene: Scene) -> None:
     """A new run goes from prompt to trained through the very server that was fed nonsense."""
-    async with QueueWire(scene.server.address, patience_s=1) as wire:
+    async with QueueClient(scene.server.address, patience_s=1) as wire:
         actors = Actors(wire, run="fresh")
         await actors.start(spec("fresh"))
         await actors.feed([task(name, "fresh") for name in "ab"])

@@ -29,7 +29,7 @@ from meshrl.contract.types import (
     rollout_stage,
 )
 from meshrl.http.gateway.app import build_app
-from meshrl.http.gateway.sessions import GatewayBook
+from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.rewards.http import serving_http
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import torch
@@ -86,7 +86,7 @@ class Mesh:
     engine: Recorded
     torch: Any
     tokenizer: HuggingFaceTokenizer
-    book: GatewayBook
+    book: SessionTable
     worker: RolloutWorker
     tasks: Sequence[Task]
     taken: dict[Uid, Columns] = field(default_factory=dict)
@@ -182,7 +182,7 @@ async def agents_mesh(
             stack.push_async_callback(engine.close)
             await engine.serve_checkpoint(FIRST)
         recorded = Recorded(engine)
-        book = GatewayBook(prompt_tokens=prompt_tokens, on_demand=lambda: worker.wake())
+        book = SessionTable(prompt_tokens=prompt_tokens, on_demand=lambda: worker.wake())
         external = bool(options.get("external"))
         guard = Guard(
             TokenBook(tokens) if tokens else None,

@@ -28,9 +28,9 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.rpc.clients import JudgeWire, LogProbsWire, RolloutWire, TrainerWire, peer
+from meshrl.rpc.clients import JudgeClient, LogProbsClient, RolloutClient, TrainerClient, peer
 from meshrl.rpc.runtime import Door, Server, ServerSettings
-from meshrl.rpc.servicers import ReferenceDoor, RewardDoor, RolloutDoor, TrainerDoor
+from meshrl.rpc.servicers import ReferenceServicer, RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
 from meshrl.v1 import reward_pb2, trajectory_pb2
 
@@ -85,7 +85,7 @@ class LengthJudge:
 async def test_a_judge_scores_through_the_wire_as_it_does_at_home() -> None:
     judge = LengthJudge()
     samples = [sample(number, "x" * number) for number in range(5)]
-    async with serving(RewardDoor(judge)) as server, JudgeWire(server.address) as wire:
+    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as wire:
         assert wire.reward_hash == "abc123"
         assert list(await wire.score(samples)) == list(await judge.score(samples))
         assert await wire.score([]) == []
@@ -94,7 +94,7 @@ async def test_a_judge_scores_through_the_wire_as_it_does_at_home() -> None:
 async def test_many_samples_are_scored_in_messages_of_a_mebibyte_and_come_back_in_order() -> None:
     judge = LengthJudge()
     samples = [sample(number, "x" * 300_000) for number in range(10)]
-    async with serving(RewardDoor(judge)) as server, JudgeWire(server.address) as wire:
+    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as wire:
         scores = await wire.score(samples)
     assert [score.uid for score in scores] == [s.uid for s in samples]
     assert judge.calls == 4
@@ -104,8 +104,8 @@ async def test_many_samples_are_scored_in_messages_of_a_mebibyte_and_come_back_i
 async def test_an_error_is_raised_here_as_it_was_there(kind: type[errors.MeshError]) -> None:
     judge = LengthJudge(kind("what was wrong", uid="run/t/0.0", wanted=3))
     async with (
-        serving(RewardDoor(judge)) as server,
-        JudgeWire(server.address, patience_s=0) as wire,
+        serving(RewardServicer(judge)) as server,
+        JudgeClient(server.address, patience_s=0) as wire,
     ):
         with pytest.raises(kind, match="what was wrong") as raised:
             await wire.score([sample(0)])
@@ -115,7 +115,7 @@ async def test_an_error_is_raised_here_as_it_was_there(kind: type[errors.MeshErr
 
 async def test_a_crash_there_is_an_infra_error_here_and_ends_nothing_else() -> None:
     judge = LengthJudge(ZeroDivisionError("division by zero"))
-    async with serving(RewardDoor(judge)) as server, JudgeWire(server.address) as wire:
+    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as wire:
         with pytest.raises(errors.InfraError, match="ZeroDivisionError: division by zero"):
             await wire.score([sample(0)])
         judge.error = None
@@ -129,8 +129,8 @@ async def test_a_mistake_of_the_caller_is_said_before_anything_is_sent() -> None
 
 
 @asynccontextmanager
-async def nobody() -> AsyncIterator[JudgeWire]:
-    wire = JudgeWire("127.0.0.1:1", patience_s=0.2)
+async def nobody() -> AsyncIterator[JudgeClient]:
+    wire = JudgeClient("127.0.0.1:1", patience_s=0.2)
     try:
         yield wire
     finally:
@@ -144,8 +144,8 @@ async def test_a_service_that_is_not_there_is_named_once_patience_is_over() -> N
 
 
 async def test_a_wire_to_another_service_says_so() -> None:
-    async with serving(ReferenceDoor(ShiftedModel())) as server:
-        wire = JudgeWire(server.address)
+    async with serving(ReferenceServicer(ShiftedModel())) as server:
+        wire = JudgeClient(server.address)
         with pytest.raises(errors.InfraError, match="is it that service"):
             await wire.open()
         await wire.close()
@@ -173,20 +173,23 @@ async def status_of_call(server: Server, method: str, data: bytes) -> grpc.Statu
     ids=["no message", "no uid", "no json"],
 )
 async def test_a_malformed_message_is_the_callers_mistake(data: bytes) -> None:
-    async with serving(RewardDoor(LengthJudge())) as server:
+    async with serving(RewardServicer(LengthJudge())) as server:
         status = await status_of_call(server, "/meshrl.v1.Reward/Score", data)
     assert status is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_method_that_does_not_exist_is_unimplemented() -> None:
-    async with serving(RewardDoor(LengthJudge())) as server:
+    async with serving(RewardServicer(LengthJudge())) as server:
         status = await status_of_call(server, "/meshrl.v1.Reward/Praise", b"")
     assert status is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_message_that_is_too_large_names_the_sizes() -> None:
     huge = sample(0, "x" * (MAX_MESSAGE_BYTES + 1))
-    async with serving(RewardDoor(LengthJudge())) as server, JudgeWire(server.address) as wire:
+    async with (
+        serving(RewardServicer(LengthJudge())) as server,
+        JudgeClient(server.address) as wire,
+    ):
         with pytest.raises(errors.CapacityError, match=str(MAX_MESSAGE_BYTES)) as raised:
             await wire.score([huge])
         assert int(raised.value.details["size"]) > MAX_MESSAGE_BYTES
@@ -205,8 +208,8 @@ class ShiftedModel:
 async def test_log_probabilities_come_back_row_by_row() -> None:
     rows = [np.arange(size, dtype=np.int32) for size in (0, 1, 7, 400_000, 3)]
     async with (
-        serving(ReferenceDoor(ShiftedModel())) as server,
-        LogProbsWire(server.address) as wire,
+        serving(ReferenceServicer(ShiftedModel())) as server,
+        LogProbsClient(server.address) as wire,
     ):
         found = await wire.logprobs(rows, temperature=2.0)
     assert [row.dtype for row in found] == [np.float32] * len(rows)
@@ -257,7 +260,7 @@ QUESTION = GenerateRequest(
 
 async def test_generation_streams_its_deltas() -> None:
     engine = CountingEngine()
-    async with serving(RolloutDoor(engine)) as server, RolloutWire(server.address) as wire:
+    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as wire:
         deltas = [delta async for delta in wire.generate(QUESTION)]
         assert await wire.stats() == engine.stats()
     assert [int(delta.tokens[0]) for delta in deltas] == [7, 8, 9, 10, 11]
@@ -267,7 +270,7 @@ async def test_generation_streams_its_deltas() -> None:
 
 async def test_closing_the_iterator_aborts_the_request_there() -> None:
     engine = CountingEngine(limit=10**9)
-    async with serving(RolloutDoor(engine)) as server, RolloutWire(server.address) as wire:
+    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as wire:
         async with aclosing(wire.generate(QUESTION)) as deltas:
             await anext(deltas)
         async with asyncio.timeout(120):
@@ -277,7 +280,7 @@ async def test_closing_the_iterator_aborts_the_request_there() -> None:
 async def test_an_error_in_the_middle_of_a_stream_arrives_after_the_deltas() -> None:
     engine = CountingEngine(limit=2, error=errors.CapacityError("no blocks left", blocks=0))
     got = []
-    async with serving(RolloutDoor(engine)) as server, RolloutWire(server.address) as wire:
+    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as wire:
         with pytest.raises(errors.CapacityError, match="no blocks left"):
             async for delta in wire.generate(QUESTION):
                 got.append(delta)
@@ -333,7 +336,7 @@ class SteppingTrainer:
 async def test_a_trainer_is_asked_watched_and_stopped_from_elsewhere() -> None:
     trainer = SteppingTrainer(total=3)
     trainer.saved.set()
-    async with serving(TrainerDoor(trainer)) as server, TrainerWire(server.address) as wire:
+    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as wire:
         assert await wire.status() == await trainer.status()
         assert [status.step async for status in wire.watch()] == [0, 1, 2, 3]
         await wire.stop("enough")
@@ -344,7 +347,7 @@ async def test_a_trainer_is_asked_watched_and_stopped_from_elsewhere() -> None:
 async def test_a_long_wait_is_cut_into_long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "POLL_S", 0.05)
     trainer = SteppingTrainer(total=3)
-    async with serving(TrainerDoor(trainer)) as server, TrainerWire(server.address) as wire:
+    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as wire:
         with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
             await wire.save_checkpoint(wait_s=0.2)
         polls = trainer.asked.qsize()
@@ -360,16 +363,16 @@ async def test_a_service_that_drains_ends_long_waits_and_a_watcher_finds_the_nex
     trainer = SteppingTrainer(total=3)
     seen: list[int] = []
 
-    async def watch(wire: TrainerWire) -> None:
+    async def watch(wire: TrainerClient) -> None:
         async for status in wire.watch():
             seen.append(status.step)
 
-    async with serving(TrainerDoor(trainer)) as server:
-        wire = TrainerWire(server.address, patience_s=60)
+    async with serving(TrainerServicer(trainer)) as server:
+        wire = TrainerClient(server.address, patience_s=60)
         watching = asyncio.create_task(watch(wire))
         await trainer.at_the_end.wait()
     trainer.saved.set()
-    async with serving(TrainerDoor(trainer), port=server.port), asyncio.timeout(120):
+    async with serving(TrainerServicer(trainer), port=server.port), asyncio.timeout(120):
         await watching
     await wire.close()
     assert seen == [0, 1, 2, 3]
@@ -377,7 +380,7 @@ async def test_a_service_that_drains_ends_long_waits_and_a_watcher_finds_the_nex
 
 async def test_a_negative_wait_is_refused() -> None:
     trainer = SteppingTrainer(total=3)
-    async with serving(TrainerDoor(trainer)) as server, TrainerWire(server.address) as wire:
+    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as wire:
         with pytest.raises(errors.UserError, match="wait_s is -1"):
             async for _ in wire.watch(every_s=-1):
                 pass
@@ -391,8 +394,8 @@ async def test_a_service_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPat
             await asyncio.sleep(600)
             raise AssertionError
 
-    async with serving(TrainerDoor(Hanging(total=1))) as server:
-        wire = TrainerWire(server.address, patience_s=0.2)
+    async with serving(TrainerServicer(Hanging(total=1))) as server:
+        wire = TrainerClient(server.address, patience_s=0.2)
         with pytest.raises(errors.UnavailableError, match="has not answered within"):
             await wire.status()
         await wire.close()

@@ -29,9 +29,9 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.contract.types import Trajectory as Row
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import build
@@ -75,24 +75,24 @@ def tokens_of(lease: Lease) -> dict[Uid, int]:
 
 
 @asynccontextmanager
-async def queue_elsewhere() -> AsyncIterator[QueueWire]:
+async def queue_elsewhere() -> AsyncIterator[QueueClient]:
     queue = await TransferQueue.open(build(QueueConfig(store="memory"), Path()))
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     try:
         async with (
-            Server(settings, [QueueDoor(queue)]) as server,
-            QueueWire(server.address, patience_s=1) as wire,
+            Server(settings, [QueueServicer(queue)]) as server,
+            QueueClient(server.address, patience_s=1) as wire,
         ):
             yield wire
     finally:
         await queue.close()
 
 
-async def leased(wire: QueueWire, worker: str = "worker", wait_s: float = 5) -> Lease:
+async def leased(wire: QueueClient, worker: str = "worker", wait_s: float = 5) -> Lease:
     return await wire.lease(["run"], "rollout", worker=worker, limit=8, version=NOW, wait_s=wait_s)
 
 
-async def begun(wire: QueueWire) -> int:
+async def begun(wire: QueueClient) -> int:
     """Open the run and take it over; the epoch, whose version 0 every engine has."""
     await wire.open_run(SPEC)
     state = await wire.acquire("run", "trainer")
@@ -100,7 +100,7 @@ async def begun(wire: QueueWire) -> int:
     return state.epoch
 
 
-async def settled(wire: QueueWire, tokens: int) -> Sequence[np.ndarray]:
+async def settled(wire: QueueClient, tokens: int) -> Sequence[np.ndarray]:
     """One batch from prompt to trained; the tokens that the trainer saw."""
     epoch = await begun(wire)
     assert await wire.admit("run", [task("a")], cursor="1", wait_s=5) == 1
@@ -208,7 +208,7 @@ async def test_a_lease_waits_for_a_task_that_comes_later() -> None:
 SERVICE = """
 import asyncio, sys
 from pathlib import Path
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.runtime import Server, ServerSettings, run_service
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -218,7 +218,7 @@ async def main():
     path, port = Path(sys.argv[1]), int(sys.argv[2])
     queue = await TransferQueue.open(build(QueueConfig(), path))
     settings = ServerSettings(port=port, metrics_port=None)
-    async with Server(settings, [QueueDoor(queue)]) as server:
+    async with Server(settings, [QueueServicer(queue)]) as server:
         await server.ready()
         print("ready", flush=True)
         await server.until_stopped()
@@ -249,7 +249,7 @@ async def test_a_queue_that_is_ended_during_a_long_poll_and_comes_back_is_never_
 ) -> None:
     port = free_port()
     process = await start(tmp_path, port)
-    async with QueueWire(f"127.0.0.1:{port}", patience_s=100) as wire:
+    async with QueueClient(f"127.0.0.1:{port}", patience_s=100) as wire:
         await begun(wire)
         waiting = asyncio.create_task(leased(wire, wait_s=100))
         async with asyncio.timeout(120):

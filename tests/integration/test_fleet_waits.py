@@ -10,7 +10,7 @@ from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.rollout.config import BreakerConfig
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers.member import MemberDoor
+from meshrl.rpc.servicers.member import MemberServicer
 from meshrl.testing.engines import echo
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -25,7 +25,7 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
     engine.behave(echo.Behaviour.FAIL)
     breaker = BreakerConfig(pause_s=1000, longest_pause_s=1000)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", slots=8, breaker=breaker)
-    door = MemberDoor(worker, engine, leave=lambda: None)
+    door = MemberServicer(worker, engine, leave=lambda: None)
     async with Server(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server:
         fleet = {"rollout-0": server.address, "rollout-1": "127.0.0.1:1"}
         fresh, silent = await fleet_waits(fleet)

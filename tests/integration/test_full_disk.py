@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import CapacityError, WaitTimeoutError
-from meshrl.contract.stage_worker import StageLoop
+from meshrl.contract.stage_worker import StageWorker
 from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.disk_space import Shortage
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation
 from meshrl.transferqueue.stores.disk import DiskStore
@@ -46,15 +46,15 @@ class SmallStore(DiskStore):
 @asynccontextmanager
 async def meshed(
     path: Path, shortage: Shortage | None
-) -> AsyncIterator[tuple[SmallStore, Actors, QueueWire]]:
+) -> AsyncIterator[tuple[SmallStore, Actors, QueueClient]]:
     """The store of a queue, actors beside it, and a service's way to it."""
     store = SmallStore(path)
     queue = await TransferQueue.open(store)
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     try:
         async with (
-            Server(settings, [QueueDoor(queue)]) as server,
-            QueueWire(server.address, patience_s=1, shortage=shortage) as wire,
+            Server(settings, [QueueServicer(queue)]) as server,
+            QueueClient(server.address, patience_s=1, shortage=shortage) as wire,
         ):
             actors = Actors(queue)
             stages = (ROLLOUT_STAGE, REWARD_STAGE)
@@ -67,14 +67,14 @@ async def meshed(
         await queue.close()
 
 
-def rolling(queue: QueueWire, go: asyncio.Event) -> StageLoop:
+def rolling(queue: QueueClient, go: asyncio.Event) -> StageWorker:
     """Rows are answered once `go` is set."""
 
     async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
         await go.wait()
         return [rollout_of(row, NOW) for row in rows]
 
-    return StageLoop(
+    return StageWorker(
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=ROWS, version=lambda: NOW
     )
 

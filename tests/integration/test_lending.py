@@ -15,9 +15,9 @@ import pytest
 from meshrl.contract.codec.arena import FOLDER, Arena, Lent
 from meshrl.contract.codec.lending import ANSWER_BYTES, Borrower, referred
 from meshrl.contract.errors import UserError
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -51,7 +51,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 async def served(path: Path, port: int = 0) -> AsyncIterator[Server]:
     queue = await TransferQueue.open(stores.build(QueueConfig(), path))
     settings = ServerSettings(port=port, drain_grace_s=1)
-    async with Server(settings, [QueueDoor(queue)]) as server:
+    async with Server(settings, [QueueServicer(queue)]) as server:
         yield server
     await queue.close()
 
@@ -75,7 +75,7 @@ async def test_rows_go_through_lent_memory_and_nothing_of_it_stays(
     tmp_path: Path, references: list[bytes], arenas: Callable[[], list[str]]
 ) -> None:
     async with served(tmp_path) as server:
-        async with QueueWire(server.address, shared_memory_bytes=LENT_BYTES) as wire:
+        async with QueueClient(server.address, shared_memory_bytes=LENT_BYTES) as wire:
             actors = Actors(wire)
             await actors.start(spec())
             await produce(actors, 2)
@@ -91,7 +91,7 @@ async def test_a_queue_that_is_started_again_reads_the_same_arena(
     tmp_path: Path, references: list[bytes], arenas: Callable[[], list[str]]
 ) -> None:
     async with served(tmp_path) as first:
-        wire = QueueWire(first.address, shared_memory_bytes=LENT_BYTES)
+        wire = QueueClient(first.address, shared_memory_bytes=LENT_BYTES)
         actors = Actors(wire)
         await actors.start(spec())
         await produce(actors, 1)
@@ -110,7 +110,7 @@ async def test_a_queue_that_cannot_read_the_arena_gets_frames_inline(
     monkeypatch.setattr(Lent, "accept", lambda offer: None)
     async with (
         served(tmp_path) as server,
-        QueueWire(server.address, shared_memory_bytes=LENT_BYTES) as wire,
+        QueueClient(server.address, shared_memory_bytes=LENT_BYTES) as wire,
     ):
         actors = Actors(wire)
         await actors.start(spec())
@@ -125,7 +125,7 @@ async def test_a_queue_elsewhere_that_takes_over_ends_the_lending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with served(tmp_path) as first:
-        wire = QueueWire(first.address, shared_memory_bytes=LENT_BYTES)
+        wire = QueueClient(first.address, shared_memory_bytes=LENT_BYTES)
         actors = Actors(wire)
         await actors.start(spec())
         await produce(actors, 1)
@@ -141,7 +141,7 @@ async def test_what_is_wrong_with_rows_is_told_and_the_lending_goes_on(
 ) -> None:
     async with (
         served(tmp_path) as server,
-        QueueWire(server.address, shared_memory_bytes=LENT_BYTES) as wire,
+        QueueClient(server.address, shared_memory_bytes=LENT_BYTES) as wire,
     ):
         actors = Actors(wire)
         await actors.start(spec())
@@ -161,7 +161,7 @@ async def test_memory_lost_to_calls_without_an_end_is_replaced(
 ) -> None:
     async with (
         served(tmp_path) as server,
-        QueueWire(server.address, shared_memory_bytes=LENT_BYTES) as wire,
+        QueueClient(server.address, shared_memory_bytes=LENT_BYTES) as wire,
     ):
         actors = Actors(wire)
         await actors.start(spec())

@@ -17,7 +17,7 @@ import pytest
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Uid
 from meshrl.rollout.tools import mcp_servers
-from meshrl.rollout.tools.building import Workshop
+from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
@@ -43,7 +43,7 @@ class Bench:
         given = {"command": light} | options
         if "url" in given:
             del given["command"]
-        self.workshop = Workshop(ToolsConfig(tools=[ToolConfig(**given)]))
+        self.workshop = ToolBuilder(ToolsConfig(tools=[ToolConfig(**given)]))
         self.tools = (await self.workshop.toolbox()).of(task(TOKENIZER))
         return self.tools
 

@@ -18,9 +18,9 @@ from meshrl.config.weights import NcclConfig, WeightsConfig
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import Uint8, Version
 from meshrl.testing.libraries.stub import VARIABLE
-from meshrl.testing.weights import MadeSource
+from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import Link, Place, load_carrier
-from meshrl.weights.carriers.nccl import Carrier, NcclCell
+from meshrl.weights.carriers.nccl import Carrier, NcclChannel
 from meshrl.weights.nccl import messages
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.weights.nccl.rendezvous import knock
@@ -46,9 +46,9 @@ class Ends:
         ]
         self.endpoint = ""
         self.generation = 0
-        self.cells: list[NcclCell] = []
+        self.cells: list[NcclChannel] = []
 
-    def pair(self) -> tuple[NcclCell, NcclCell]:
+    def pair(self) -> tuple[NcclChannel, NcclChannel]:
         """Both ends of a cell of the next generation."""
         self.generation += 1
         about = {"run": "run", "epoch": 1, "generation": self.generation, "endpoint": self.endpoint}
@@ -58,7 +58,7 @@ class Ends:
         self.cells += [first, second]
         return first, second
 
-    async def opened(self, deadline_s: float = AMPLE_S) -> tuple[NcclCell, NcclCell]:
+    async def opened(self, deadline_s: float = AMPLE_S) -> tuple[NcclChannel, NcclChannel]:
         first, second = self.pair()
         await asyncio.gather(first.open(deadline_s), second.open(deadline_s))
         return first, second
@@ -98,7 +98,7 @@ async def make() -> AsyncIterator[Any]:
         assert [pid for pid in pids if exists(pid)] == []
 
 
-async def carry(cells: tuple[NcclCell, NcclCell], source: MadeSource, index: int) -> Uint8:
+async def carry(cells: tuple[NcclChannel, NcclChannel], source: StubSource, index: int) -> Uint8:
     into = np.empty(source.manifest.bucket_bytes[index], dtype=np.uint8)
     await asyncio.gather(
         cells[0].send(source.manifest, index, source.bucket(index)),
@@ -107,7 +107,9 @@ async def carry(cells: tuple[NcclCell, NcclCell], source: MadeSource, index: int
     return into
 
 
-async def failures(cells: tuple[NcclCell, NcclCell], source: MadeSource, index: int) -> list[str]:
+async def failures(
+    cells: tuple[NcclChannel, NcclChannel], source: StubSource, index: int
+) -> list[str]:
     """What both ends say of a bucket that fails at both."""
     manifest = source.manifest
     into = np.empty(manifest.bucket_bytes[index], dtype=np.uint8)
@@ -123,14 +125,14 @@ async def failures(cells: tuple[NcclCell, NcclCell], source: MadeSource, index: 
 async def test_versions_with_buckets_of_any_size_arrive_byte_by_byte(make: Any) -> None:
     cells = await (await make()).opened()
     for step, nbytes in enumerate((1 << 16, 5 << 20, 1 << 10)):  # memory grows, and is kept
-        source = MadeSource("run", Version(1, step), bucket_bytes=nbytes)
+        source = StubSource("run", Version(1, step), bucket_bytes=nbytes)
         for index in range(4):
             assert np.array_equal(await carry(cells, source, index), source.bucket(index))
 
 
 async def test_a_bucket_is_sent_again_in_the_same_cell(make: Any) -> None:
     cells = await (await make()).opened()
-    source = MadeSource("run", Version(1, 0))
+    source = StubSource("run", Version(1, 0))
     for index in (0, 1, 0):
         assert np.array_equal(await carry(cells, source, index), source.bucket(index))
 
@@ -139,7 +141,7 @@ async def test_a_generation_after_a_failed_one_has_processes_and_a_communicator_
     make: Any,
 ) -> None:
     ends = await make()
-    source = MadeSource("run", Version(1, 0))
+    source = StubSource("run", Version(1, 0))
     cells = await ends.opened()
     before = list(ends.pids)
     os.kill(before[1], signal.SIGKILL)
@@ -208,7 +210,7 @@ async def test_a_broadcast_that_hangs_ends_at_the_deadline_of_its_bucket_at_both
     ends = await make(*([hangs, waits] if end == 0 else [waits, hangs]), base_s=1.0)
     cells = await ends.opened()
     # So much that rank 0 is not through before the other.
-    source = MadeSource("run", Version(1, 0), bucket_bytes=16 << 20)
+    source = StubSource("run", Version(1, 0), bucket_bytes=16 << 20)
     said = await failures(cells, source, 0)
     # Said by the process itself, or on a busy machine by its parent, which kills it a little later.
     assert any("was not through in" in each or "no progress" in each for each in said), said
@@ -216,7 +218,7 @@ async def test_a_broadcast_that_hangs_ends_at_the_deadline_of_its_bucket_at_both
 
 async def test_an_error_that_nccl_reports_is_known_long_before_the_deadline(make: Any) -> None:
     cells = await (await make({"faults": [{"at": "bucket", "nth": 2, "do": "error"}]})).opened()
-    source = MadeSource("run", Version(1, 0))
+    source = StubSource("run", Version(1, 0))
     assert np.array_equal(await carry(cells, source, 0), source.bucket(0))
     said = await failures(cells, source, 1)
     assert "NCCL_ERROR_SYSTEM_ERROR: on request" in said[0]
@@ -225,7 +227,7 @@ async def test_an_error_that_nccl_reports_is_known_long_before_the_deadline(make
 
 async def test_giving_a_cell_up_wakes_whoever_waits_in_it(make: Any) -> None:
     first, second = await (await make()).opened()
-    source = MadeSource("run", Version(1, 0), bucket_bytes=16 << 20)  # rank 0 waits for the other
+    source = StubSource("run", Version(1, 0), bucket_bytes=16 << 20)  # rank 0 waits for the other
     sending = asyncio.create_task(first.send(source.manifest, 0, source.bucket(0)))
     await asyncio.sleep(
         0.1

@@ -17,12 +17,12 @@ from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook
 from meshrl.rpc.clients import queue_admin as wire
-from meshrl.rpc.clients.queue_admin import QueueAdminWire
+from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers.queue import QueueDoor
-from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
-from meshrl.rpc.servicers.shard import ShardDoor
+from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
+from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
@@ -73,7 +73,11 @@ async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncItera
     )
     store = stores.build(recipe.queue, recipe.queue_path)
     queue = await ShardQueue.open(store)
-    doors = [QueueDoor(queue), ShardDoor(queue), QueueAdminDoor(QueueAdmin(queue, store))]
+    doors = [
+        QueueServicer(queue),
+        ShardServicer(queue),
+        QueueAdminServicer(QueueAdmin(queue, store)),
+    ]
     async with Server(ServerSettings(), doors) as server:
         server.registry.register(QueueCollector(queue, store))
         await server.ready()
@@ -142,7 +146,7 @@ async def test_a_queue_of_another_format_is_refused(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "FORMAT", 99)
-    async with QueueAdminWire(mesh.server.address) as admin:
+    async with QueueAdminClient(mesh.server.address) as admin:
         with pytest.raises(UserError, match="this meshrl reads format 99"):
             await anext(admin.export())
 

@@ -10,7 +10,7 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rpc.servicers.reward import RewardDoor
+from meshrl.rpc.servicers.reward import RewardServicer
 
 from .test_doors import LengthJudge, serving
 
@@ -28,7 +28,7 @@ def sample(solution: str) -> Sample:
 
 
 async def test_its_scores_are_a_component_and_its_end_is_a_fault() -> None:
-    async with serving(RewardDoor(LengthJudge())) as server:
+    async with serving(RewardServicer(LengthJudge())) as server:
         judge = build_judge(config(server.address))
         await judge.start()
         (score,) = await judge.score([sample("four")])

@@ -30,13 +30,13 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
-from meshrl.rpc.audit_log import AuditLog
+from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Guard, TokenBook, new_token
-from meshrl.rpc.clients.reward_registry import RewardRegistryWire
-from meshrl.rpc.guarded_registry import RewardDesk
+from meshrl.rpc.clients.reward_registry import RewardRegistryClient
+from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers.reward import RewardDoor
-from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor
+from meshrl.rpc.servicers.reward import RewardServicer
+from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
 from meshrl.v1 import reward_registry_pb2 as pb
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -51,7 +51,7 @@ def source(score: float) -> str:
 @dataclass
 class Service:
     registry: Registry
-    desk: RewardDesk
+    desk: GuardedRegistry
     http: str
     grpc: str
     audit: Path
@@ -91,13 +91,13 @@ async def serving(
     limits = {"requests_per_minute": 1e6, "submissions_per_minute": 1e6, **rates}
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(open_registry(config, directory / "rewards"))
-        audit = AuditLog(directory / "rewards" / "audit.jsonl")
+        audit = RewardAuditLog(directory / "rewards" / "audit.jsonl")
         stack.callback(audit.close)
-        desk = RewardDesk(registry, Guard(book, **limits), audit)
+        desk = GuardedRegistry(registry, Guard(book, **limits), audit)
         server_settings = ServerSettings(
             metrics_port=None, drain_grace_s=1, tls=tls or Certificates()
         )
-        doors = [RewardDoor(registry.judge, registry.judge), RewardRegistryDoor(desk)]
+        doors = [RewardServicer(registry.judge, registry.judge), RewardRegistryServicer(desk)]
         server = await stack.enter_async_context(Server(server_settings, doors))
         await server.ready()
         app = build_app(desk, MAX_BODY)
@@ -201,7 +201,7 @@ async def test_a_refusal_is_a_problem_with_the_line(tmp_path: Path) -> None:
 
 
 async def test_the_same_through_grpc(tmp_path: Path) -> None:
-    async with serving(tmp_path) as service, RewardRegistryWire(service.grpc) as wire:
+    async with serving(tmp_path) as service, RewardRegistryClient(service.grpc) as wire:
         case = Case(solution="x", score=1.0, ground_truth={"a": [1]}, extra_info={"b": None})
         limits = {"deadline_s": 2.5}
         submission = Submission(name="reward", source=source(1), cases=(case,), limits=limits)
@@ -271,11 +271,11 @@ async def test_grpc_asks_for_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path, closed=True) as service:
-        async with RewardRegistryWire(service.grpc) as nobody:
+        async with RewardRegistryClient(service.grpc) as nobody:
             with pytest.raises(errors.UnauthenticatedError, match="wants a token"):
                 await nobody.names()
         monkeypatch.setenv("MESHRL_TOKEN", service.tokens["writer"])
-        async with RewardRegistryWire(service.grpc) as writer:
+        async with RewardRegistryClient(service.grpc) as writer:
             await writer.submit(Submission(name="reward", source=source(1)))
             with pytest.raises(errors.ForbiddenError, match="needs the role read"):
                 await writer.names()
@@ -340,12 +340,12 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(
         async with httpx.AsyncClient(base_url=service.http, verify=trusting) as known:
             assert (await known.get("/v1/rewards")).status_code == 200
         monkeypatch.setenv("MESHRL_TLS_CA", str(tls.ca))
-        async with RewardRegistryWire(service.grpc, patience_s=0) as wire:
+        async with RewardRegistryClient(service.grpc, patience_s=0) as wire:
             with pytest.raises(errors.UnavailableError):
                 await wire.names()
         monkeypatch.setenv("MESHRL_TLS_CERT", str(tls.cert))
         monkeypatch.setenv("MESHRL_TLS_KEY", str(tls.key))
-        async with RewardRegistryWire(service.grpc, patience_s=0) as wire:
+        async with RewardRegistryClient(service.grpc, patience_s=0) as wire:
             assert (await wire.names()).followed == "reward"
 
 
@@ -392,7 +392,7 @@ async def test_malformed_and_oversized_grpc_messages_end_as_errors_of_the_caller
             with pytest.raises(grpc.aio.AioRpcError) as oversized:
                 await calls["SubmitReward"](b"\n" * (65 << 20), timeout=60)
             assert oversized.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        async with RewardRegistryWire(service.grpc) as wire:
+        async with RewardRegistryClient(service.grpc) as wire:
             assert (await wire.names()).scoring == service.registry.base
     assert grpc.StatusCode.INVALID_ARGUMENT in seen
 

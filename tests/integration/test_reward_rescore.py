@@ -14,8 +14,8 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
-from meshrl.rpc.clients.queue import QueueWire
-from meshrl.rpc.clients.reward_registry import RewardRegistryWire
+from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 
 from ..chaos.answered_rows import GROUP, admit_all, answer_all
 from ..chaos.reward_service import Service, serving, write_recipe
@@ -46,13 +46,13 @@ async def test_resident_rows_are_scored_again_with_what_scores_now(tmp_path: Pat
     )
     queues = Service("queue", recipe)
     judge = Service("reward", recipe, ("--queue", queues.address))
-    async with serving(queues), QueueWire(queues.address) as queue:
+    async with serving(queues), QueueClient(queues.address) as queue:
         await queue.open_run(train_spec(load_recipe(recipe, check=False)))
         await admit_all(queue, "train", GROUPS)
         await answer_all(queue, "train", GROUPS, lambda uid: f"{uid.index}")
         async with serving(judge):
             await ready(queue)
-            async with RewardRegistryWire(judge.address) as wire:
+            async with RewardRegistryClient(judge.address) as wire:
                 version = (
                     await wire.submit(Submission(name="reward", source=HEAD + "    return 2\n"))
                 ).hash

@@ -16,8 +16,8 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.frames import pack
 from meshrl.contract.types import (
     GenerateRequest,
-    JournalGroup,
     Lease,
+    ProgressGroup,
     SamplingParams,
     Task,
     Uid,
@@ -50,7 +50,7 @@ class Recorded:
     def __init__(self, queue: TransferQueue) -> None:
         self._queue = queue
         self.leases: list[Lease] = []
-        self.appends: list[Sequence[JournalGroup]] = []
+        self.appends: list[Sequence[ProgressGroup]] = []
         self.running = self.most = 0
         self.trouble: Callable[[], Any] | None = None
         """Awaited after an append; what it raises is what the worker hears of it."""
@@ -65,7 +65,7 @@ class Recorded:
         self.leases.append(lease)
         return lease
 
-    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         self.appends.append(groups)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -218,7 +218,7 @@ async def test_what_was_kept_in_another_form_is_passed_over(
         [RUN], "rollout", worker="other", limit=8, at_least=8, version=FIRST, wait_s=5
     )
     foreign = [
-        JournalGroup(
+        ProgressGroup(
             task=group.task,
             indices=group.indices,
             attempts=group.attempts,

@@ -10,14 +10,14 @@ import pytest
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8, Version
-from meshrl.testing.weights import MadeSource
+from meshrl.testing.weights import StubSource
 from meshrl.weights.fleet import ReplicaState
 
 from ..waiting import until
 from .weights_fleet import RUN, flip, opened
 
 
-class OnceRotten(MadeSource):
+class OnceRotten(StubSource):
     """Hands one bucket out flipped the first time that it is asked for."""
 
     spoiled = False
@@ -80,7 +80,7 @@ async def test_a_replica_that_reads_corrupted_bytes_again_and_again_is_quarantin
         assert ill.commits == []
 
 
-class Rotten(MadeSource):
+class Rotten(StubSource):
     """Its memory changed after the manifest was made."""
 
     def bucket(self, index: int) -> Uint8:

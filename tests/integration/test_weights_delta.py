@@ -22,7 +22,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc import tls
 from meshrl.rpc.errors import from_rpc
-from meshrl.testing.weights import HashSink, MadeSource
+from meshrl.testing.weights import HashSink, StubSource
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 from meshrl.weights.carriers import delta
@@ -35,9 +35,9 @@ from .weights_fleet import RUN, flip, opened
 BUCKETS = 4
 
 
-def sparse(step: int, density: float = 0.01, epoch: int = 1) -> MadeSource:
+def sparse(step: int, density: float = 0.01, epoch: int = 1) -> StubSource:
     """64 KiB of bfloat16 a bucket, of which `density` changes with each step."""
-    return MadeSource(RUN, Version(epoch, step), dtype="bfloat16", density=density)
+    return StubSource(RUN, Version(epoch, step), dtype="bfloat16", density=density)
 
 
 class Wire:

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.errors import ConflictError
 from meshrl.contract.types import Version
-from meshrl.testing.weights import MadeSource
+from meshrl.testing.weights import StubSource
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.fleet import ReplicaState
@@ -26,7 +26,7 @@ async def test_versions_never_go_back(tmp_path: Path) -> None:
         with pytest.raises(ConflictError, match=r"1\.4 after 1\.5"):
             await fleet.plane.publish(fleet.source(4))
         with pytest.raises(ConflictError, match="epoch 1"):
-            await fleet.plane.publish(MadeSource(RUN, Version(2, 6)))
+            await fleet.plane.publish(StubSource(RUN, Version(2, 6)))
 
 
 async def test_agents_follow_a_trainer_that_resumes_at_an_older_step_with_a_higher_epoch(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from meshrl.contract.ports import Queue, WeightSource
 from meshrl.contract.rows import reward_write, rollout_write
-from meshrl.contract.stage_worker import StageLoop, StageResult
+from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
@@ -51,7 +51,7 @@ from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model.policy import build_policy, load_hf, random_hf
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 
 VOCABULARY = 23
 LUCKY = 7
@@ -131,7 +131,7 @@ class Sampler:
 
     async def serve(self) -> None:
         await self._serving.wait()
-        loop = StageLoop(
+        loop = StageWorker(
             self._queue, [f"{self._run}.eval", self._run], ROLLOUT_STAGE, self._answer,
             worker="sampler", limit=64, rows_per_call=16, version=lambda: self.version or Version(0, 0),
         )  # fmt: skip
@@ -220,8 +220,8 @@ class Mesh:
     def extra_rows(self) -> int:
         return needs_of(self.algorithm, self.actor).extra_rows
 
-    def setting(self, total_steps: int | None, **trainer: Any) -> Setting:
-        return Setting(
+    def setting(self, total_steps: int | None, **trainer: Any) -> TrainerSettings:
+        return TrainerSettings(
             run="run",
             directory=self.directory,
             owner="test",
@@ -303,7 +303,7 @@ async def mesh(
         else (ROLLOUT_STAGE, REWARD_STAGE)
     )
     await queue.open_run(spec(stages=stages, **changes))
-    judging = StageLoop(
+    judging = StageWorker(
         queue, runs, REWARD_STAGE, judge, worker="judge", limit=64, rows_per_call=16
     )
     made.stages = [asyncio.create_task(made.sampler.serve()), asyncio.create_task(judging.run())]

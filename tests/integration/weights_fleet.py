@@ -13,12 +13,12 @@ import grpc
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.testing.weights import HashSink, MadeSource
+from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import Place
-from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
-from meshrl.weights.replica_controller import WeightAgent
-from meshrl.weights.servicer import WeightsDoor
+from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.servicer import WeightsServicer
 
 from ..waiting import until
 
@@ -51,13 +51,13 @@ class Fleet:
         async def on_committed(version: Version) -> None:
             self.published.append(version)
 
-        self.plane = WeightPlane(
+        self.plane = WeightCoordinator(
             self.config, run=RUN, epoch=self.epoch, place=self.place, on_committed=on_committed
         )
         await self.plane.start()
         settings = ServerSettings(port=self.port, metrics_port=None, drain_grace_s=0)
         self.server = await self._planes.enter_async_context(
-            Server(settings, [WeightsDoor(self.plane)])
+            Server(settings, [WeightsServicer(self.plane)])
         )
         self.port = self.server.port
 
@@ -73,7 +73,7 @@ class Fleet:
         directory: Path | None = None,
     ) -> HashSink:
         engine = engine or HashSink()
-        agent = WeightAgent(
+        agent = ReplicaController(
             self.config,
             run=run,
             replica=name,
@@ -98,12 +98,12 @@ class Fleet:
         await until(lambda: self.state_of(name) is ReplicaState.SERVING)
         return engine
 
-    async def carry(self, source: MadeSource) -> None:
+    async def carry(self, source: StubSource) -> None:
         await self.plane.publish(source)
         await self.plane.drained()
 
-    def source(self, step: int) -> MadeSource:
-        return MadeSource(RUN, Version(self.epoch, step))
+    def source(self, step: int) -> StubSource:
+        return StubSource(RUN, Version(self.epoch, step))
 
     def state_of(self, name: str) -> ReplicaState | None:
         return next((view.state for view in self.plane.fleet().replicas if view.name == name), None)

@@ -132,6 +132,6 @@ BY_CODE: Mapping[str, type[MeshError]] = _tree(MeshError)
 """Code on the wire to class."""
 
 
-def from_wire(code: str, message: str, details: Mapping[str, str]) -> MeshError:
+def from_detail(code: str, message: str, details: Mapping[str, str]) -> MeshError:
     """The exception that the other side raised; an unknown code becomes InfraError."""
     return BY_CODE.get(code, InfraError)(message, **dict(details))

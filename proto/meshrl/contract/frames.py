@@ -53,7 +53,7 @@ def seal(*parts: bytes | memoryview) -> bytes:
     return b"".join([_SUM.pack(checksum.intdigest()), *parts])
 
 
-def seal_of(value: bytes | memoryview) -> int:
+def checksum_of(value: bytes | memoryview) -> int:
     """The checksum that a sealed value carries. Raises CorruptError for what is too short to carry one."""
     if len(value) < _SUM.size:
         raise CorruptError(f"{len(value)} bytes are no sealed value")
@@ -61,7 +61,7 @@ def seal_of(value: bytes | memoryview) -> int:
     return seal_
 
 
-def unseal(value: bytes | memoryview, what: str) -> memoryview:
+def strip_checksum(value: bytes | memoryview, what: str) -> memoryview:
     """The body of a sealed value.
 
     Raises:
@@ -265,7 +265,7 @@ class Frame:
 
     def __init__(self, value: bytes | memoryview, what: str = "frame") -> None:
         """Raises CorruptError, naming `what`, for bytes that are not a sealed frame."""
-        body = unseal(value, what)
+        body = strip_checksum(value, what)
         try:
             self.rows, self.columns = _read(body)
         except _MALFORMED as error:

@@ -19,7 +19,7 @@ COLUMNS: Final = {
 """dtype and rank of each: int32[n] tokens, float32[n] log-probs, int32[n, 2] epoch and step of who sampled each."""
 
 
-def journal_frame(rows: Sequence[Sequence[GenerateDelta]]) -> bytes:
+def progress_frame(rows: Sequence[Sequence[GenerateDelta]]) -> bytes:
     """A sealed frame with the deltas of each row; at least one token a row."""
     deltas = [delta for row in rows for delta in row]
     sizes = [len(delta.tokens) for delta in deltas]
@@ -33,7 +33,7 @@ def journal_frame(rows: Sequence[Sequence[GenerateDelta]]) -> bytes:
     return pack_flat(len(rows), {name: Flat(each, lengths) for name, each in values.items()})
 
 
-def journaled(prefix: Columns) -> list[GenerateDelta]:
+def recorded_progress(prefix: Columns) -> list[GenerateDelta]:
     """What was kept of a row (`LeasedRow.prefix`) as deltas, one per run of tokens of one version.
 
     Raises:

@@ -1,6 +1,6 @@
 """What a worker holds, where whoever renews its leases can read it: in the same event loop, or in a thread beside it.
 
-StageLoop ──add, drop──▶ Holding ◀──by_run── renewing (the same loop), a wire's keeper (a thread)
+StageWorker ──add, drop──▶ Holding ◀──by_run── renewing (the same loop), a wire's keeper (a thread)
     ▲                                                  │
     └────────────────── lost ◀─────────────────────────┘
 """
@@ -23,7 +23,7 @@ Held: TypeAlias = Mapping[Uid, int]
 """Rows with the tokens that they are held under."""
 
 
-class Holding:
+class HeldLeases:
     """The rows that one worker holds of one stage. Its owner changes it, anybody may read it."""
 
     def __init__(self, stage: str, worker: str, lost: Callable[[Held], None]) -> None:
@@ -80,7 +80,7 @@ class Renews(Protocol):
         ...
 
 
-async def renewing(queue: Renews, holding: Holding) -> NoReturn:
+async def renewing(queue: Renews, holding: HeldLeases) -> NoReturn:
     """Renew what is held until cancelled, in the event loop of whoever holds it."""
     began = asyncio.Event()
     holding.began = began.set

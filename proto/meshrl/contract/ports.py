@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from meshrl.contract.held_leases import Holding
+from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.types import (
     Batch,
     Columns,
@@ -19,13 +19,13 @@ from meshrl.contract.types import (
     GenerateDelta,
     GenerateRequest,
     Int32,
-    JournalGroup,
     Lease,
     Ledger,
     OnUpdate,
     Outcome,
     PackedGroup,
     PayloadGroup,
+    ProgressGroup,
     RowWrite,
     RunSpec,
     RunState,
@@ -96,7 +96,7 @@ class Queue(Protocol):
         """Extend the lease; returns the uids that the worker holds no longer."""
         ...
 
-    async def keep(self, holding: Holding) -> None:
+    async def keep(self, holding: HeldLeases) -> None:
         """Renew what `holding` names, however busy the caller's event loop is, until cancelled.
 
         Ends with an error when renewals are refused; that the queue is away is none.
@@ -120,7 +120,7 @@ class Queue(Protocol):
         """
         ...
 
-    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """Keep what a stage has made so far of rows that it holds, durable on return; appending twice is once.
 
         Whoever is granted a row next for this stage gets it (`LeasedRow.prefix`); the stage's write ends it. Frames
@@ -206,7 +206,7 @@ class Queue(Protocol):
         ...
 
 
-class AttendedQueue(Queue, Protocol):
+class HeartbeatQueue(Queue, Protocol):
     """The queue itself, which sees its workers come and go."""
 
     def attend(self, worker: str) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ from meshrl.contract.types import (
 )
 
 
-class RowVerbs(ABC):
+class RowMethods(ABC):
     """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`."""
 
     logprob_precision: Precision = "fp32"

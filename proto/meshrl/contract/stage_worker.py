@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import Protocol, TypeAlias
 
 from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
-from meshrl.contract.held_leases import Held, Holding
+from meshrl.contract.held_leases import Held, HeldLeases
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
 from meshrl.contract.write_back import WriteBack
@@ -55,7 +55,7 @@ StageResult: TypeAlias = RowWrite | Failure | Returned
 Handler: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
 
 
-Gate: TypeAlias = Callable[[int], int]
+ConcurrencyLimit: TypeAlias = Callable[[int], int]
 """From the rows held now to how many more may be held, beyond what `limit` says; asked again at every `wake`."""
 
 
@@ -96,7 +96,7 @@ class _Call:
     """The work is done and its results are on their way to the queue."""
 
 
-class StageLoop:
+class StageWorker:
     """Works on rows of `runs` until drained, on `limit` rows at most at once.
 
     A call of `handle` gets `rows_per_call` of a lease, or, `by_group`, those of one group.
@@ -118,7 +118,7 @@ class StageLoop:
         wave: bool = False,
         version: Callable[[], Version] | None = None,
         progress: Progress | None = None,
-        gate: Gate | None = None,
+        gate: ConcurrencyLimit | None = None,
     ) -> None:
         self.stats = StageStats()
         self._queue = queue
@@ -140,7 +140,7 @@ class StageLoop:
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
         self._broken: BaseException | None = None
-        self._holding = Holding(stage.name, worker, self._lost)
+        self._holding = HeldLeases(stage.name, worker, self._lost)
 
     @property
     def held(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import httpx
 
-from meshrl.contract.errors import InfraError, MeshError, UnavailableError, from_wire
+from meshrl.contract.errors import InfraError, MeshError, UnavailableError, from_detail
 from meshrl.contract.types import Json
 
 TIMEOUT_S = 120.0
@@ -34,7 +34,7 @@ def _answer(response: httpx.Response) -> Any:
         raise InfraError(
             f"HTTP {response.status_code} without a problem: {response.text[:200]}"
         ) from None
-    raise from_wire(code, detail, problem)
+    raise from_detail(code, detail, problem)
 
 
 def _unreachable(url: httpx.URL, error: httpx.TransportError) -> MeshError:

@@ -11,7 +11,7 @@ from meshrl.rewardd.judges._building import with_judges
 from meshrl.rewardd.judges._composite import CompositeJudge
 from meshrl.rewardd.pool.pool import ScoringPool
 from meshrl.rewardd.pool.rule import Rule, read_rule
-from meshrl.rewardd.sandbox.sandbox import Cell, open_cell
+from meshrl.rewardd.sandbox.sandbox import Cell, open_sandbox
 
 
 class PoolJudge:
@@ -82,7 +82,7 @@ class PoolJudge:
 def _recipe_cell(rule: Rule, config: RewardConfig) -> Cell:
     """Strict ones see the folders of their files, from which these may import."""
     folders = {Path(function.path).parent for function in rule.functions if function.source}
-    return open_cell(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
+    return open_sandbox(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
 
 
 def build_judge(config: RewardConfig) -> PoolJudge | CompositeJudge:

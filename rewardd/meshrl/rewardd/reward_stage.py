@@ -10,7 +10,7 @@ import numpy as np
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Judge, Queue
 from meshrl.contract.rows import column_posted, column_text, reward_inputs, reward_write
-from meshrl.contract.stage_worker import Failure, StageLoop, StageResult, StageStats
+from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     POSTED_REWARD,
     REWARD_INPUTS,
@@ -61,7 +61,7 @@ class RewardStage:
         self._keep_inputs = keep_inputs
         self._token_rewards = token_rewards
         self._token_ends = token_ends
-        self._loop = StageLoop(
+        self._loop = StageWorker(
             queue,
             runs,
             REWARD_STAGE,

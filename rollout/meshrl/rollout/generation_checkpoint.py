@@ -26,13 +26,13 @@ from meshrl.contract.errors import (
     MeshError,
     UserError,
 )
-from meshrl.contract.generation_checkpoint import journal_frame, journaled
+from meshrl.contract.generation_checkpoint import progress_frame, recorded_progress
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     GenerateDelta,
-    JournalGroup,
     LeasedRow,
+    ProgressGroup,
     Uid,
     Version,
 )
@@ -71,7 +71,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class JournalStats:
+class GenerationCheckpointStats:
     """Since the start."""
 
     appends: int = 0
@@ -93,7 +93,7 @@ class Journal:
         lost: Callable[[set[Uid]], None],
     ) -> None:
         """`lost` is told of rows that somebody else holds by now."""
-        self.stats = JournalStats()
+        self.stats = GenerationCheckpointStats()
         self._queue = queue
         self._intervals = intervals
         # An append begun at half of it is through, as a rule, before a row has the other half.
@@ -114,7 +114,7 @@ class Journal:
         if not row.prefix:
             return []
         try:
-            deltas = journaled(row.prefix)
+            deltas = recorded_progress(row.prefix)
         except CorruptError as error:
             log.warning("%s is sampled from its start: %s", row.uid, error)
             return None
@@ -237,19 +237,19 @@ class Journal:
             self._timer = None
 
 
-def _groups(entries: Sequence[Entry]) -> list[JournalGroup]:
+def _groups(entries: Sequence[Entry]) -> list[ProgressGroup]:
     """The rows by group and token, a frame each."""
     bins: dict[tuple[str, int], list[Entry]] = defaultdict(list)
     for entry in entries:
         bins[entry.row.uid.task, entry.row.token].append(entry)
     return [
-        JournalGroup(
+        ProgressGroup(
             task=task,
             indices=tuple(entry.row.uid.index for entry in members),
             attempts=tuple(entry.row.uid.attempt for entry in members),
             token=token,
             starts=tuple(entry.kept for entry in members),
-            frame=journal_frame([entry.sending for entry in members]),
+            frame=progress_frame([entry.sending for entry in members]),
         )
         for (task, token), members in bins.items()
     ]

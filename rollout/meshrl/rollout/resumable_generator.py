@@ -27,7 +27,7 @@ from meshrl.rollout.sampling import closing
 from meshrl.rollout.versions import UNSERVED
 
 
-class Recorder:
+class ResumableGenerator:
     """A `Generator` for one row. Satisfies `Replaying`.
 
     Kept are rows that only grow: the first request has the uid for its id, and the prompt of each further one is all

@@ -18,7 +18,7 @@ from meshrl.rollout.ports import TogetherEngine
 from meshrl.rollout.sampling import closing
 
 
-class Wave:
+class SyncBatch:
     """One wave of programs. Each asks any number of times; its next request waits until the last one has begun."""
 
     def __init__(self, engine: TogetherEngine, size: int) -> None:
@@ -65,7 +65,7 @@ class Wave:
 class Seat:
     """A `Generator` for one program of a wave."""
 
-    def __init__(self, wave: Wave, index: int) -> None:
+    def __init__(self, wave: SyncBatch, index: int) -> None:
         self._wave = wave
         self._index = index
         self._one_asks = asyncio.Lock()

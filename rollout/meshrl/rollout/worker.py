@@ -1,6 +1,6 @@
 """The rollout worker: leases tasks with free capacity, runs their programs on the engine, writes trajectories back.
 
-    queue ──lease──▶ StageLoop ──rows──▶ program(task, engine) ──Trajectory──▶ write
+    queue ──lease──▶ StageWorker ──rows──▶ program(task, engine) ──Trajectory──▶ write
       ▲               ▲                     │ running responses (journal.py)
       │               └── gate (breaker.py) │
       └───────────────append────────────────┤
@@ -26,15 +26,15 @@ from typing import Any, NoReturn
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
-from meshrl.contract.stage_worker import Failure, Returned, StageLoop, StageResult, StageStats
+from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.rollout.circuit_breaker import Breaker, WatchedGenerator
 from meshrl.rollout.config import BreakerConfig, JournalIntervals
 from meshrl.rollout.generation_checkpoint import Journal
 from meshrl.rollout.ports import Generator, GiveBackError, TogetherEngine
 from meshrl.rollout.programs._cache import Programs
-from meshrl.rollout.resumable_generator import Recorder
-from meshrl.rollout.sync_batch import Wave
+from meshrl.rollout.resumable_generator import ResumableGenerator
+from meshrl.rollout.sync_batch import SyncBatch
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED
 from meshrl.rollout.worker_report import NO_BREAKER, WorkerReport
@@ -116,7 +116,7 @@ class RolloutWorker:
             self.breaker = Breaker(
                 breaker or BreakerConfig(), wake=lambda: self._loop.wake(), give_up=self._give_up
             )
-        self._loop = StageLoop(
+        self._loop = StageWorker(
             queue,
             runs,
             ROLLOUT_STAGE,
@@ -214,7 +214,7 @@ class RolloutWorker:
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         if not self._deterministic or self._together is None:
             return [await self._one(row) for row in rows]
-        wave = Wave(self._together, len(rows))
+        wave = SyncBatch(self._together, len(rows))
 
         async def member(index: int, row: LeasedRow) -> StageResult:
             try:
@@ -252,7 +252,7 @@ class RolloutWorker:
         """One row, its response kept while it runs. When cancelled, what is not kept yet stays for the flush."""
         if self.journal is None:
             return await self._rollout(row, engine)
-        result = await self._rollout(row, Recorder(engine, self.journal, row))
+        result = await self._rollout(row, ResumableGenerator(engine, self.journal, row))
         self.journal.drop([row.uid])
         return result
 

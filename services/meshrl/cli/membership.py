@@ -17,7 +17,7 @@ from pathlib import Path
 from meshrl.contract.errors import MeshError, UnavailableError
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook
 from meshrl.launcher.control import Answer, ask_up
-from meshrl.rpc.clients.member import MemberReport, MemberWire
+from meshrl.rpc.clients.member import MemberClient, MemberReport
 from meshrl.weights.fleet import FleetView, ReplicaState, ReplicaView, fetch_fleet
 
 ANSWER_S = 3.0
@@ -133,7 +133,7 @@ async def _report(member: Member) -> MemberReport | None:
     try:
         async with (
             asyncio.timeout(ANSWER_S),
-            MemberWire(member.address, patience_s=0.0) as wire,
+            MemberClient(member.address, patience_s=0.0) as wire,
         ):
             return await wire.report()
     except (MeshError, TimeoutError):

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from meshrl.cli.find_mesh import PATIENCE_S, Mesh
 from meshrl.launcher.address_book import run_lock
-from meshrl.rpc.clients.queue_admin import QueueAdminWire
+from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_connection import build_store, connect_queue
 from meshrl.transferqueue.operations.audit import Audit, audit
 from meshrl.transferqueue.sharding.merging import add
@@ -71,7 +71,7 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
         answers: list[Answer] = []
         if mesh.stopped is None:
             for number, address in enumerate(await _all_shards(mesh.queue)):
-                async with QueueAdminWire(address, patience_s=PATIENCE_S) as wire:
+                async with QueueAdminClient(address, patience_s=PATIENCE_S) as wire:
                     answers.append(await question(wire, number))
             return answers
         recipe = mesh.stopped

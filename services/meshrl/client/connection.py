@@ -12,15 +12,15 @@ from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
-from meshrl.rpc.clients.queue import QueueWire
+from meshrl.rpc.clients.queue import QueueClient
 
-Wire = TypeVar("Wire", bound=QueueWire)
+Wire = TypeVar("Wire", bound=QueueClient)
 
 PATIENCE_S: Final = STAGE_PATIENCE_S
 """How long a restart of the queue may take before calls fail with UnavailableError."""
 
 # Wires that live, closed or not: gRPC ends its threads when the last channel is freed, not when it is closed.
-_living: weakref.WeakSet[QueueWire] = weakref.WeakSet()
+_living: weakref.WeakSet[QueueClient] = weakref.WeakSet()
 _forked_beside_a_wire = False
 
 
@@ -62,16 +62,16 @@ async def connected(
         if len(addresses) == 1:
             yield await stack.enter_async_context(
                 _living_wire(
-                    QueueWire(addresses[0], patience_s=patience_s, compression=compression)
+                    QueueClient(addresses[0], patience_s=patience_s, compression=compression)
                 )
             )
             return
         # Only who has shards loads the router.
-        from meshrl.rpc.clients.shard import ShardWire
+        from meshrl.rpc.clients.shard import ShardClient
         from meshrl.transferqueue.sharding.router import ShardedQueue
 
-        async def dial(address: str) -> ShardWire:
-            wire = ShardWire(address, patience_s=patience_s, compression=compression)
+        async def dial(address: str) -> ShardClient:
+            wire = ShardClient(address, patience_s=patience_s, compression=compression)
             return await stack.enter_async_context(_living_wire(wire))
 
         router = ShardedQueue([await dial(address) for address in addresses], addresses, dial)

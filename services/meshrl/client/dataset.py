@@ -34,7 +34,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from meshrl.client import batches
 from meshrl.client.connection import PATIENCE_S
-from meshrl.client.portal import Portal
+from meshrl.client.portal import EventLoopThread
 from meshrl.client.queue import DAY_S, Queue
 from meshrl.client.ranks import Share
 from meshrl.client.tensors import TensorBatch, to_tensors
@@ -280,7 +280,7 @@ class _Connection:
     """A queue and the thread that talks to it."""
 
     def __init__(self, source: _Source) -> None:
-        self._portal = Portal()
+        self._portal = EventLoopThread()
         self._queue = Queue.connect(*source.addresses, patience_s=source.patience_s)
         self._portal.call(self._queue.__aenter__())
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.contract.errors import FencedError, MeshError, UserError
-from meshrl.contract.held_leases import Held, Holding
+from meshrl.contract.held_leases import Held, HeldLeases
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, Uid
 
@@ -73,7 +73,7 @@ class HeldLease:
         self._held = {uid: row.token for uid, row in self._rows.items()}
         self._body = asyncio.current_task()
         self._cancelling = self._body.cancelling() if self._body else 0
-        self._holding = Holding(self._lease.stage, self._lease.worker, self._forget)
+        self._holding = HeldLeases(self._lease.stage, self._lease.worker, self._forget)
         self._keeper = asyncio.create_task(
             self._port.keep(self._holding), name=f"{self._lease.stage}-keep"
         )

@@ -16,7 +16,7 @@ LEAVE_S: Final = 15.0
 """A call that Ctrl-C interrupts gets this long to give back what it holds."""
 
 
-class Portal:
+class EventLoopThread:
     """Runs coroutines for one thread or several. Starts with the first call, ends with `close`."""
 
     def __init__(self) -> None:

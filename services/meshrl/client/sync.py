@@ -18,7 +18,7 @@ from meshrl.client.batches import Checkpoint as AsyncCheckpoint
 from meshrl.client.batches import TrainBatch
 from meshrl.client.connection import PATIENCE_S
 from meshrl.client.leases import HeldLease as AsyncHeldLease
-from meshrl.client.portal import Portal
+from meshrl.client.portal import EventLoopThread
 from meshrl.client.queue import DAY_S
 from meshrl.client.queue import Queue as AsyncQueue
 from meshrl.client.queue import Run as AsyncRun
@@ -41,7 +41,7 @@ from meshrl.contract.types import (
 class Batches:
     """An async iterator over a run's batches, by its one trainer. Made by `Run.batches`."""
 
-    def __init__(self, wrapped: AsyncBatches, portal: Portal) -> None:
+    def __init__(self, wrapped: AsyncBatches, portal: EventLoopThread) -> None:
         self._wrapped = wrapped
         self._portal = portal
 
@@ -107,7 +107,7 @@ class Checkpoint:
     committing after it, so that one killed before the save finds them ready again.
     """
 
-    def __init__(self, wrapped: AsyncCheckpoint, portal: Portal) -> None:
+    def __init__(self, wrapped: AsyncCheckpoint, portal: EventLoopThread) -> None:
         self._wrapped = wrapped
         self._portal = portal
 
@@ -127,7 +127,7 @@ class Checkpoint:
 class HeldLease:
     """Rows of one stage, held for the length of its `with` block."""
 
-    def __init__(self, wrapped: AsyncHeldLease, portal: Portal) -> None:
+    def __init__(self, wrapped: AsyncHeldLease, portal: EventLoopThread) -> None:
         self._wrapped = wrapped
         self._portal = portal
 
@@ -171,7 +171,7 @@ class HeldLease:
 class Queue:
     """A transfer queue elsewhere. Everything written is durable on return, and writing twice is writing once."""
 
-    def __init__(self, wrapped: AsyncQueue, portal: Portal) -> None:
+    def __init__(self, wrapped: AsyncQueue, portal: EventLoopThread) -> None:
         self._wrapped = wrapped
         self._portal = portal
 
@@ -188,7 +188,8 @@ class Queue:
             UserError: no address, or none of the form.
         """
         return cls(
-            AsyncQueue.connect(*addresses, patience_s=patience_s, compression=compression), Portal()
+            AsyncQueue.connect(*addresses, patience_s=patience_s, compression=compression),
+            EventLoopThread(),
         )
 
     def __enter__(self) -> Self:
@@ -225,7 +226,7 @@ class Queue:
 class Run:
     """One run of a queue."""
 
-    def __init__(self, wrapped: AsyncRun, portal: Portal) -> None:
+    def __init__(self, wrapped: AsyncRun, portal: EventLoopThread) -> None:
         self._wrapped = wrapped
         self._portal = portal
 

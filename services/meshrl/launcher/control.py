@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
-from meshrl.contract.errors import MeshError, UnavailableError, UserError, from_wire
+from meshrl.contract.errors import MeshError, UnavailableError, UserError, from_detail
 
 SOCKET_NAME = "up.sock"
 ASK_S = 5.0
@@ -117,7 +117,7 @@ async def ask_up(run_dir: Path, verb: str, *, timeout_s: float, **arguments: obj
     except (OSError, ValueError) as error:
         raise UnavailableError(f"`up` in {run_dir} does not answer; has it ended?") from error
     if "error" in told:
-        raise from_wire(told["error"]["code"], told["error"]["message"], {})
+        raise from_detail(told["error"]["code"], told["error"]["message"], {})
     answer: Answer = told["answer"]
     return answer
 

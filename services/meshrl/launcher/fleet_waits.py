@@ -10,7 +10,7 @@ from meshrl.contract.types import Waiting
 from meshrl.rollout.circuit_breaker import BreakerState
 from meshrl.rollout.versions import UNSERVED
 from meshrl.rollout.worker_report import NO_BREAKER
-from meshrl.rpc.clients.member import MemberReport, MemberWire
+from meshrl.rpc.clients.member import MemberClient, MemberReport
 
 PATIENCE_S = 1.0
 """How long a worker that does not answer is tried."""
@@ -28,7 +28,7 @@ async def fleet_waits(fleet: Mapping[str, str]) -> list[Waiting]:
 
 
 async def _hindrance(address: str) -> str:
-    async with MemberWire(address, patience_s=PATIENCE_S) as member:
+    async with MemberClient(address, patience_s=PATIENCE_S) as member:
         try:
             return _said(await member.report())
         except MeshError as error:

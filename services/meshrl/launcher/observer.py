@@ -17,8 +17,8 @@ from meshrl.contract.types import TrainerStatus
 from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.launcher.status import Board
-from meshrl.rpc.clients.rollout import RolloutWire
-from meshrl.rpc.clients.trainer import TrainerWire
+from meshrl.rpc.clients.rollout import RolloutClient
+from meshrl.rpc.clients.trainer import TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Observer:
         while True:
             await self._until_ready("trainer")
             address = self._book().address("trainer")
-            async with TrainerWire(address, patience_s=PATIENCE_S) as trainer:
+            async with TrainerClient(address, patience_s=PATIENCE_S) as trainer:
                 try:
                     async for status in trainer.watch(every_s=5.0):
                         if self._board.see(status):
@@ -111,7 +111,7 @@ class Observer:
 
     async def _ask_replica(self, name: str) -> None:
         await self._until_ready(name)
-        async with RolloutWire(self._book().address(name), patience_s=PATIENCE_S) as replica:
+        async with RolloutClient(self._book().address(name), patience_s=PATIENCE_S) as replica:
             while True:
                 try:
                     self._board.fleet[name] = await replica.stats()

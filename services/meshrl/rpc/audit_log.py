@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-class AuditLog:
+class RewardAuditLog:
     """Lines of `path`. A line that a kill cut short is ended, and stands there for what it is."""
 
     def __init__(self, path: Path) -> None:

@@ -30,7 +30,7 @@ from meshrl.contract.errors import (
     UnavailableError,
     UserError,
     WaitTimeoutError,
-    from_wire,
+    from_detail,
 )
 from meshrl.rpc.interceptors import Behavior, Context
 from meshrl.v1 import errors_pb2 as pb
@@ -108,7 +108,7 @@ def from_rpc(error: grpc.RpcError, peer: str) -> MeshError:
     """What the other side raised, or what kept us from hearing it. `peer` says who and where it is."""
     detail = _detail(error)
     if detail is not None:
-        return from_wire(detail.code, detail.message, detail.details)
+        return from_detail(detail.code, detail.message, detail.details)
     code, said = error.code(), error.details() or "no reason given"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return UnavailableError(f"{peer} cannot be reached: {said}")

@@ -11,7 +11,7 @@ from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.registry.comparison import Differences
 from meshrl.rewardd.registry.registry import Accepted, Registry
 from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission, content_hash
-from meshrl.rpc.audit_log import AuditLog
+from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Guard, Role
 
 
@@ -38,10 +38,10 @@ class Listing:
     watch: Differences | None
 
 
-class RewardDesk:
+class GuardedRegistry:
     """Every method admits `caller` first: UnauthenticatedError, ForbiddenError, CapacityError."""
 
-    def __init__(self, registry: Registry, guard: Guard, audit: AuditLog) -> None:
+    def __init__(self, registry: Registry, guard: Guard, audit: RewardAuditLog) -> None:
         self._registry = registry
         self._guard = guard
         self._audit = audit

@@ -31,7 +31,7 @@ Parse: TypeAlias = Callable[[bytes], Any]
 Serialize: TypeAlias = Callable[[Any], bytes]
 
 
-class AroundHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+class InterceptedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """The handlers of all doors, each inside `arounds`, the first outermost.
 
     Neither an interceptor nor registered methods: of these grpc.aio waits for each anew before every call

@@ -13,8 +13,8 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.precision import Precision
 from meshrl.rpc.clients.disk_space import Shortage
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
-from meshrl.rpc.clients.queue import QueueWire, WireOptions
-from meshrl.rpc.clients.shard import ShardWire
+from meshrl.rpc.clients.queue import ClientOptions, QueueClient
+from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.service_context import Site
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.sharding.router import ShardedQueue
@@ -37,21 +37,21 @@ async def connect_queue(
     Shards that were added while runs went on need not be named: the first shard tells of them.
     """
     found = [address.strip() for address in addresses.split(",")]
-    manner: WireOptions = {
+    manner: ClientOptions = {
         "patience_s": patience_s,
         "compression": compression,
         "shared_memory_bytes": shared_memory_bytes,
         "shortage": shortage,
     }
     if len(found) == 1:
-        async with QueueWire(found[0], **manner) as queue:
+        async with QueueClient(found[0], **manner) as queue:
             queue.logprob_precision = logprob_precision
             yield queue
         return
     async with AsyncExitStack() as stack:
 
-        async def dial(address: str) -> ShardWire:
-            return await stack.enter_async_context(ShardWire(address, **manner))
+        async def dial(address: str) -> ShardClient:
+            return await stack.enter_async_context(ShardClient(address, **manner))
 
         router = ShardedQueue([await dial(address) for address in found], found, dial)
         stack.push_async_callback(router.close)

@@ -37,7 +37,7 @@ from meshrl.contract.errors import InfraError, MeshError, UnavailableError, User
 from meshrl.rpc import tls
 from meshrl.rpc.errors import as_status
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.interceptors import Around, AroundHandlers, Behavior, Context
+from meshrl.rpc.interceptors import Around, Behavior, Context, InterceptedHandlers
 from meshrl.rpc.metrics import CallMetrics, MetricsEndpoint
 from meshrl.rpc.process_memory import keep_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
@@ -146,7 +146,9 @@ class Server:
             self._ended_by_draining,
             *self._arounds,
         )
-        handlers = AroundHandlers(arounds, self._methods("parsers"), self._methods("serializers"))
+        handlers = InterceptedHandlers(
+            arounds, self._methods("parsers"), self._methods("serializers")
+        )
         names = self._attach_to(cast("grpc.aio.Server", handlers))
         self._grpc = grpc.aio.server(handlers=[handlers], options=SERVER_OPTIONS)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -17,7 +17,7 @@ from meshrl.weights.messages import digest, tensor_digest
 _ITEM = {"float32": 4, "bfloat16": 2}
 
 
-class MadeSource:
+class StubSource:
     """A WeightSource of random bytes that follow from the version alone."""
 
     def __init__(

@@ -36,7 +36,7 @@ from meshrl.weights.deadlines import first_ends
 from meshrl.weights.fleet import FleetView, ReplicaState
 from meshrl.weights.messages import stamp, stamped_version
 from meshrl.weights.replica import PlaneLine, Replica, SourceError
-from meshrl.weights.routes import Peer, Ways
+from meshrl.weights.routes import Peer, Routes
 from meshrl.weights.transaction import Phase, Transaction
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _LATE_SHARE = 0.5
 """Of the time that half of the replicas took: what the others get on top of it."""
 
 
-class WeightPlane:
+class WeightCoordinator:
     """The Publisher of a trainer that holds epoch `epoch` of `run`. Use as an async context manager."""
 
     def __init__(
@@ -60,7 +60,7 @@ class WeightPlane:
         self._run = run
         self._epoch = epoch
         self._on_committed = on_committed
-        self._ways = Ways(config, place)
+        self._ways = Routes(config, place)
         self._changed = asyncio.Condition()
         self._offered: WeightSource | None = None
         self._proposed: Transaction | None = None

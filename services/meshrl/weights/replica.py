@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_wire
+from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_detail
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
@@ -15,7 +15,7 @@ from meshrl.weights.carrier import Cell, Link
 from meshrl.weights.deadlines import together, within
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.messages import Line, digest, manifest_message, stamp, wrong_tensors
-from meshrl.weights.routes import Peer, Way, Ways
+from meshrl.weights.routes import Peer, Route, Routes
 
 PlaneLine = Line[pb.ReplicaMessage, pb.PlaneMessage]
 
@@ -35,7 +35,7 @@ class Replica:
         line: PlaneLine,
         link: Link,
         peer: Peer,
-        ways: Ways,
+        ways: Routes,
         config: WeightsConfig,
     ) -> None:
         self.name = hello.hello.replica
@@ -56,7 +56,7 @@ class Replica:
         self._config = config
         self._cells: dict[str, Cell] = {}
         """By carrier; open, but for the one that `_meet` is at."""
-        self._way: Way | None = None
+        self._way: Route | None = None
         """Of the last version, or of the one under way."""
         self._moving = False
         """Between PROPOSE and the last RECEIVED: what fails now may be the carrier's doing."""
@@ -133,9 +133,9 @@ class Replica:
         """Raise at once what the replica says has failed, whatever is being waited for."""
         if message.WhichOneof("body") == "failed":
             self._blame_way()
-            raise from_wire(message.failed.code, f"{self.name}: {message.failed.message}", {})
+            raise from_detail(message.failed.code, f"{self.name}: {message.failed.message}", {})
 
-    async def _carry(self, source: WeightSource, way: Way) -> None:
+    async def _carry(self, source: WeightSource, way: Route) -> None:
         """READY … RECEIVED of the last bucket, whole."""
         version = source.manifest.version
         proposed_at = time.monotonic()
@@ -154,7 +154,7 @@ class Replica:
             )
         self._ways.observe(way, version, time.monotonic() - began, began - proposed_at)
 
-    async def _meet(self, way: Way) -> None:
+    async def _meet(self, way: Route) -> None:
         """Open both ends of the cell; the replica is ready when its end is."""
         if way.carrier in self._cells:
             await self._hear("ready")

@@ -22,7 +22,7 @@ from meshrl.contract.errors import (
     MeshError,
     UnavailableError,
     UserError,
-    from_wire,
+    from_detail,
 )
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Version
@@ -43,7 +43,7 @@ class PoisonedError(InfraError):
     """The engine failed while it switched weights: nobody knows what it serves, so its process must end."""
 
 
-class WeightAgent:
+class ReplicaController:
     """Keeps one engine at the fleet's version. `run` is the whole of its life."""
 
     def __init__(
@@ -179,7 +179,7 @@ class WeightAgent:
     def _check_welcome(self, message: pb.PlaneMessage) -> None:
         """Raises FencedError for a trainer whose epoch is over, or the plane's own reason to refuse."""
         if message.WhichOneof("body") == "abort":
-            raise from_wire(message.abort.code, message.abort.message, {})
+            raise from_detail(message.abort.code, message.abort.message, {})
         epoch = message.stamp.epoch
         if epoch < self._highest_epoch:
             raise FencedError(

@@ -39,7 +39,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Route:
     """How one version gets to one replica."""
 
     carrier: str
@@ -52,7 +52,7 @@ class Way:
     """Bytes that the carrier is expected to handle; see `carriers/auto.py`."""
 
 
-class Ways:
+class Routes:
     """Belongs to the plane's event loop."""
 
     def __init__(self, config: WeightsConfig, place: Place) -> None:
@@ -64,7 +64,7 @@ class Ways:
         self._staged = {name: deque[Version](maxlen=config.keep) for name in self._traits}
         self._staging_s: dict[tuple[str, Version], float] = {}
         self._locks = {name: asyncio.Lock() for name in self._traits}
-        self._chosen: dict[str, tuple[Version, Way]] = {}
+        self._chosen: dict[str, tuple[Version, Route]] = {}
         """By class: replicas of one class get a version in one way."""
         self._committed: WeightSource | None = None
 
@@ -95,7 +95,7 @@ class Ways:
         for peer in peers:
             await self.choose(peer, source)
 
-    async def choose(self, peer: Peer, source: WeightSource) -> Way:
+    async def choose(self, peer: Peer, source: WeightSource) -> Route:
         """The way of a version to a replica, ready to be used. Raises MeshError when none can be made ready."""
         reaching = self._reaching(peer)
         receivers = f"{'here' if peer.host == self._host else 'elsewhere'}: {_listed(reaching)}"
@@ -121,7 +121,7 @@ class Ways:
                 logger.warning("weights cannot go by %s: %s", name, error)
                 del work[option]
             else:
-                way = Way(
+                way = Route(
                     carrier=name,
                     measured_as=option,
                     endpoint=endpoint,
@@ -131,16 +131,16 @@ class Ways:
                 self._chosen[receivers] = (version, way)
                 return way
 
-    def cell(self, way: Way, link: Link) -> Cell:
+    def cell(self, way: Route, link: Link) -> Cell:
         """This end of a cell."""
         return self._carriers[way.carrier].cell(link)
 
-    def observe(self, way: Way, version: Version, seconds: float, opening_s: float) -> None:
+    def observe(self, way: Route, version: Version, seconds: float, opening_s: float) -> None:
         """A version has arrived: `opening_s` until the replica was ready for it, `seconds` from then on."""
         seconds += self._staging_s.get((way.carrier, version), 0.0)
         self._chooser.observe(way.receivers, way.measured_as, way.work, seconds, opening_s)
 
-    def failed(self, way: Way) -> None:
+    def failed(self, way: Route) -> None:
         """A version has not arrived, and the carrier may be why: the next attempt chooses anew."""
         self._chooser.failed(way.receivers, way.measured_as)
         self._chosen.pop(way.receivers, None)

@@ -12,18 +12,18 @@ from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
-from meshrl.weights.coordinator import WeightPlane
+from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import encode_fleet
 from meshrl.weights.messages import Line
 
 
-class WeightsDoor(rpc.WeightsServicer):
+class WeightsServicer(rpc.WeightsServicer):
     """The plane for the replicas, and the fleet for whoever asks."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Weights")
     waits: Final = frozenset({"Join"})
 
-    def __init__(self, plane: WeightPlane) -> None:
+    def __init__(self, plane: WeightCoordinator) -> None:
         self._plane = plane
 
     def attach(self, server: grpc.aio.Server) -> None:

@@ -17,7 +17,7 @@ from meshrl.contract.errors import (
     MeshError,
     UnavailableError,
     UserError,
-    from_wire,
+    from_detail,
 )
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import Uint8, Version, WeightManifest
@@ -78,7 +78,7 @@ class Session:
     def overhear(message: pb.PlaneMessage) -> None:
         """Raise at once what the plane says when it shows this replica the door."""
         if message.WhichOneof("body") == "abort" and message.abort.final:
-            raise from_wire(message.abort.code, message.abort.message, {})
+            raise from_detail(message.abort.code, message.abort.message, {})
 
     async def act(self) -> None:
         """Do what the plane says, in order, for as long as the stream lasts.

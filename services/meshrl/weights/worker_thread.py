@@ -14,7 +14,7 @@ from meshrl.contract.errors import UnavailableError
 _T = TypeVar("_T")
 
 
-class Lane:
+class WorkerThread:
     """Runs calls one after the other in a thread of its own.
 
     An executor would not do: the interpreter joins its threads at exit, and a thread inside a collective whose

@@ -12,7 +12,7 @@ import numpy as np
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import pack
 from meshrl.contract.ports import Queue
-from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
     Lease,
@@ -25,7 +25,7 @@ from meshrl.contract.types import (
 )
 
 
-class Wrong(RowVerbs):
+class Wrong(RowMethods):
     """Passes everything on. `due` is true once, at the fifth opportunity."""
 
     def __init__(self, queue: Queue) -> None:

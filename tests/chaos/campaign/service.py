@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
-from meshrl.rpc.servicers.shard import ShardDoor
+from meshrl.rpc.servicers import QueueServicer
+from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding import shard_list
@@ -35,7 +35,7 @@ async def serve(plan: Plan, number: int) -> None:
         allow_insecure_bind=True,
     )
     try:
-        doors = [QueueDoor(planted(plan.bug, queue)), ShardDoor(queue)]
+        doors = [QueueServicer(planted(plan.bug, queue)), ShardServicer(queue)]
         async with Server(settings, doors) as server:
             await server.ready()
             await server.until_stopped()

@@ -16,9 +16,9 @@ from meshrl.contract.codec.compression import KNOWS_DICTIONARY, TAKES_SQUEEZED, 
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import pack
 from meshrl.contract.types import Lease, LeasedRow, RowWrite, StageSpec, siblings
-from meshrl.rpc.clients import QueueWire
+from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import Server, ServerSettings
-from meshrl.rpc.servicers import QueueDoor
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -38,7 +38,7 @@ FIRST, SECOND = train_dictionary(SAMPLES[:200]), train_dictionary(SAMPLES[200:])
 @asynccontextmanager
 async def serving(queue: TransferQueue, dictionary: bytes, port: int = 0) -> AsyncIterator[Server]:
     settings = ServerSettings(metrics_port=None, drain_grace_s=0, port=port)
-    async with Server(settings, [QueueDoor(queue, dictionary)]) as server:
+    async with Server(settings, [QueueServicer(queue, dictionary)]) as server:
         yield server
 
 
@@ -51,11 +51,11 @@ def long(row: LeasedRow) -> RowWrite:
     return RowWrite(uid=row.uid, columns=columns, facts=short.facts._replace(num_tokens=40))
 
 
-async def write(wire: QueueWire, lease: Lease) -> None:
+async def write(wire: QueueClient, lease: Lease) -> None:
     await wire.write("run", "rollout", lease.token_of(), [long(row) for row in lease.rows])
 
 
-async def lease(wire: QueueWire) -> Lease:
+async def lease(wire: QueueClient) -> Lease:
     return await wire.lease(["run"], "rollout", worker="w", limit=2, wait_s=5)
 
 
@@ -63,7 +63,7 @@ async def test_rows_survive_a_queue_that_comes_back_with_another_dictionary() ->
     queue = await TransferQueue.open(stores.build(QueueConfig(store="memory"), Path("unused")))
     async with serving(queue, FIRST) as server:
         port = int(server.address.rpartition(":")[2])
-        wire = QueueWire(server.address, patience_s=20, compression="zstd")
+        wire = QueueClient(server.address, patience_s=20, compression="zstd")
         await wire.open_run(spec())
         assert await wire.admit("run", tasks(3), cursor="", wait_s=5) == 3
         await write(wire, await lease(wire))
@@ -86,8 +86,8 @@ async def test_an_answer_on_its_way_is_read_whatever_becomes_of_another_call() -
     score = StageSpec(name="score", reads=("tokens",), writes=("score",))
     async with (
         serving(queue, FIRST) as server,
-        QueueWire(server.address, patience_s=5, compression="zstd") as wire,
-        QueueWire(server.address, patience_s=5, compression="zstd") as other,
+        QueueClient(server.address, patience_s=5, compression="zstd") as wire,
+        QueueClient(server.address, patience_s=5, compression="zstd") as other,
     ):
         await wire.open_run(spec(stages=(STAGE, score)))
         await wire.admit("run", tasks(2), cursor="", wait_s=5)
@@ -107,7 +107,7 @@ async def test_only_who_names_the_dictionary_is_answered_with_it() -> None:
     queue = await TransferQueue.open(stores.build(QueueConfig(store="memory"), Path("unused")))
     async with (
         serving(queue, FIRST) as server,
-        QueueWire(server.address, patience_s=5, compression="zstd") as wire,
+        QueueClient(server.address, patience_s=5, compression="zstd") as wire,
     ):
         await wire.open_run(spec())
         await wire.admit("run", tasks(1), cursor="", wait_s=5)

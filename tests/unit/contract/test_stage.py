@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from meshrl.contract.stage_worker import StageLoop
+from meshrl.contract.stage_worker import StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, PackedGroup, RowWrite, Version
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -50,7 +50,7 @@ async def test_a_result_on_its_way_back_takes_no_place(queue: Shut) -> None:
         changed.set()
         return [rollout_of(row, VERSION) for row in rows]
 
-    loop = StageLoop(
+    loop = StageWorker(
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=LIMIT, version=lambda: VERSION
     )
     running = asyncio.create_task(loop.run())

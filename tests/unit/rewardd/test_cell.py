@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.rewardd.sandbox import sandbox
 from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.sandbox import NOBODY, WeakCell
+from meshrl.rewardd.sandbox.sandbox import NOBODY, WeakSandbox
 
 
 @pytest.fixture
@@ -30,6 +30,6 @@ def test_a_weak_cell_of_roots_becomes_nobody_where_nobody_can_read_the_function(
     function = folder / "versions" / "1"
     function.mkdir(parents=True)
     folder.chmod(mode)
-    launch = WeakCell(limits=Limits(), readable=(function,)).launch()
+    launch = WeakSandbox(limits=Limits(), readable=(function,)).launch()
     launch.discard()
     assert launch.how["user"] == user

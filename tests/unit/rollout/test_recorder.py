@@ -12,7 +12,7 @@ from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.generation_checkpoint import Journal
 from meshrl.rollout.ports import Generator
-from meshrl.rollout.resumable_generator import Recorder
+from meshrl.rollout.resumable_generator import ResumableGenerator
 from meshrl.rollout.versions import UNSERVED
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs
@@ -90,7 +90,7 @@ async def test_wherever_a_row_was_cut_it_comes_out_the_same(
     # Kept rows are cut at the ends of deltas, of which an observation is one.
     for cut in (5, *turns, 20, 33, 53, 54):
         kept = journal()
-        row = await talk(Recorder(engine, kept, leased(asked, past(whole, cut))), asked)
+        row = await talk(ResumableGenerator(engine, kept, leased(asked, past(whole, cut))), asked)
         assert row.tokens.tolist() == whole.tokens.tolist(), cut
         assert row.loss_mask.tolist() == whole.loss_mask.tolist()
         assert row.spans == whole.spans
@@ -111,7 +111,7 @@ async def test_what_was_kept_of_a_conversation_that_went_otherwise_is_left_alone
     prefix["versions"] = prefix["versions"].copy()
     prefix["versions"][:12] = (1, 1)
     kept = journal()
-    row = await talk(Recorder(engine, kept, leased(asked, prefix)), asked)
+    row = await talk(ResumableGenerator(engine, kept, leased(asked, prefix)), asked)
     assert row.tokens.tolist() == whole.tokens.tolist()
     first, second = row.spans[:2]
     assert (first.version, second.version) == (Version(1, 1), FIRST)
@@ -124,7 +124,7 @@ async def test_two_requests_at_once_are_not_a_row_that_only_grows(
     engine = await make_engine(qwen3.path, eos_token_ids=[])
     asked = task()
     kept = journal()
-    recorder = Recorder(engine, kept, leased(asked, {}))
+    recorder = ResumableGenerator(engine, kept, leased(asked, {}))
     conversation = Conversation(UID, Words(), PROMPT, budget=Budget.of(asked))
     request = conversation.request(asked.sampling)
     first = recorder.generate(request)

@@ -11,7 +11,7 @@ import pytest
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import Uid
 from meshrl.rollout.plugin_options import read_options
-from meshrl.rollout.tools.building import Workshop
+from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 from meshrl.rollout.tools.functions import FunctionTool, as_text
@@ -40,7 +40,7 @@ async def tools_of(
         if isinstance(each, dict):
             each["function"] = f"{HERE}.{each['function']}"
     config = read_options(ToolsConfig, {"tools": given} | options, where="o")
-    return (await Workshop(config).toolbox()).of(task(TOKENIZER, extra_info=extra_info or {}))
+    return (await ToolBuilder(config).toolbox()).of(task(TOKENIZER, extra_info=extra_info or {}))
 
 
 async def said(tools: TaskTools, name: str, **arguments: Any) -> str:
@@ -166,7 +166,7 @@ def test_a_function_that_is_not_there_is_named_with_its_key(path: str, problem: 
     with pytest.raises(
         ConfigError, match=f"^rollout.program_options.tools.0.function: .*{problem}"
     ):
-        Workshop(ToolsConfig(tools=[ToolConfig(function=path)]))
+        ToolBuilder(ToolsConfig(tools=[ToolConfig(function=path)]))
 
 
 async def test_two_tools_of_one_name_are_refused() -> None:

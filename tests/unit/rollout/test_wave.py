@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.sampling import Response, sample
-from meshrl.rollout.sync_batch import Seat, Wave
+from meshrl.rollout.sync_batch import Seat, SyncBatch
 from meshrl.testing.engines import echo
 
 from .checkpoints import request
@@ -37,7 +37,7 @@ async def turns(seat: Seat, count: int, delay_s: float) -> list[Response]:
 
 
 async def test_nobody_starts_before_everybody_has_asked(engine: echo.EchoEngine) -> None:
-    wave = Wave(engine, 3)
+    wave = SyncBatch(engine, 3)
     early = [asyncio.create_task(turns(wave.seat(i), 1, 0.0)) for i in range(2)]
     await asyncio.sleep(0.05)
     assert engine.stats().tokens_generated == 0
@@ -49,7 +49,7 @@ async def test_nobody_starts_before_everybody_has_asked(engine: echo.EchoEngine)
 async def test_programs_of_different_length_all_end_when_each_leaves(
     engine: echo.EchoEngine,
 ) -> None:
-    wave = Wave(engine, 4)
+    wave = SyncBatch(engine, 4)
 
     async def member(index: int) -> int:
         try:
@@ -62,7 +62,7 @@ async def test_programs_of_different_length_all_end_when_each_leaves(
 
 
 async def test_a_cancelled_member_holds_nobody_up(engine: echo.EchoEngine) -> None:
-    wave = Wave(engine, 3)
+    wave = SyncBatch(engine, 3)
 
     async def member(index: int, delay_s: float) -> list[Response]:
         try:

@@ -23,9 +23,9 @@ from meshrl.contract.types import (
 from meshrl.launcher.services.learner import build_learner
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.learner.micro_batcher import OwnRows
+from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.reference import ReferenceModel
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -48,7 +48,7 @@ def recipe_of(name: str, model: Path, *overrides: str) -> Recipe:
 
 
 def learner_of(recipe: Recipe, world: World) -> Learner:
-    setting = Setting(
+    setting = TrainerSettings(
         run="r", directory=Path("unused"), owner="test", seed=0, trainer=recipe.trainer,
         tokenizer=recipe.model.path, batch_groups=1, group_size=1, total_steps=None,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def row_logprobs(learner: Learner, recipe: Recipe, rows: list[Trajectory]) -> to
     """Mean log-prob of the sampled tokens of each row."""
     made = learner.schedule(batch_of(recipe, rows)[0])
     by_uid = {row.uid: row for row in rows}
-    own = OwnRows.of(made, [by_uid[uid] for uid in made.uids(0)], learner.world)
+    own = MicroBatcher.of(made, [by_uid[uid] for uid in made.uids(0)], learner.world)
     flat = own.forward(learner.policy, lambda pack: learner.policy(pack, 1.0)[0])
     parts = torch.split(flat, [len(by_uid[row.uid].tokens) - PROMPT for row in made.rows])
     masks = [torch.from_numpy(by_uid[row.uid].loss_mask[PROMPT:]).bool() for row in made.rows]

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 
 from meshrl.contract.ports import Queue
-from meshrl.trainer.checkpoint.async_checkpointer import Saves
+from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, TrainerConfig
@@ -28,7 +28,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import build_policy, load_hf
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 
 LONGEST_S = 0.25
 
@@ -52,12 +52,12 @@ async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
         policy, Optimizers(policy, actor.optim), objective, world, actor,
         temperature=1.0, seed=0, total_steps=None,
     )  # fmt: skip
-    setting = Setting(
+    setting = TrainerSettings(
         run="r", directory=root, owner="test", seed=0, trainer=TrainerConfig(),
         tokenizer=model, batch_groups=1, group_size=1, total_steps=None,
     )  # fmt: skip
     compute = Compute(world.device)
-    saves = Saves(setting, learner, compute, cast(Queue, Committed(pipe)), step=0)
+    saves = AsyncCheckpointer(setting, learner, compute, cast(Queue, Committed(pipe)), step=0)
     for step in range(1, 10_000):
         fill(policy, step)
         state = TrainerState(

@@ -28,7 +28,7 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.trainer.reward_version_guard import OneReward
+from meshrl.trainer.reward_version_guard import RewardVersionGuard
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -78,7 +78,7 @@ class Run:
         self.queue = queue
         self.versions = versions
         self.epoch = 0
-        self.rewards = OneReward(queue, versions)
+        self.rewards = RewardVersionGuard(queue, versions)
         self._task = 0
 
     async def open(self) -> None:
@@ -151,7 +151,9 @@ class Run:
             wait_s=wait_s,
         )
 
-    async def seen(self, batch: Batch, rewards: OneReward | None = None) -> set[tuple[str, float]]:
+    async def seen(
+        self, batch: Batch, rewards: RewardVersionGuard | None = None
+    ) -> set[tuple[str, float]]:
         """(hash, reward) of the rows as the trainer reads them."""
         queue = cast(Queue, rewards or self.rewards)
         uids = [row.uid for row in batch.rows]
@@ -237,18 +239,18 @@ async def test_other_ranks_read_the_same_scores(run: Run) -> None:
     run.versions.reward_hash = "v2"
     await run.scored(3)
     batch = await run.take(0)
-    other = OneReward(run.queue, None)
+    other = RewardVersionGuard(run.queue, None)
     other.hear(json.loads(json.dumps(run.rewards.to_json())))
     assert await run.seen(batch, other) == await run.seen(batch) == {("v2", 12.0)}
 
 
 async def test_rows_that_are_scored_again_are_rewarded_per_token_where_the_run_is(run: Run) -> None:
-    run.rewards = OneReward(run.queue, run.versions, token_rewards=True)
+    run.rewards = RewardVersionGuard(run.queue, run.versions, token_rewards=True)
     await run.scored(1)
     run.versions.reward_hash = "v2"
     await run.scored(3)
     batch = await run.take(0)
-    other = OneReward(run.queue, None, token_rewards=True)
+    other = RewardVersionGuard(run.queue, None, token_rewards=True)
     other.hear(json.loads(json.dumps(run.rewards.to_json())))
     for rewards in (run.rewards, other):
         told = rewards.to_json()
@@ -292,7 +294,7 @@ async def test_a_trainer_that_dies_takes_the_batch_again_and_decides_anew(run: R
     await run.scored(3)
     before = {row.uid for row in (await run.take(0)).rows}
     run.versions.reward_hash = "v3"
-    run.rewards = OneReward(run.queue, run.versions)
+    run.rewards = RewardVersionGuard(run.queue, run.versions)
     run.epoch = (await run.queue.acquire("run", "another")).epoch
     again = await run.take(0)
     assert {row.uid for row in again.rows} == before
@@ -300,7 +302,7 @@ async def test_a_trainer_that_dies_takes_the_batch_again_and_decides_anew(run: R
 
 
 async def test_without_a_reward_service_a_mixture_is_refused_in_one_line(run: Run) -> None:
-    run.rewards = OneReward(run.queue, None)
+    run.rewards = RewardVersionGuard(run.queue, None)
     await run.scored(GROUPS)
     assert await run.seen(await run.take(0)) == {("v1", 7.0)}
     await run.scored(1)

@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.contract.types import Outcome, RowFacts, Version
 from meshrl.transferqueue.model.group import Grant, Group, StoredFrame, Traits
-from meshrl.transferqueue.records import unseal_json
+from meshrl.transferqueue.records import decode_record
 
 FACTS = RowFacts(Outcome.OK, 7, Version(1, 2), Version(1, 3), "length")
 
@@ -54,7 +54,7 @@ def test_the_record_is_of_the_group_as_it_is_now(change: Callable[[Group], objec
     group = a_group()
     group.encode()
     change(group)
-    stored = unseal_json(group.encode(), "group")
+    stored = decode_record(group.encode(), "group")
     again, batch = Group.restored("demo", 1, stored, 0.0)
     assert batch == -1
     assert again.encode() == group.encode()

@@ -18,7 +18,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.held_leases import Holding
+from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.types import Version
 from meshrl.transferqueue.sharding import membership, shard_list
 from meshrl.transferqueue.sharding.placement import Members, owner
@@ -244,14 +244,14 @@ async def test_leases_of_a_shard_that_was_added_are_kept_by_whoever_kept_before(
     shards: list[ShardQueue], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors = await begun(connect())
-    kept: asyncio.Queue[Holding] = asyncio.Queue()
+    kept: asyncio.Queue[HeldLeases] = asyncio.Queue()
 
-    async def keep(holding: Holding) -> None:
+    async def keep(holding: HeldLeases) -> None:
         await kept.put(holding)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(shards[2], "keep", keep)
-    holding = Holding("rollout", "w", lambda lost: None)
+    holding = HeldLeases("rollout", "w", lambda lost: None)
     keeping = asyncio.create_task(actors.queue.keep(holding))
     await connect().add_shard("2")
     await actors.feed(tasks(24, start=12))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.held_leases import Holding
+from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.types import LeasedRow, Uid
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.renewals import Agreement
@@ -105,7 +105,7 @@ def row(name: str, token: int) -> LeasedRow:
 
 def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
     lost: list[Mapping[Uid, int]] = []
-    holding = Holding("rollout", "w", lost.append)
+    holding = HeldLeases("rollout", "w", lost.append)
     agreement = Agreement(holding)
     here, there, elsewhere = (agreement.part(has) for has in (bool, bool, lambda run: run == "x"))
     a, b = row("a", 1), row("b", 1)
@@ -121,7 +121,7 @@ def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
 
 def test_what_was_said_of_an_earlier_lease_does_not_count() -> None:
     lost: list[Mapping[Uid, int]] = []
-    holding = Holding("rollout", "w", lost.append)
+    holding = HeldLeases("rollout", "w", lost.append)
     agreement = Agreement(holding)
     here, there = agreement.part(bool), agreement.part(bool)
     old, new = row("a", 1), row("a", 2)

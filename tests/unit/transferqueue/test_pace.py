@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, Version
 from meshrl.transferqueue.model import fair_share
-from meshrl.transferqueue.model.fair_share import Pace, divide
+from meshrl.transferqueue.model.fair_share import FairShare, divide
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -34,8 +34,8 @@ def test_rows_are_divided_by_speed_up_to_the_slots(
     assert divide(rows, speeds, slots) == pytest.approx(shares)
 
 
-def measured(**speeds: float) -> Pace:
-    books = Pace()
+def measured(**speeds: float) -> FairShare:
+    books = FairShare()
     for name, speed in speeds.items():
         holder = books.holder(name, 0.0)
         holder.finished([int(speed * 100)], 100.0)

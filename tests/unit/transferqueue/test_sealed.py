@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from meshrl.contract.errors import CorruptError
-from meshrl.transferqueue.records import fragment, seal_json, unseal_json
+from meshrl.transferqueue.records import decode_record, encode_record, fragment
 
 
 @pytest.mark.parametrize("value", [[1, "x", None, {"a": [0.5]}], "lone \ud83d surrogate", 2**70])
 def test_a_record_comes_back_and_a_broken_one_is_named(value: object) -> None:
-    stored = seal_json(value)
-    assert unseal_json(stored, "record") == value
+    stored = encode_record(value)
+    assert decode_record(stored, "record") == value
     with pytest.raises(CorruptError, match="record 5"):
-        unseal_json(stored[:-1], "record 5")
+        decode_record(stored[:-1], "record 5")
 
 
 @pytest.mark.parametrize("beside", ["plain", "lone \ud83d surrogate", 2**70])
@@ -21,5 +21,5 @@ def test_a_record_comes_back_and_a_broken_one_is_named(value: object) -> None:
 def test_a_part_that_is_encoded_already_is_written_as_it_is(part: object, beside: object) -> None:
     encoded = fragment(part)
     for _ in range(2):
-        stored = seal_json([encoded, beside])
-        assert unseal_json(stored, "record") == [part, beside]
+        stored = encode_record([encoded, beside])
+        assert decode_record(stored, "record") == [part, beside]

@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.contract.types import Outcome
 from meshrl.transferqueue.model import audit_log
-from meshrl.transferqueue.model.audit_log import Trail
+from meshrl.transferqueue.model.audit_log import AuditLog
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -55,5 +55,5 @@ async def test_it_adds_up_to_the_books_also_after_a_restart(
 
 
 def test_nothing_noted_is_nothing_stored() -> None:
-    assert Trail(0).sums() == Counter()
-    assert Trail(0).open_rows() == Counter()
+    assert AuditLog(0).sums() == Counter()
+    assert AuditLog(0).open_rows() == Counter()

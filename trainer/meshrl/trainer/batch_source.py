@@ -20,10 +20,10 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.types import Batch, Json
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
-from meshrl.trainer.dynamic_sampling import Sieve
+from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json
-from meshrl.trainer.reward_version_guard import OneReward
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.reward_version_guard import RewardVersionGuard
+from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import Board
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Word(Enum):
 Next: TypeAlias = Batch | Word
 
 
-class Intake:
+class BatchSource:
     """Gives each rank the same next thing to do.
 
     consumes: manifests, requests to drain or save. waits for: complete groups; other ranks for rank 0's words, which
@@ -52,12 +52,12 @@ class Intake:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: TrainerSettings,
         queue: Queue,
         world: World,
         compute: Compute,
         board: Board,
-        rewards: OneReward | None = None,
+        rewards: RewardVersionGuard | None = None,
     ) -> None:
         self._setting = setting
         self._queue = queue
@@ -68,7 +68,7 @@ class Intake:
         self._draining = False
         self._asked: asyncio.Future[int] | None = None
         self._interrupt = asyncio.Event()
-        self._sieve = Sieve(
+        self._sieve = DynamicSampling(
             queue,
             setting.run,
             setting.filter_groups,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from meshrl.contract.errors import UnavailableError, WaitTimeoutError
 from meshrl.contract.types import TrainerStatus
-from meshrl.trainer.batch_source import Intake
+from meshrl.trainer.batch_source import BatchSource
 from meshrl.trainer.status import Board
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class Control:
     """What others may ask of a trainer. It asks rank 0's intake, which the loop listens to between steps."""
 
-    def __init__(self, board: Board, intake: Intake, drain: Callable[[], None]) -> None:
+    def __init__(self, board: Board, intake: BatchSource, drain: Callable[[], None]) -> None:
         self._board = board
         self._intake = intake
         self._drain = drain

@@ -31,7 +31,7 @@ EQUAL, TOO_LOW, TOO_HIGH, SPARE = "equal_rewards", "too_hard", "too_easy", "over
 """Reasons in the ledger."""
 
 
-class Sieve:
+class DynamicSampling:
     """Puts together the batch of one step after the other; belongs to rank 0."""
 
     def __init__(

@@ -9,7 +9,7 @@ from meshrl.contract.ports import Publisher
 from meshrl.contract.types import Version
 from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.metrics import MetricsLog
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import Board
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Evaluations:
         self,
         evaluator: Evaluator,
         publisher: Publisher,
-        setting: Setting,
+        setting: TrainerSettings,
         metrics: MetricsLog | None,
         board: Board,
     ) -> None:

@@ -20,8 +20,8 @@ from typing import cast
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.rows import trajectory
 from meshrl.contract.types import Batch, TrainerPhase, Version
-from meshrl.trainer.batch_source import Intake, Word
-from meshrl.trainer.checkpoint.async_checkpointer import Saves
+from meshrl.trainer.batch_source import BatchSource, Word
+from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.compute import Compute
@@ -32,8 +32,8 @@ from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model.snapshot import take_snapshot
-from meshrl.trainer.reward_version_guard import OneReward
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.reward_version_guard import RewardVersionGuard
+from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import Board
 
 
@@ -42,14 +42,14 @@ class Trainer:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: TrainerSettings,
         state: TrainerState,
         learner: Learner,
         compute: Compute,
         queue: Queue,
         publisher: Publisher,
         *,
-        rewards: OneReward | None = None,
+        rewards: RewardVersionGuard | None = None,
         evaluator: Evaluator | None = None,
         metrics: MetricsLog | None = None,
     ) -> None:
@@ -76,9 +76,9 @@ class Trainer:
         self._queue = queue
         self._publisher = publisher
         self._metrics = metrics
-        self._saves = Saves(setting, learner, compute, queue, step=state.step)
+        self._saves = AsyncCheckpointer(setting, learner, compute, queue, step=state.step)
         self._board = Board(setting.total_steps)
-        self._intake = Intake(setting, queue, self._world, compute, self._board, rewards)
+        self._intake = BatchSource(setting, queue, self._world, compute, self._board, rewards)
         self._evaluations = (
             Evaluations(evaluator, publisher, setting, metrics, self._board) if evaluator else None
         )

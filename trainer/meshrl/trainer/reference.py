@@ -17,7 +17,7 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import LogProbs, Queue
-from meshrl.contract.stage_worker import Failure, StageLoop, StageResult, StageStats
+from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     Float32,
@@ -117,7 +117,7 @@ class ReferenceStage:
             together: Rows wait for their siblings, whose prompt is computed once then (`siblings.py`).
         """
         self._model = model
-        self._loop = StageLoop(
+        self._loop = StageWorker(
             queue,
             runs,
             REFERENCE_STAGE,

@@ -59,7 +59,7 @@ class RewardVersions(Protocol):
         ...
 
 
-class OneReward:
+class RewardVersionGuard:
     """A Queue whose batches are of one reward version; everything else is the queue's own."""
 
     def __init__(

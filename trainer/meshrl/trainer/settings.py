@@ -9,7 +9,7 @@ from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class TrainerSettings:
     """Made by the entry point from the recipe."""
 
     run: str

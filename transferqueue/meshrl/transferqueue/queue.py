@@ -26,17 +26,17 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.held_leases import Holding, renewing
-from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.held_leases import HeldLeases, renewing
+from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
-    JournalGroup,
     Lease,
     Ledger,
     Outcome,
     PackedGroup,
     PayloadGroup,
+    ProgressGroup,
     RunSpec,
     RunState,
     Siblings,
@@ -52,17 +52,17 @@ from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.model.waiting import Bell, Expiry, Wait, Waits, any_bell
+from meshrl.transferqueue.model.waiting import Expiry, Signal, Wait, Waits, any_signal
 from meshrl.transferqueue.operations import admission, batches, leases, payload, progress
 from meshrl.transferqueue.operations import dead_letters as dead
 from meshrl.transferqueue.operations import why_waiting as explain
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.records import seal_json
+from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import OwnerLostError, Store, Table
 
 
-class TransferQueue(RowVerbs):
+class TransferQueue(RowMethods):
     """One queue on one store. `open` it, `close` it; it belongs to the event loop that opened it."""
 
     def __init__(self, store: Store) -> None:
@@ -75,7 +75,7 @@ class TransferQueue(RowVerbs):
         self._space = Space(store, time.monotonic)
         self._attended: defaultdict[str, list[float]] = defaultdict(list)
         """When the attendances of a worker began."""
-        self._opened = Bell()
+        self._opened = Signal()
         self._committer: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -141,7 +141,7 @@ class TransferQueue(RowVerbs):
             number = max((r.number for r in self._runs.values()), default=-1) + 1
             run = self._make_run(spec, number)
             self._runs[spec.run] = run
-            self._journal.put(Table.META, run.spec_key, seal_json(specs.encode(spec)))
+            self._journal.put(Table.META, run.spec_key, encode_record(specs.encode(spec)))
             run.save()
             self._opened.ring()
         await self._journal.flush()
@@ -202,7 +202,7 @@ class TransferQueue(RowVerbs):
                             self._payload.remember(group.task_key, new)
                     await self._journal.flush()
                     return count
-                await any_bell([state.room_bell], deadline, reason)
+                await any_signal([state.room_bell], deadline, reason)
 
     async def close_feed(self, run: str) -> None:
         """See the port."""
@@ -257,14 +257,14 @@ class TransferQueue(RowVerbs):
                             return await self._grant(run, spec, worker, share)
                 bells = [run.rows_bell[spec.number] for run, spec in candidates]
                 with leases.waiting(candidates, worker):
-                    await any_bell([*bells, self._opened], deadline, reason)
+                    await any_signal([*bells, self._opened], deadline, reason)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See the port."""
         state = self._run(run)
         return leases.renew(state, state.stages[stage], worker, uids)
 
-    async def keep(self, holding: Holding) -> None:
+    async def keep(self, holding: HeldLeases) -> None:
         """See the port. Whoever is in the process of the queue shares its event loop, and is as busy as it."""
         await renewing(self, holding)
 
@@ -297,7 +297,7 @@ class TransferQueue(RowVerbs):
             leases.write(state, spec, writes)
         await self._journal.flush()
 
-    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See the port. Raises CapacityError for a full disk: nothing was kept, the lease goes on."""
         state = self._run(run)
         spec = state.stages[stage]
@@ -360,7 +360,7 @@ class TransferQueue(RowVerbs):
                 if batch is not None:
                     await self._journal.flush()
                     return batch
-                await any_bell([state.complete_bell], deadline, reason)
+                await any_signal([state.complete_bell], deadline, reason)
 
     async def fetch_packed(
         self, run: str, groups: Sequence[Siblings], columns: Sequence[str]

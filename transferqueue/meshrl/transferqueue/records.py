@@ -6,7 +6,7 @@ import json
 
 import orjson
 
-from meshrl.contract.frames import seal, unseal
+from meshrl.contract.frames import seal, strip_checksum
 from meshrl.contract.types import Json
 
 
@@ -23,14 +23,14 @@ def to_json(value: Json) -> bytes:
         return json.dumps(value, default=lambda part: json.loads(orjson.dumps(part))).encode()
 
 
-def seal_json(value: Json) -> bytes:
+def encode_record(value: Json) -> bytes:
     """A JSON value, sealed."""
     return seal(to_json(value))
 
 
-def unseal_json(value: bytes, what: str) -> Json:
-    """The inverse of `seal_json`. Raises CorruptError."""
-    body = unseal(value, what)
+def decode_record(value: bytes, what: str) -> Json:
+    """The inverse of `encode_record`. Raises CorruptError."""
+    body = strip_checksum(value, what)
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:

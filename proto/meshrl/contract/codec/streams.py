@@ -27,11 +27,11 @@ from meshrl.contract.codec.rows import (
 from meshrl.contract.codec.tasks import packed_task
 from meshrl.contract.codec.types import decode_task, encode_task
 from meshrl.contract.types import (
-    JournalGroup,
     Lease,
     LeasedGroup,
     PackedGroup,
     PayloadGroup,
+    ProgressGroup,
     RowFacts,
     Siblings,
     Task,
@@ -51,7 +51,7 @@ class AdmitCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCall:
-    """The arguments of `Queue.write_packed`, and of `append`, whose groups are of JournalGroup."""
+    """The arguments of `Queue.write_packed`, and of `append`, whose groups are of ProgressGroup."""
 
     run: str
     stage: str
@@ -174,7 +174,7 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
                 tokens=[group.token for group in groups],
                 facts=encode_facts([group.facts for group in groups]),
                 starts=chain.from_iterable(
-                    [group.starts for group in groups if isinstance(group, JournalGroup)]
+                    [group.starts for group in groups if isinstance(group, ProgressGroup)]
                 ),
             ),
             [group.frame for group in groups],
@@ -220,7 +220,7 @@ def _decode_written(bulk: Bulk[pb.WriteRequest]) -> Sequence[PackedGroup]:
         return groups
     every = per_group(message.starts, rows.counts, "starts")
     return [
-        JournalGroup(**vars(group), starts=starts)
+        ProgressGroup(**vars(group), starts=starts)
         for group, starts in zip(groups, every, strict=True)
     ]
 

@@ -75,7 +75,7 @@ class PackedGroup(Siblings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JournalGroup(PackedGroup):
+class ProgressGroup(PackedGroup):
     """More of what a stage makes of rows that it has not written yet: entries to append to each."""
 
     starts: tuple[int, ...]

@@ -62,7 +62,7 @@ class RemoteJudge:
 
 def build(config: Config) -> RemoteJudge:
     """The judge, not connected yet."""
-    wire = importlib.import_module(WIRE).JudgeWire(
+    wire = importlib.import_module(WIRE).JudgeClient(
         config.address, patience_s=0, deadline_s=config.guard.deadline_s
     )
     return RemoteJudge(wire, config.address, config.guard)

@@ -19,7 +19,7 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.posted_rewards import score_unposted
 from meshrl.rewardd.registry.comparison import Differences
-from meshrl.rewardd.registry.judge_cache import Shelf
+from meshrl.rewardd.registry.judge_cache import JudgeCache
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ WATCH_CALLS = 4
 """Calls that the watched version may be behind; rows beyond that are skipped and counted."""
 
 
-class SwitchJudge:
+class ActiveRewardJudge:
     """Implements the Judge port. `follow` before the first `score`."""
 
-    def __init__(self, shelf: Shelf, *, keep_samples: int) -> None:
+    def __init__(self, shelf: JudgeCache, *, keep_samples: int) -> None:
         self._shelf = shelf
         self._current = ""
         self._watched, self._share = "", 0.0

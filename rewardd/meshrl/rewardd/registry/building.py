@@ -10,8 +10,8 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import judge_of
 from meshrl.rewardd.judges._composite import StartableJudge
 from meshrl.rewardd.pool.rule import read_rule
-from meshrl.rewardd.registry.active_reward import SwitchJudge
-from meshrl.rewardd.registry.judge_cache import Shelf
+from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
+from meshrl.rewardd.registry.judge_cache import JudgeCache
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import VersionStore
 from meshrl.rewardd.registry.version_judge import version_judge
@@ -33,8 +33,8 @@ async def open_registry(config: RewardConfig, directory: Path) -> AsyncIterator[
         return version_judge(store.directory(version), config)
 
     store = VersionStore(directory, config.registry.max_versions)
-    shelf = Shelf(build)
-    judge = SwitchJudge(shelf, keep_samples=config.registry.keep_samples)
+    shelf = JudgeCache(build)
+    judge = ActiveRewardJudge(shelf, keep_samples=config.registry.keep_samples)
     try:
         registry = Registry(store, shelf, judge, config, rule.reward_hash)
         await registry.start()

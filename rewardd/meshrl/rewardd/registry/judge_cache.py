@@ -21,7 +21,7 @@ class _Entry:
     holders: int = 0
 
 
-class Shelf:
+class JudgeCache:
     """At most `spare` judges that nobody holds stay warm."""
 
     def __init__(self, build: Callable[[str], StartableJudge], *, spare: int = 2) -> None:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.types import Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.registry.active_reward import SwitchJudge
+from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.comparison import Differences
-from meshrl.rewardd.registry.judge_cache import Shelf
+from meshrl.rewardd.registry.judge_cache import JudgeCache
 from meshrl.rewardd.registry.store import VersionStore
 from meshrl.rewardd.registry.types import (
     Action,
@@ -58,7 +58,12 @@ class Registry:
     """One per reward service. Whoever calls it is `by`, for the history."""
 
     def __init__(
-        self, store: VersionStore, shelf: Shelf, judge: SwitchJudge, config: RewardConfig, base: str
+        self,
+        store: VersionStore,
+        shelf: JudgeCache,
+        judge: ActiveRewardJudge,
+        config: RewardConfig,
+        base: str,
     ) -> None:
         """Keep the parts.
 
@@ -81,7 +86,7 @@ class Registry:
         self._pending: Counter[str] = Counter()
 
     @property
-    def judge(self) -> SwitchJudge:
+    def judge(self) -> ActiveRewardJudge:
         """What scores the run."""
         return self._judge
 

@@ -12,7 +12,7 @@ from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.store import MANIFEST
 from meshrl.rewardd.registry.types import Manifest
 from meshrl.rewardd.sandbox.environment import environment_of
-from meshrl.rewardd.sandbox.submitted_code import submitted_cell
+from meshrl.rewardd.sandbox.submitted_code import submitted_sandbox
 
 ENVIRONMENTS = "environments"
 """Beside the versions: their dependencies."""
@@ -45,7 +45,7 @@ def version_judge(directory: Path, config: RewardConfig) -> PoolJudge:
     """
     manifest = Manifest.from_json(json.loads((directory / MANIFEST).read_bytes()))
     environments = directory.parent.parent / ENVIRONMENTS
-    cell = submitted_cell(
+    cell = submitted_sandbox(
         directory,
         config,
         limits=manifest.limits,

@@ -83,7 +83,7 @@ class Cell(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenCell:
+class OpenSandbox:
     """No walls. The process sees what the service sees."""
 
     limits: Limits
@@ -110,7 +110,7 @@ class OpenCell:
 
 
 @dataclass(slots=True, kw_only=True)
-class WeakCell:
+class WeakSandbox:
     """What a process can do to itself without help."""
 
     limits: Limits
@@ -147,7 +147,7 @@ class WeakCell:
 
 
 @dataclass(slots=True, kw_only=True)
-class StrictCell:
+class StrictSandbox:
     """bubblewrap around the process (https://github.com/containers/bubblewrap)."""
 
     limits: Limits
@@ -187,7 +187,7 @@ class StrictCell:
         return sum(name.isdigit() for name in names) - 2
 
 
-def open_cell(
+def open_sandbox(
     level: Isolation,
     limits: Limits,
     *,
@@ -201,7 +201,7 @@ def open_cell(
         ConfigError: this machine cannot give the level; says why and what to do.
     """
     if level is Isolation.OFF:
-        return OpenCell(limits=limits, search=tuple(search), prepare=prepare)
+        return OpenSandbox(limits=limits, search=tuple(search), prepare=prepare)
     if level is Isolation.WEAK:
         if (
             os.geteuid() == 0
@@ -212,7 +212,7 @@ def open_cell(
                 "reward sandbox 'weak' would run functions as root: this kernel has no Landlock, and others cannot "
                 "read this Python and the functions' folders; run the service as an ordinary user"
             )
-        return WeakCell(
+        return WeakSandbox(
             limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
         )
     if (why := no_bubblewrap()) is not None:
@@ -225,7 +225,7 @@ def open_cell(
         raise ConfigError(
             f"functions of a service that runs as root run as nobody, who cannot read {closed[0]}: chmod -R o+rX it"
         )
-    return StrictCell(
+    return StrictSandbox(
         limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
     )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.sandbox.environment import Environment
-from meshrl.rewardd.sandbox.sandbox import Cell, open_cell
+from meshrl.rewardd.sandbox.sandbox import Cell, open_sandbox
 
 
-def submitted_cell(
+def submitted_sandbox(
     directory: Path,
     config: RewardConfig,
     *,
@@ -25,7 +25,7 @@ def submitted_cell(
     Raises:
         ConfigError: a limit that is unknown or too wide; isolation that this machine cannot give.
     """
-    return open_cell(
+    return open_sandbox(
         config.sandbox,
         config.limits.bounded(limits or {}),
         readable=(directory,),

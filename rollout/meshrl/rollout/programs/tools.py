@@ -22,7 +22,7 @@ from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.ports import Gateway, Generator, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
-from meshrl.rollout.tools.building import Workshop, named_tools
+from meshrl.rollout.tools.building import ToolBuilder, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
@@ -53,7 +53,7 @@ class ToolProgram:
         """Raises ConfigError for an unknown format or a function that is no tool."""
         self._config = config
         self._parse = load_format(config.format)
-        self._workshop = Workshop(config)
+        self._workshop = ToolBuilder(config)
         self._warned = False
 
     async def start(self) -> None:

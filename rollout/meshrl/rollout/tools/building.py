@@ -18,7 +18,7 @@ from meshrl.rollout.user_functions import load_function
 KEY = "rollout.program_options.tools"
 
 
-class Workshop:
+class ToolBuilder:
     """The tools of one worker process: functions at once, servers once they are asked."""
 
     def __init__(self, config: ToolsConfig) -> None:

@@ -22,7 +22,7 @@ from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
-from meshrl.rpc.clients.member import MemberWire
+from meshrl.rpc.clients.member import MemberClient
 
 WATCH_EVERY_S = 1.0
 DRAIN_S = 60.0
@@ -147,7 +147,7 @@ async def _ask_to_leave(member: Member) -> None:
         raise UserError(
             f"{member.name} did not say where it listens: send SIGTERM to its process instead"
         )
-    async with MemberWire(member.address, patience_s=0.0) as wire:
+    async with MemberClient(member.address, patience_s=0.0) as wire:
         await wire.drain()
 
 

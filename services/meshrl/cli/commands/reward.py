@@ -54,10 +54,10 @@ def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -
     """One conversation with the registry."""
     # Imported here: with it comes gRPC, which `--help` can do without.
     from meshrl.cli.find_mesh import reward_address
-    from meshrl.rpc.clients.reward_registry import RewardRegistryWire
+    from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 
     async def ask() -> Answer:
-        async with RewardRegistryWire(reward_address(*context.obj)) as wire:
+        async with RewardRegistryClient(reward_address(*context.obj)) as wire:
             return await question(wire)
 
     return asyncio.run(ask())

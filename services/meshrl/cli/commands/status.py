@@ -17,8 +17,8 @@ from meshrl.cli.options import json_option, mesh_options
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.view import clock, ledger_line
-from meshrl.rpc.clients.rollout import RolloutWire
-from meshrl.rpc.clients.trainer import TrainerWire
+from meshrl.rpc.clients.rollout import RolloutClient
+from meshrl.rpc.clients.trainer import TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
 
@@ -61,7 +61,7 @@ async def _ask(mesh: Mesh) -> Status:
 
 
 async def _trainer(address: str) -> TrainerStatus | None:
-    async with TrainerWire(address, patience_s=PATIENCE_S) as wire:
+    async with TrainerClient(address, patience_s=PATIENCE_S) as wire:
         try:
             return await wire.status()
         except MeshError:
@@ -76,7 +76,7 @@ async def _weights(address: str) -> FleetView | None:
 
 
 async def _replica(address: str) -> EngineStats | None:
-    async with RolloutWire(address, patience_s=PATIENCE_S) as wire:
+    async with RolloutClient(address, patience_s=PATIENCE_S) as wire:
         try:
             return await wire.stats()
         except MeshError:

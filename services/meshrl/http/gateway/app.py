@@ -18,9 +18,9 @@ from meshrl.contract.errors import ForbiddenError
 from meshrl.contract.types import PostedReward
 from meshrl.http.gateway import models as m
 from meshrl.http.gateway.answers import Form, Streamed
-from meshrl.http.gateway.auth import Doorkeeper
+from meshrl.http.gateway.auth import SessionAuth
 from meshrl.http.gateway.errors import install, too_large
-from meshrl.http.gateway.sessions import GatewayBook, address
+from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.rewards.body_limit import BodyLimit
 from meshrl.http.rewards.errors import AsciiJSON
 from meshrl.rollout.sessions.agents import task_json
@@ -58,7 +58,7 @@ def _header(token: HTTPAuthorizationCredentials | None) -> str:
 
 
 def build_app(
-    book: GatewayBook, tokenizer: ChatTokenizer, *, max_body_bytes: int, guard: Guard | None
+    book: SessionTable, tokenizer: ChatTokenizer, *, max_body_bytes: int, guard: Guard | None
 ) -> FastAPI:
     """The app; `guard` admits those who claim sessions from outside, None: nobody may."""
     app = FastAPI(
@@ -68,7 +68,7 @@ def build_app(
         default_response_class=AsciiJSON,
     )
     app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=too_large)
-    app.add_middleware(Doorkeeper, book=book)  # added last, asked first
+    app.add_middleware(SessionAuth, book=book)  # added last, asked first
     install(app)
 
     @app.get("/health", tags=["service"])
@@ -82,7 +82,7 @@ def build_app(
     return app
 
 
-def _session_routes(book: GatewayBook, tokenizer: ChatTokenizer) -> APIRouter:
+def _session_routes(book: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
     """What OpenAI's client asks for, and how an agent says what its conversation was worth."""
     router = APIRouter(responses=PROBLEMS)
 
@@ -138,7 +138,7 @@ def _session_routes(book: GatewayBook, tokenizer: ChatTokenizer) -> APIRouter:
     return router
 
 
-def _sessions(book: GatewayBook, tokenizer: ChatTokenizer, guard: Guard | None) -> APIRouter:
+def _sessions(book: SessionTable, tokenizer: ChatTokenizer, guard: Guard | None) -> APIRouter:
     """Sessions for agents from outside."""
     router = APIRouter(prefix="/sessions", tags=["sessions"], responses=PROBLEMS)
 
@@ -201,7 +201,7 @@ def _sessions(book: GatewayBook, tokenizer: ChatTokenizer, guard: Guard | None) 
 
 
 def _reward(
-    book: GatewayBook, body: m.RewardBody, authorization: str, session_id: str | None
+    book: SessionTable, body: m.RewardBody, authorization: str, session_id: str | None
 ) -> dict[str, Any]:
     reward = PostedReward(score=body.score, components=body.components)
     try:

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshrl.contract.errors import UnauthenticatedError
 from meshrl.http.gateway.errors import refused
-from meshrl.http.gateway.sessions import GatewayBook
+from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.sessions.requests import SessionEndedError
 
 GUARDED = ("/v1/", "/sessions/")
@@ -14,10 +14,10 @@ CLAIMS = "/v1/sessions"
 """Whoever claims a session has no key of one yet."""
 
 
-class Doorkeeper:
+class SessionAuth:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, book: GatewayBook) -> None:
+    def __init__(self, app: ASGIApp, book: SessionTable) -> None:
         self._app = app
         self._book = book
 

@@ -8,13 +8,13 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from meshrl.http.gateway.sessions import GatewayBook
+from meshrl.http.gateway.sessions import SessionTable
 
 
 class GatewayMetrics(Collector):
     """Read when somebody asks."""
 
-    def __init__(self, book: GatewayBook) -> None:
+    def __init__(self, book: SessionTable) -> None:
         self._book = book
 
     def collect(self) -> Iterator[Metric]:

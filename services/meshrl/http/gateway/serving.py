@@ -15,7 +15,7 @@ from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
 from meshrl.http.gateway.app import build_app
-from meshrl.http.gateway.sessions import GatewayBook
+from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.rewards.http import serving_http
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.auth import Guard, TokenBook
@@ -32,7 +32,7 @@ async def gateway_of(
     *,
     name: str,
     on_demand: Callable[[], None] = lambda: None,
-) -> AsyncIterator[GatewayBook | None]:
+) -> AsyncIterator[SessionTable | None]:
     """The gateway of worker `name`, open while the body runs; None where the run's program needs none.
 
     Raises:
@@ -43,7 +43,7 @@ async def gateway_of(
         return
     config = recipe.rollout.gateway
     guard = _guard(recipe, settings)
-    book = GatewayBook(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
+    book = SessionTable(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
     app = build_app(book, tokenizer, max_body_bytes=config.max_request_bytes, guard=guard)
     # What starts on this machine is reached without TLS: no certificate is made out for a loopback address.
     tls = Certificates() if is_loopback(config.host) else settings.tls

@@ -37,7 +37,7 @@ class Ended:
     reward: PostedReward | None
 
 
-class GatewayBook:
+class SessionTable:
     """Implements the Gateway port. Sessions are found by a hash of their token, so that no time tells of it."""
 
     def __init__(

@@ -12,7 +12,7 @@ from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
 from meshrl.http.rewards.body_limit import BodyLimit
 from meshrl.http.rewards.errors import AsciiJSON, install
-from meshrl.rpc.guarded_registry import Caller, RewardDesk
+from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/problem+json": {}}}
@@ -43,7 +43,7 @@ def _caller(
 Who = Annotated[Caller, Depends(_caller)]
 
 
-def build_app(desk: RewardDesk, max_body_bytes: int) -> FastAPI:
+def build_app(desk: GuardedRegistry, max_body_bytes: int) -> FastAPI:
     """The app; `max_body_bytes` bounds every request."""
     app = FastAPI(
         title="meshrl reward registry",
@@ -67,7 +67,7 @@ def build_app(desk: RewardDesk, max_body_bytes: int) -> FastAPI:
     return app
 
 
-def _add_versions(router: APIRouter, desk: RewardDesk) -> None:
+def _add_versions(router: APIRouter, desk: GuardedRegistry) -> None:
     """Submit, and read what there is."""
 
     @router.post("", status_code=201, openapi_extra=submission.CONTENT)
@@ -114,7 +114,7 @@ def _add_versions(router: APIRouter, desk: RewardDesk) -> None:
         return PlainTextResponse(desk.diff(who, name, old, new).encode(errors="replace"))
 
 
-def _add_changes(router: APIRouter, desk: RewardDesk) -> None:
+def _add_changes(router: APIRouter, desk: GuardedRegistry) -> None:
     """Which version a name stands for, and what is watched beside it."""
 
     @router.post("/{name}/rollback")
@@ -133,7 +133,7 @@ def _add_changes(router: APIRouter, desk: RewardDesk) -> None:
         return m.NameModel.of(await desk.watch(who, name, body.version, body.share))
 
 
-def _add_trials(router: APIRouter, desk: RewardDesk) -> None:
+def _add_trials(router: APIRouter, desk: GuardedRegistry) -> None:
     """Score samples with any version; nothing of it enters a run."""
 
     @router.post("/{name}/score")

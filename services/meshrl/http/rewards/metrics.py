@@ -8,7 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from meshrl.rewardd.registry.active_reward import SwitchJudge
+from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
 
 VALUES = {
     "rows": "Rows that both versions were asked to score.",
@@ -24,7 +24,7 @@ VALUES = {
 class WatchMetrics(Collector):
     """Read when somebody asks; nothing while no version is watched."""
 
-    def __init__(self, judge: SwitchJudge) -> None:
+    def __init__(self, judge: ActiveRewardJudge) -> None:
         self._judge = judge
 
     def collect(self) -> Iterator[Metric]:

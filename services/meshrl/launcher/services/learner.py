@@ -12,10 +12,10 @@ from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import build_policy, load_hf
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 
 
-def build_learner(recipe: Recipe, setting: Setting, world: World) -> Learner:
+def build_learner(recipe: Recipe, setting: TrainerSettings, world: World) -> Learner:
     """What one rank trains. Every rank calls this.
 
     Raises:
@@ -48,7 +48,7 @@ def _temperature(recipe: Recipe) -> float:
     return recipe.rollout.temperature or 1.0
 
 
-def _critic(recipe: Recipe, setting: Setting, world: World) -> ValueLearner:
+def _critic(recipe: Recipe, setting: TrainerSettings, world: World) -> ValueLearner:
     config = recipe.critic
     critic = build_critic(load_hf(config.path or recipe.model.path), world, recipe.model)
     return ValueLearner(
@@ -63,7 +63,7 @@ def _critic(recipe: Recipe, setting: Setting, world: World) -> ValueLearner:
     )
 
 
-def _rewarder(recipe: Recipe, setting: Setting, world: World) -> RewardLearner:
+def _rewarder(recipe: Recipe, setting: TrainerSettings, world: World) -> RewardLearner:
     # It starts as the reference does: before its first update every process reward is 0.
     model = build_policy(load_hf(recipe.reference_model.path), world, recipe.model)
     config = recipe.algorithm.prime

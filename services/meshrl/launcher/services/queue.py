@@ -13,9 +13,9 @@ from meshrl.rpc.queue_connection import build_store, shard_number
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import Door, Server
 from meshrl.rpc.service_context import Site
-from meshrl.rpc.servicers.queue import QueueDoor
-from meshrl.rpc.servicers.queue_admin import QueueAdminDoor
-from meshrl.rpc.servicers.shard import ShardDoor
+from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
+from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import dictionary
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
@@ -38,9 +38,9 @@ async def run(recipe: Recipe, site: Site) -> None:
         raise UserError(error.message) from error
     try:
         doors: list[Door] = [
-            QueueDoor(queue, dictionary.read(recipe.queue.compression_dictionary)),
-            ShardDoor(queue),
-            QueueAdminDoor(QueueAdmin(queue, store)),
+            QueueServicer(queue, dictionary.read(recipe.queue.compression_dictionary)),
+            ShardServicer(queue),
+            QueueAdminServicer(QueueAdmin(queue, store)),
         ]
         async with Server(site.settings, doors) as server, _owning(queue, server):
             server.registry.register(QueueCollector(queue, store))

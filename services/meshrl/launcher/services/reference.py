@@ -9,7 +9,7 @@ from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_unti
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import Server
 from meshrl.rpc.service_context import Site
-from meshrl.rpc.servicers.reference import ReferenceDoor
+from meshrl.rpc.servicers.reference import ReferenceServicer
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
 
@@ -30,7 +30,7 @@ async def run(recipe: Recipe, site: Site) -> None:
     try:
         async with (
             queue_of(recipe, site) as queue,
-            Server(site.settings, [ReferenceDoor(model)]) as server,
+            Server(site.settings, [ReferenceServicer(model)]) as server,
         ):
             await open_runs(queue, recipe)
             stage = ReferenceStage(

@@ -1,8 +1,8 @@
 """The reward service: the run's judge and the registry that may change it, the stage that adds `reward` to rows.
 
-queue ◀─leases, writes─ RewardStage ──▶ SwitchJudge ◀── Registry ◀── RewardDesk ◀── gRPC, HTTP
+queue ◀─leases, writes─ RewardStage ──▶ ActiveRewardJudge ◀── Registry ◀── GuardedRegistry ◀── gRPC, HTTP
 ▲
-RewardDoor (gRPC) ──┘
+RewardServicer (gRPC) ──┘
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rewardd.token_ends import token_ends
-from meshrl.rpc.audit_log import AuditLog
+from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Guard, Role, TokenBook
-from meshrl.rpc.guarded_registry import RewardDesk
+from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.interceptors import Around, Behavior, Context
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import Door, Server, ServerSettings, is_loopback
 from meshrl.rpc.service_context import Site
-from meshrl.rpc.servicers.reward import RewardDoor
-from meshrl.rpc.servicers.reward_registry import RewardRegistryDoor, caller_of
+from meshrl.rpc.servicers.reward import RewardServicer
+from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer, caller_of
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +45,12 @@ async def run(recipe: Recipe, site: Site) -> None:
     async with AsyncExitStack() as stack:
         # A function that cannot be loaded ends the service here, before any row waits for it.
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
-        audit = stack.enter_context(closing(AuditLog(directory / "audit.jsonl")))
-        desk = RewardDesk(registry, guard, audit)
+        audit = stack.enter_context(closing(RewardAuditLog(directory / "audit.jsonl")))
+        desk = GuardedRegistry(registry, guard, audit)
         queue = await stack.enter_async_context(queue_of(recipe, site))
-        doors: list[Door] = [RewardDoor(registry.judge, registry.judge)]
+        doors: list[Door] = [RewardServicer(registry.judge, registry.judge)]
         if submissions:
-            doors.append(RewardRegistryDoor(desk))
+            doors.append(RewardRegistryServicer(desk))
         server = Server(settings, doors, arounds=[_scoring_needs_a_role(desk)])
         await stack.enter_async_context(server)
         server.registry.register(WatchMetrics(registry.judge))
@@ -101,11 +101,11 @@ def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
     )
 
 
-def _scoring_needs_a_role(desk: RewardDesk) -> Around:
+def _scoring_needs_a_role(desk: GuardedRegistry) -> Around:
     """Where tokens are asked for, the Reward door asks for them too; the registry's door does so by itself."""
 
     def around(method: str, behavior: Behavior) -> Behavior:
-        if not method.startswith(f"/{RewardDoor.service}/"):
+        if not method.startswith(f"/{RewardServicer.service}/"):
             return behavior
 
         async def run(request: Any, context: Context) -> Any:

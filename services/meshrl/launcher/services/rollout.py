@@ -1,8 +1,8 @@
 """A rollout service: an engine, the worker that leases rows for it, the agent that keeps its weights current.
 
-queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── WeightAgent ◀──Join── trainer
+queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── ReplicaController ◀──Join── trainer
                                    ▲          ▲
-                 MemberDoor (GetReport, Drain)   RolloutDoor (Generate, GetStats)
+                 MemberServicer (GetReport, Drain)   RolloutServicer (Generate, GetStats)
 
 Where the program is led by agents of other makes, a gateway stands between them and the engine (services/gateway/).
 """
@@ -24,11 +24,11 @@ from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import FruitlessError, Server
 from meshrl.rpc.service_context import Site
-from meshrl.rpc.servicers.member import MemberDoor
-from meshrl.rpc.servicers.rollout import RolloutDoor
+from meshrl.rpc.servicers.member import MemberServicer
+from meshrl.rpc.servicers.rollout import RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import Place
-from meshrl.weights.replica_controller import WeightAgent
+from meshrl.weights.replica_controller import ReplicaController
 
 
 async def run(recipe: Recipe, site: Site) -> None:
@@ -73,11 +73,11 @@ async def run(recipe: Recipe, site: Site) -> None:
             if gateway is not None:
                 gateway.drain()
 
-        member = MemberDoor(worker, engine, leave=lambda: server.stop())
-        async with Server(site.settings, [RolloutDoor(engine), member]) as server:
+        member = MemberServicer(worker, engine, leave=lambda: server.stop())
+        async with Server(site.settings, [RolloutServicer(engine), member]) as server:
             if gateway is not None:
                 server.registry.register(GatewayMetrics(gateway))
-            agent = WeightAgent(
+            agent = ReplicaController(
                 recipe.weights,
                 run=recipe.run.name,
                 replica=site.name,

@@ -1,8 +1,8 @@
 """The trainer service: the loop, the weight plane beside it, doors for both.
 
-    queue ◀──take, settle── Trainer ──publish──▶ WeightPlane ◀──Join── rollout workers
+    queue ◀──take, settle── Trainer ──publish──▶ WeightCoordinator ◀──Join── rollout workers
                               ▲                       └──publish(version)──▶ queue, once the fleet has committed
-                         TrainerDoor (Watch, Stop)  WeightsDoor
+                         TrainerServicer (Watch, Stop)  WeightsServicer
 
 Every rank learns; rank 0 alone has doors, a plane and an evaluator.
 """
@@ -32,11 +32,11 @@ from meshrl.launcher.services._common import open_run, open_runs, work_until_sto
 from meshrl.launcher.services._ranks import is_rank, run_ranks
 from meshrl.launcher.services.learner import build_learner
 from meshrl.rpc.clients.disk_space import Shortage
-from meshrl.rpc.clients.reward import JudgeWire
+from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.queue_connection import queue_of
 from meshrl.rpc.runtime import Door, Server
 from meshrl.rpc.service_context import Site
-from meshrl.rpc.servicers.trainer import TrainerDoor
+from meshrl.rpc.servicers.trainer import TrainerServicer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
@@ -45,11 +45,11 @@ from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
-from meshrl.trainer.reward_version_guard import OneReward
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.reward_version_guard import RewardVersionGuard
+from meshrl.trainer.settings import TrainerSettings
 from meshrl.weights.carrier import Place
-from meshrl.weights.coordinator import WeightPlane
-from meshrl.weights.servicer import WeightsDoor
+from meshrl.weights.coordinator import WeightCoordinator
+from meshrl.weights.servicer import WeightsServicer
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ async def run(recipe: Recipe, site: Site) -> None:
 async def _lead(
     recipe: Recipe,
     site: Site,
-    setting: Setting,
+    setting: TrainerSettings,
     state: TrainerState,
     learner: Learner,
     compute: Compute,
@@ -100,7 +100,7 @@ async def _lead(
     shortage: Shortage,
 ) -> None:
     """Rank 0: train, with doors open."""
-    plane = WeightPlane(
+    plane = WeightCoordinator(
         recipe.weights,
         run=setting.run,
         epoch=state.epoch,
@@ -113,7 +113,7 @@ async def _lead(
         recipe.trainer.project_name,
         recipe.trainer.experiment_name or recipe.run.name,
     )
-    judge = JudgeWire(site.peers["reward"]) if "reward" in site.peers else None
+    judge = JudgeClient(site.peers["reward"]) if "reward" in site.peers else None
     trainer = Trainer(
         setting,
         state,
@@ -130,7 +130,7 @@ async def _lead(
         trainer.drain()
         shortage.leave()
 
-    doors: list[Door] = [TrainerDoor(trainer.control), WeightsDoor(plane)]
+    doors: list[Door] = [TrainerServicer(trainer.control), WeightsServicer(plane)]
     async with AsyncExitStack() as stack, Server(site.settings, doors) as server, plane:
         if judge is not None:
             stack.push_async_callback(judge.close)
@@ -139,11 +139,11 @@ async def _lead(
         await asyncio.sleep(LAST_WORD_S)
 
 
-def _rewards(recipe: Recipe, queue: Queue, judge: JudgeWire | None) -> OneReward | None:
+def _rewards(recipe: Recipe, queue: Queue, judge: JudgeClient | None) -> RewardVersionGuard | None:
     """What makes each batch one of a single reward version, unless the recipe lets them mix."""
     if recipe.reward.mixed_versions != "rescore":
         return None
-    return OneReward(queue, judge, token_rewards=recipe.reward.token_rewards)
+    return RewardVersionGuard(queue, judge, token_rewards=recipe.reward.token_rewards)
 
 
 async def _follow(trainer: Trainer) -> None:
@@ -176,7 +176,7 @@ class _Mute:
         """Nothing is ever in transfer."""
 
 
-async def _evaluator(recipe: Recipe, setting: Setting, queue: Queue) -> Evaluator | None:
+async def _evaluator(recipe: Recipe, setting: TrainerSettings, queue: Queue) -> Evaluator | None:
     if not has_evaluation(recipe):
         return None
     spec = eval_spec(recipe)
@@ -187,9 +187,9 @@ async def _evaluator(recipe: Recipe, setting: Setting, queue: Queue) -> Evaluato
     )
 
 
-def _setting(recipe: Recipe, site: Site) -> Setting:
+def _setting(recipe: Recipe, site: Site) -> TrainerSettings:
     directory = recipe.run.path
-    return Setting(
+    return TrainerSettings(
         run=recipe.run.name,
         directory=directory,
         owner=f"{site.name} (pid {os.getpid()} on {socket.gethostname()})",

@@ -1,18 +1,18 @@
 """One client per port: the same Protocol as the object elsewhere, over gRPC."""
 
 from meshrl.rpc.clients.peer import PERSON_PATIENCE_S, STAGE_PATIENCE_S
-from meshrl.rpc.clients.queue import QueueWire
-from meshrl.rpc.clients.reference import LogProbsWire
-from meshrl.rpc.clients.reward import JudgeWire
-from meshrl.rpc.clients.rollout import RolloutWire
-from meshrl.rpc.clients.trainer import TrainerWire
+from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.reference import LogProbsClient
+from meshrl.rpc.clients.reward import JudgeClient
+from meshrl.rpc.clients.rollout import RolloutClient
+from meshrl.rpc.clients.trainer import TrainerClient
 
 __all__ = [
     "PERSON_PATIENCE_S",
     "STAGE_PATIENCE_S",
-    "JudgeWire",
-    "LogProbsWire",
-    "QueueWire",
-    "RolloutWire",
-    "TrainerWire",
+    "JudgeClient",
+    "LogProbsClient",
+    "QueueClient",
+    "RolloutClient",
+    "TrainerClient",
 ]

@@ -24,7 +24,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import MeshError, UnavailableError, WaitTimeoutError
-from meshrl.contract.held_leases import Held, Holding
+from meshrl.contract.held_leases import Held, HeldLeases
 from meshrl.rpc import tls
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.transport import CHANNEL_OPTIONS
@@ -58,7 +58,7 @@ class Ending(Protocol):
 class _Seat:
     """One holding, its event loop, and when that last ran."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldLeases) -> None:
         self.holding = holding
         self.due = math.inf
         """When to renew; never while nothing is held."""
@@ -97,7 +97,7 @@ class _Seat:
             self._loop.call_soon_threadsafe(call)
 
 
-class Keeper:
+class LeaseRenewer:
     """The thread; it starts with the first holding."""
 
     def __init__(self, peer: str, address: str, metadata: Metadata) -> None:
@@ -114,7 +114,7 @@ class Keeper:
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
 
-    async def keep(self, holding: Holding) -> None:
+    async def keep(self, holding: HeldLeases) -> None:
         """Renew what it names until cancelled. Raises what the queue answers, but not that it is away."""
         seat = _Seat(holding)
         holding.began = lambda: self._began(seat)

@@ -21,7 +21,7 @@ class MemberReport:
     worker: WorkerReport
 
 
-class MemberWire(Wire):
+class MemberClient(Wire):
     """Asks a member how it does, and asks it to leave."""
 
     def __init__(self, address: str, *, patience_s: float = STAGE_PATIENCE_S) -> None:

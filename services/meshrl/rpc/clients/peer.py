@@ -234,7 +234,7 @@ class Peer:
 
 
 class Wire:
-    """The base of every client: `async with QueueWire("127.0.0.1:7001") as queue`."""
+    """The base of every client: `async with QueueClient("127.0.0.1:7001") as queue`."""
 
     def __init__(
         self,

@@ -7,17 +7,17 @@ from typing import TypedDict, Unpack
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode, wanted
-from meshrl.contract.held_leases import Holding
-from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.held_leases import HeldLeases
+from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
-    JournalGroup,
     Lease,
     Ledger,
     Outcome,
     PackedGroup,
     PayloadGroup,
+    ProgressGroup,
     RunSpec,
     RunState,
     Siblings,
@@ -28,14 +28,14 @@ from meshrl.contract.types import (
 )
 from meshrl.rpc.clients.bulk_calls import BulkCalls
 from meshrl.rpc.clients.disk_space import Shortage
-from meshrl.rpc.clients.lease_renewer import Keeper
+from meshrl.rpc.clients.lease_renewer import LeaseRenewer
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
 
 
-class WireOptions(TypedDict, total=False):
+class ClientOptions(TypedDict, total=False):
     """How to call a queue."""
 
     patience_s: float
@@ -48,14 +48,14 @@ class WireOptions(TypedDict, total=False):
     """Of space on its disk: with it calls wait while the disk is full, without they raise CapacityError."""
 
 
-class QueueWire(Wire, RowVerbs):
+class QueueClient(Wire, RowMethods):
     """A Queue elsewhere. Outlives a restart of the queue that takes no longer than `patience_s`.
 
     Everything but `replay` is asked again when the queue goes away before it answers. A lease whose answer was lost
     is not taken twice: nobody renews it, so its rows come back after their time to live.
     """
 
-    def __init__(self, address: str, **options: Unpack[WireOptions]) -> None:
+    def __init__(self, address: str, **options: Unpack[ClientOptions]) -> None:
         compression = options.get("compression", "auto")
         patience_s = options.get("patience_s", STAGE_PATIENCE_S)
         squeezes = wanted(compression, address)
@@ -64,7 +64,7 @@ class QueueWire(Wire, RowVerbs):
             shortage=options.get("shortage"),
         )
         self._stub = rpc.QueueStub(self._peer.channel)
-        self._keeper = Keeper(self._peer.name, address, self._peer.metadata)
+        self._keeper = LeaseRenewer(self._peer.name, address, self._peer.metadata)
         self._bulk = BulkCalls(
             self._peer, squeezes=squeezes, lends_bytes=options.get("shared_memory_bytes", 0)
         )
@@ -159,7 +159,7 @@ class QueueWire(Wire, RowVerbs):
             self._stub.Renew, request, lambda answer: codec.decode_uids(answer.lost)
         )
 
-    async def keep(self, holding: Holding) -> None:
+    async def keep(self, holding: HeldLeases) -> None:
         """See Queue, and keeper.py."""
         await self._keeper.keep(holding)
 
@@ -168,7 +168,7 @@ class QueueWire(Wire, RowVerbs):
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
         await self._bulk.tell(self._write, codec.encode_write(call))
 
-    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
         await self._bulk.tell(self._append, codec.encode_write(call))

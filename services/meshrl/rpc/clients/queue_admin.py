@@ -21,7 +21,7 @@ AUDIT_S: Final = 3600.0
 """For an audit to read everything that is stored."""
 
 
-class QueueAdminWire(Wire):
+class QueueAdminClient(Wire):
     """The operator's side of `QueueAdmin`."""
 
     def __init__(self, address: str, *, patience_s: float = PERSON_PATIENCE_S) -> None:

@@ -12,7 +12,7 @@ from meshrl.v1 import reference_pb2 as pb
 from meshrl.v1 import reference_pb2_grpc as rpc
 
 
-class LogProbsWire(Wire):
+class LogProbsClient(Wire):
     """A frozen model elsewhere."""
 
     def __init__(

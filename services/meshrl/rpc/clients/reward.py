@@ -13,7 +13,7 @@ from meshrl.v1 import reward_pb2 as pb
 from meshrl.v1 import reward_pb2_grpc as rpc
 
 
-class JudgeWire(Wire):
+class JudgeClient(Wire):
     """A Judge elsewhere. Entering the context (or `open`) asks it for its hash."""
 
     def __init__(

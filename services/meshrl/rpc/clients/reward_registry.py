@@ -19,7 +19,7 @@ SUBMIT_S = 600.0
 SAMPLES_PER_CALL = 512
 
 
-class RewardRegistryWire(Wire):
+class RewardRegistryClient(Wire):
     """Each method as in meshrl/v1/reward_registry.proto."""
 
     def __init__(self, address: str, *, patience_s: float = PERSON_PATIENCE_S) -> None:

@@ -14,7 +14,7 @@ from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as rpc
 
 
-class RolloutWire(Wire):
+class RolloutClient(Wire):
     """Generation elsewhere; the weights of the engine are none of the caller's business."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The Shard port over gRPC: a QueueWire that also asks what a router must know."""
+"""The Shard port over gRPC: a QueueClient that also asks what a router must know."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Unpack
 from meshrl.contract import codec
 from meshrl.contract.types import RunState, Task, Version
 from meshrl.rpc.clients.peer import nothing
-from meshrl.rpc.clients.queue import QueueWire, WireOptions
+from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
 from meshrl.v1 import queue_pb2
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
 
 
-class ShardWire(QueueWire):
+class ShardClient(QueueClient):
     """A Shard elsewhere. Everything is asked again when the shard goes away before it answers."""
 
-    def __init__(self, address: str, **options: Unpack[WireOptions]) -> None:
+    def __init__(self, address: str, **options: Unpack[ClientOptions]) -> None:
         super().__init__(address, **options)
         self._shard = rpc.ShardStub(self._peer.channel)
 

@@ -16,7 +16,7 @@ from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as rpc
 
 
-class TrainerWire(Wire):
+class TrainerClient(Wire):
     """A trainer elsewhere, as the terminal view and `meshrl status` see it."""
 
     def __init__(self, address: str, *, patience_s: float = PERSON_PATIENCE_S) -> None:

@@ -1,9 +1,15 @@
 """One thin servicer per service: translates and delegates, no state, no `try`."""
 
-from meshrl.rpc.servicers.queue import QueueDoor
-from meshrl.rpc.servicers.reference import ReferenceDoor
-from meshrl.rpc.servicers.reward import RewardDoor
-from meshrl.rpc.servicers.rollout import RolloutDoor
-from meshrl.rpc.servicers.trainer import TrainerDoor
+from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers.reference import ReferenceServicer
+from meshrl.rpc.servicers.reward import RewardServicer
+from meshrl.rpc.servicers.rollout import RolloutServicer
+from meshrl.rpc.servicers.trainer import TrainerServicer
 
-__all__ = ["QueueDoor", "ReferenceDoor", "RewardDoor", "RolloutDoor", "TrainerDoor"]
+__all__ = [
+    "QueueServicer",
+    "ReferenceServicer",
+    "RewardServicer",
+    "RolloutServicer",
+    "TrainerServicer",
+]

@@ -29,7 +29,7 @@ class Measured(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class MemberDoor(rpc.MemberServicer):
+class MemberServicer(rpc.MemberServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Member")

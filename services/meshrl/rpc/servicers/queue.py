@@ -15,8 +15,8 @@ from meshrl.contract.codec.arena import Offer, Region
 from meshrl.contract.codec.compression import TAKES_SQUEEZED, FrameCompressor
 from meshrl.contract.codec.lending import Borrower, Page
 from meshrl.contract.errors import UserError
-from meshrl.contract.ports import AttendedQueue
-from meshrl.contract.types import JournalGroup
+from meshrl.contract.ports import HeartbeatQueue
+from meshrl.contract.types import ProgressGroup
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import bounded, collected, full_name
 from meshrl.v1 import queue_pb2 as pb
@@ -26,14 +26,14 @@ from meshrl.v1.trajectory_pb2 import Ack
 M = TypeVar("M", bound=Message)
 
 
-class QueueDoor(rpc.QueueServicer):
+class QueueServicer(rpc.QueueServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Queue")
     waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
     serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
 
-    def __init__(self, queue: AttendedQueue, dictionary: bytes = b"") -> None:
+    def __init__(self, queue: HeartbeatQueue, dictionary: bytes = b"") -> None:
         """`dictionary` is for compression (`queue.compression_dictionary`)."""
         self._queue = queue
         self._borrower = Borrower()
@@ -104,7 +104,7 @@ class QueueDoor(rpc.QueueServicer):
         self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
-        groups = [group for group in call.groups if isinstance(group, JournalGroup)]
+        groups = [group for group in call.groups if isinstance(group, ProgressGroup)]
         if len(groups) != len(call.groups):
             raise UserError("append: a group has no starts")
         await self._queue.append(call.run, call.stage, groups)

@@ -21,7 +21,7 @@ PIECE_BYTES: Final = 1 << 20
 """Of one message: beyond it protobuf's copies cost more than they save."""
 
 
-class QueueAdminDoor(rpc.QueueAdminServicer):
+class QueueAdminServicer(rpc.QueueAdminServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "QueueAdmin")

@@ -15,7 +15,7 @@ from meshrl.v1 import reference_pb2 as pb
 from meshrl.v1 import reference_pb2_grpc as rpc
 
 
-class ReferenceDoor(rpc.ReferenceServicer):
+class ReferenceServicer(rpc.ReferenceServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Reference")

@@ -11,20 +11,20 @@ import grpc
 from meshrl.contract import codec, types
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Judge
-from meshrl.rewardd.registry.active_reward import SwitchJudge
+from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
 from meshrl.v1 import reward_pb2 as pb
 from meshrl.v1 import reward_pb2_grpc as rpc
 
 
-class RewardDoor(rpc.RewardServicer):
+class RewardServicer(rpc.RewardServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Reward")
     waits: Final[frozenset[str]] = frozenset()
 
-    def __init__(self, judge: Judge, versions: SwitchJudge | None = None) -> None:
+    def __init__(self, judge: Judge, versions: ActiveRewardJudge | None = None) -> None:
         self._judge = judge
         self._versions = versions
 

@@ -9,7 +9,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.rpc import reward_registry_codec as registry_codec
-from meshrl.rpc.guarded_registry import Caller, RewardDesk
+from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
 from meshrl.v1 import reward_pb2
@@ -29,13 +29,13 @@ def caller_of(context: Context) -> Caller:
     return Caller(authorization=authorization, peer=peer, door="grpc")
 
 
-class RewardRegistryDoor(rpc.RewardRegistryServicer):
+class RewardRegistryServicer(rpc.RewardRegistryServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "RewardRegistry")
     waits: Final[frozenset[str]] = frozenset()
 
-    def __init__(self, desk: RewardDesk) -> None:
+    def __init__(self, desk: GuardedRegistry) -> None:
         self._desk = desk
 
     def attach(self, server: grpc.aio.Server) -> None:

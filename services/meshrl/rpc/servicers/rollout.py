@@ -24,7 +24,7 @@ class Sampler(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class RolloutDoor(rpc.RolloutServicer):
+class RolloutServicer(rpc.RolloutServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Rollout")

@@ -20,7 +20,7 @@ from meshrl.v1 import shard_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
 
 
-class ShardDoor(rpc.ShardServicer):
+class ShardServicer(rpc.ShardServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Shard")

@@ -17,7 +17,7 @@ from meshrl.v1 import trainer_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
 
 
-class TrainerDoor(rpc.TrainerServicer):
+class TrainerServicer(rpc.TrainerServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Trainer")

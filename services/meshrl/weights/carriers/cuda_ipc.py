@@ -32,7 +32,7 @@ from meshrl.weights.carrier import Cell, Link, Place
 from meshrl.weights.deadlines import within
 from meshrl.weights.ipc.device import Device, load_device
 from meshrl.weights.nccl import messages
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "host"
 NEEDS = ("cupy", "cuda")
@@ -97,7 +97,7 @@ class Carrier:
         if caller is not None and not caller.cancel() and not caller.cancelled():
             caller.result()[1].close()
 
-    async def borrow(self, nbytes: int, lane: Lane) -> Slot:
+    async def borrow(self, nbytes: int, lane: WorkerThread) -> Slot:
         """Device memory for one bucket. Raises CapacityError."""
         for slot in self._pool:
             if slot.nbytes >= nbytes:
@@ -144,7 +144,7 @@ class _End:
 
     def __init__(self, link: Link) -> None:
         self._prefix = link.prefix
-        self._lane = Lane(f"ipc-{link.generation}-{link.rank}")
+        self._lane = WorkerThread(f"ipc-{link.generation}-{link.rank}")
         self._streams: _Streams | None = None
 
     def committed(self, version: Version) -> None:

@@ -49,7 +49,7 @@ from meshrl.weights.deadlines import within
 from meshrl.weights.delta import apply
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.delta.patches import Patches
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "network"
 NEEDS: tuple[str, ...] = ()
@@ -269,7 +269,7 @@ class Receiver:
         self._link = link
         self._held = held
         self._address, _, self._secret = link.endpoint.rpartition("#")
-        self._lane = Lane(f"weights-delta-{link.generation}")
+        self._lane = WorkerThread(f"weights-delta-{link.generation}")
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[pb.WeightPatchRequest, pb.WeightPatchPart] | None = (
             None

@@ -26,7 +26,7 @@ from meshrl.weights.checkpoint_files import (
     read_tensors,
     write_tensors,
 )
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "directory"
 RATE = 0.5e9
@@ -40,7 +40,7 @@ class Carrier:
     def __init__(self, config: WeightsConfig, place: Place) -> None:
         self._config = config
         self._place = place
-        self._lane = Lane("weights-disk")
+        self._lane = WorkerThread("weights-disk")
 
     async def listen(self) -> str:
         """The folder, relative to the run's directory."""
@@ -59,9 +59,9 @@ class Carrier:
                 f"cannot write weights {source.manifest.version} under {self._place.directory}: {error}"
             ) from error
 
-    def cell(self, link: Link) -> DiskCell:
+    def cell(self, link: Link) -> DiskChannel:
         """One end of a cell; it has a thread of its own, so that a slow disk delays only this replica."""
-        return DiskCell(self._place.directory / link.endpoint, link)
+        return DiskChannel(self._place.directory / link.endpoint, link)
 
     async def close(self) -> None:
         """Nothing stays open; the newest versions remain on disk."""
@@ -94,12 +94,12 @@ class Carrier:
             shutil.rmtree(root / str(version), ignore_errors=True)
 
 
-class DiskCell:
+class DiskChannel:
     """Reads a version bucket by bucket; on the trainer's end, rewrites a bucket that was read corrupted."""
 
     def __init__(self, root: Path, link: Link) -> None:
         self._root = root
-        self._lane = Lane(f"weights-disk-{link.generation}")
+        self._lane = WorkerThread(f"weights-disk-{link.generation}")
         self._sent: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:

@@ -22,7 +22,7 @@ from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, Place
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "network"
 NEEDS = ("torch",)
@@ -55,16 +55,16 @@ class Carrier:
     async def stage(self, source: WeightSource) -> None:
         """Nothing: buckets are sent from where they lie."""
 
-    def cell(self, link: Link) -> GlooCell:
+    def cell(self, link: Link) -> GlooChannel:
         """One rank of a group of two."""
-        return GlooCell(self._config, link, self._store if link.rank == 0 else None)
+        return GlooChannel(self._config, link, self._store if link.rank == 0 else None)
 
     async def close(self) -> None:
         """Drop the store; its port is free when the last cell is gone."""
         self._store = None
 
 
-class GlooCell:
+class GlooChannel:
     """One rank of a group of two."""
 
     def __init__(self, config: WeightsConfig, link: Link, store: Any) -> None:
@@ -72,7 +72,7 @@ class GlooCell:
         self._link = link
         self._store = store
         self._group: Any = None
-        self._lane = Lane(f"gloo-{link.generation}")
+        self._lane = WorkerThread(f"gloo-{link.generation}")
 
     async def open(self, deadline_s: float) -> None:
         """Meet the other rank at the store."""

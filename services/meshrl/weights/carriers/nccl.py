@@ -57,11 +57,11 @@ class Carrier:
     async def stage(self, source: WeightSource) -> None:
         """Nothing: buckets are copied from where they lie."""
 
-    def cell(self, link: Link) -> NcclCell:
+    def cell(self, link: Link) -> NcclChannel:
         """One rank of two."""
         if link.rank == 0:
             self._meetings.expect(link.prefix)
-        return NcclCell(self._config, link, self._processes, self._meetings)
+        return NcclChannel(self._config, link, self._processes, self._meetings)
 
     async def close(self) -> None:
         """Close the door; no process is left."""
@@ -69,7 +69,7 @@ class Carrier:
         await self._processes.close()
 
 
-class NcclCell:
+class NcclChannel:
     """One rank of two, in its process."""
 
     def __init__(

@@ -15,7 +15,7 @@ from meshrl.weights.carrier import Cell, Link, Place
 from meshrl.weights.chain import MARK, ChainReader, ChainWriter, Store
 from meshrl.weights.deadlines import within
 from meshrl.weights.delta.held_versions import Held
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "directory"
 NEEDS = ("fsspec",)
@@ -31,7 +31,7 @@ class Carrier:
         self._config = config
         self._store = Store(config.directory)
         self.chain = ChainWriter(config, self._store, place.model_path)
-        self.lane = Lane("weights-object")
+        self.lane = WorkerThread("weights-object")
         self._held = Held()
 
     async def listen(self) -> str:
@@ -112,7 +112,7 @@ class Receiver:
         self._config = config
         self._held = held
         self._chain = ChainReader(store, link.run, held)
-        self._lane = Lane(f"weights-object-{link.generation}")
+        self._lane = WorkerThread(f"weights-object-{link.generation}")
         self._asked: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:

@@ -33,7 +33,7 @@ from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, Una
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Cell, Link, Place
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "host"
 NEEDS: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Carrier:
 
     def __init__(self, config: WeightsConfig, place: Place) -> None:
         self._keep = config.keep
-        self._lane = Lane("weights-shm")
+        self._lane = WorkerThread("weights-shm")
         self._nonce = secrets.token_hex(8)
         self._probe: Arena | None = None
         self._segments: dict[Version, Segment] = {}

@@ -10,7 +10,7 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.delta.codec import encode_sparse
 from meshrl.weights.messages import digest
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 
 def word_bytes(manifest: WeightManifest, index: int) -> int:
@@ -52,7 +52,7 @@ class Patches:
         self._max_density = max_density
         self._sources: dict[Version, WeightSource] = {}
         self._patches: dict[_Key, asyncio.Task[bytes | None]] = {}
-        self._lane = Lane("weights-delta")
+        self._lane = WorkerThread("weights-delta")
         self.encoded = 0
         """Patches made so far: one for all replicas that stand at a version."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.config.weights import NcclConfig
-from meshrl.contract.errors import ConfigError, UnavailableError, from_wire
+from meshrl.contract.errors import ConfigError, UnavailableError, from_detail
 from meshrl.contract.types import Uint8
 from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.weights.deadlines import within
@@ -202,7 +202,7 @@ class NcclProcess:
             if answer is None:
                 raise UnavailableError(f"NCCL: {what}: {await self._last_words()}")
             if "failed" in answer:
-                raise from_wire(answer["code"], f"NCCL: {answer['failed']}", {})
+                raise from_detail(answer["code"], f"NCCL: {answer['failed']}", {})
         except BaseException:
             self.kill()
             raise

@@ -14,7 +14,7 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, from_wire
+from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, from_detail
 from meshrl.weights.nccl import messages
 from meshrl.weights.nccl.process import Facts
 
@@ -147,7 +147,7 @@ async def knock(endpoint: str, prefix: str, facts: Facts) -> bytes:
     if answer is None:
         raise UnavailableError(f"the trainer's end of weight cell {prefix} hung up")
     if "refused" in answer:
-        raise from_wire(answer["code"], answer["refused"], {})
+        raise from_detail(answer["code"], answer["refused"], {})
     return bytes.fromhex(answer["unique_id"])
 
 

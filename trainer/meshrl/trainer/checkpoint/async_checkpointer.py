@@ -22,16 +22,22 @@ from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 
 Result = TypeVar("Result")
 
 
-class Saves:
+class AsyncCheckpointer:
     """Writes one checkpoint at a time. Belongs to one event loop."""
 
     def __init__(
-        self, setting: Setting, learner: Learner, compute: Compute, queue: Queue, *, step: int
+        self,
+        setting: TrainerSettings,
+        learner: Learner,
+        compute: Compute,
+        queue: Queue,
+        *,
+        step: int,
     ) -> None:
         """Prepare.
 

@@ -14,13 +14,13 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.settings import Setting
+from meshrl.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
 
 async def resume(
-    setting: Setting, queue: Queue, learner: Learner, compute: Compute
+    setting: TrainerSettings, queue: Queue, learner: Learner, compute: Compute
 ) -> TrainerState:
     """Every rank calls this; afterwards all stand at the same step, and older trainers are fenced.
 
@@ -55,7 +55,7 @@ async def resume(
     return state
 
 
-async def _acquire(setting: Setting, queue: Queue) -> dict[str, Json]:
+async def _acquire(setting: TrainerSettings, queue: Queue) -> dict[str, Json]:
     """A new epoch, and the checkpoint to start from.
 
     Raises:

@@ -31,7 +31,7 @@ from meshrl.trainer.learner.experience import (
     schedule,
 )
 from meshrl.trainer.learner.metric_sums import Tally
-from meshrl.trainer.learner.micro_batcher import OwnRows
+from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import Before, Micro, Objective, Targets
 from meshrl.trainer.learner.reward_learner import RewardLearner
@@ -140,7 +140,7 @@ class Learner:
         """
         # Draws are a function of (seed, step, share of the rows): a resumed run draws what the killed one drew.
         torch.manual_seed(_seed(self._seed, step, self.world.data_rank))
-        rows = OwnRows.of(made, own, self.world)
+        rows = MicroBatcher.of(made, own, self.world)
         experience = assemble(
             made, own, self.world, baselines=baselines, with_steps=self.needs.steps
         )
@@ -169,7 +169,7 @@ class Learner:
 
     def _before(
         self,
-        rows: OwnRows,
+        rows: MicroBatcher,
         experience: Experience,
         values: torch.Tensor | None,
         process_rewards: torch.Tensor | None,
@@ -301,7 +301,7 @@ class Learner:
 class _Work:
     """What the updates of one batch share."""
 
-    rows: OwnRows
+    rows: MicroBatcher
     experience: Experience
     targets: Targets
     step: int

@@ -17,7 +17,7 @@ from meshrl.trainer.model.sequence_parallel import share_out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnRows:
+class MicroBatcher:
     """The rows that this rank forwards."""
 
     made: Schedule
@@ -26,7 +26,7 @@ class OwnRows:
     world: World
 
     @classmethod
-    def of(cls, made: Schedule, own: Sequence[Trajectory], world: World) -> OwnRows:
+    def of(cls, made: Schedule, own: Sequence[Trajectory], world: World) -> MicroBatcher:
         """`own` are the rows of `made.own(world.data_rank)`, in order."""
         return cls(made, dict(zip(made.own(world.data_rank), own, strict=True)), world)
 

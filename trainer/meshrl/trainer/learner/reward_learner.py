@@ -14,7 +14,7 @@ from meshrl.trainer.config import PrimeConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Experience
 from meshrl.trainer.learner.metric_sums import Tally
-from meshrl.trainer.learner.micro_batcher import OwnRows
+from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import Policy
@@ -54,7 +54,7 @@ class RewardLearner:
         self._total_steps = total_steps
 
     def learn(
-        self, own: OwnRows, experience: Experience, step: int
+        self, own: MicroBatcher, experience: Experience, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Train on the batch and score it.
 
@@ -69,11 +69,11 @@ class RewardLearner:
             metrics = self._update(own, experience, step)
         return rewards, metrics
 
-    def _score(self, own: OwnRows, experience: Experience) -> torch.Tensor:
+    def _score(self, own: MicroBatcher, experience: Experience) -> torch.Tensor:
         q = own.forward(self.model, self._logprobs) - _reference(experience)
         return process_rewards(experience.ragged, q, beta=self._config.beta_train)
 
-    def _update(self, own: OwnRows, experience: Experience, step: int) -> dict[str, float]:
+    def _update(self, own: MicroBatcher, experience: Experience, step: int) -> dict[str, float]:
         reference, acc = _reference(experience), outcomes(experience)
         device = self._world.device
         tally = Tally()

@@ -19,7 +19,7 @@ from meshrl.trainer.config import CriticConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Experience, MiniBatch
 from meshrl.trainer.learner.metric_sums import Tally
-from meshrl.trainer.learner.micro_batcher import OwnRows
+from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import Targets
 from meshrl.trainer.model.critic import Critic
@@ -65,13 +65,13 @@ class ValueLearner:
         """True while the policy stands still."""
         return step < self._config.pretrain_steps + self._config.warmup_steps
 
-    def values(self, own: OwnRows) -> torch.Tensor:
+    def values(self, own: MicroBatcher) -> torch.Tensor:
         """V float32[N] of the whole batch, on the CPU."""
         return own.forward(self.model, self.model)
 
     def learn(
         self,
-        own: OwnRows,
+        own: MicroBatcher,
         minis: Sequence[MiniBatch],
         experience: Experience,
         values: torch.Tensor,

@@ -204,22 +204,22 @@ def layout_of(lengths: Sequence[int]) -> Layout:
     return _layout(*_end_to_end(lengths))
 
 
-Places: TypeAlias = list[npt.NDArray[np.int64]]
+TaskPlaces: TypeAlias = list[npt.NDArray[np.int64]]
 """Of each row, the pack position of each token."""
 
 
-def _end_to_end(lengths: Sequence[int]) -> tuple[Places, list[int]]:
+def _end_to_end(lengths: Sequence[int]) -> tuple[TaskPlaces, list[int]]:
     ends = np.cumsum(lengths)
     return [np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True)], [0] * len(lengths)
 
 
-def _laid(rows: Sequence[Int32]) -> tuple[Places, list[int]]:
+def _laid(rows: Sequence[Int32]) -> tuple[TaskPlaces, list[int]]:
     """Places of rows whose common prefixes are laid once, and where in each row its own tokens begin.
 
     In sorted order a row has no longer prefix in common with any row before it than with its neighbour: a trie.
     """
     order = sorted(range(len(rows)), key=lambda index: rows[index].tobytes())
-    places: Places = [np.empty(0, dtype=np.int64)] * len(rows)
+    places: TaskPlaces = [np.empty(0, dtype=np.int64)] * len(rows)
     begins = [0] * len(rows)
     end, before = 0, None
     for index in order:
@@ -238,7 +238,7 @@ def _common(one: Int32, other: Int32) -> int:
     return int(different[0]) if len(different) else shorter
 
 
-def _layout(places: Places, begins: Sequence[int]) -> Layout:
+def _layout(places: TaskPlaces, begins: Sequence[int]) -> Layout:
     """Of rows at `places`, each with the tokens from `begins` on as its own."""
     sizes = np.array([len(place) for place in places], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 from meshrl.contract.types import Json
 from meshrl.transferqueue.commit_log import Journal
-from meshrl.transferqueue.records import seal_json
+from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
 KEPT: Final = 1024
@@ -34,7 +34,7 @@ def summed(entries: list[Entry]) -> Sums:
     return sums
 
 
-class Trail:
+class AuditLog:
     """Of one run."""
 
     def __init__(self, run_number: int) -> None:
@@ -51,7 +51,7 @@ class Trail:
 
     def encode(self) -> bytes:
         """What was folded."""
-        return seal_json(dict(self.folded))
+        return encode_record(dict(self.folded))
 
     def note(self, task: str, rows: int, way: str, reason: str = "") -> None:
         """`rows` of `task` came in or left."""
@@ -62,7 +62,7 @@ class Trail:
         if not self._pending:
             return
         entries, self._pending = self._pending, []
-        journal.put(Table.META, self._key(self._next), seal_json(entries))
+        journal.put(Table.META, self._key(self._next), encode_record(entries))
         self._records.append((self._next, entries))
         self._next += 1
         if len(self._records) > KEPT:

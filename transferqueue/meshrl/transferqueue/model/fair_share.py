@@ -43,7 +43,7 @@ class Holder:
             self.speed += (of_row / took - self.speed) * (WEIGHT if self.speed else 1.0)
 
 
-class Pace:
+class FairShare:
     """The workers of one stage."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from orjson import Fragment
 
 from meshrl.contract.types import Json, Outcome, RowFacts, Siblings, Uid, Version
 from meshrl.transferqueue.model.masks import bits, hexed
-from meshrl.transferqueue.records import fragment, seal_json
+from meshrl.transferqueue.records import encode_record, fragment
 
 if TYPE_CHECKING:
     from meshrl.transferqueue.model.fair_share import Holder
@@ -114,7 +114,7 @@ class Group:
     grants: list[Grant] = field(default_factory=list)
     frames: list[StoredFrame] = field(default_factory=list)
     next_frame: int = 0
-    journaled: list[int] = field(default_factory=list)
+    recorded_progress: list[int] = field(default_factory=list)
     """Per index: entries of the first stage's partial columns; empty where nothing was ever appended."""
     counts: Counts = NONE
     """What the books count of this group now."""
@@ -258,8 +258,8 @@ class Group:
             self.deliveries[stage][index] = self.writers[stage][index] = 0
         self.set_facts([index], [None])
         self.replacements[index] = 0
-        if self.journaled:
-            self.journaled[index] = 0
+        if self.recorded_progress:
+            self.recorded_progress[index] = 0
         self.lost_by.pop(index, None)
         self.since = now
 
@@ -306,7 +306,7 @@ class Group:
         """The record of the group and its rows. Masks are text, because JSON's integers end at 64 bits."""
         if self.facts_json is None:
             self.facts_json = fragment([facts and _stored_facts(facts) for facts in self.facts])
-        return seal_json(
+        return encode_record(
             [
                 self.number,
                 self.task_id,
@@ -327,7 +327,7 @@ class Group:
                     for f in self.frames
                 ],
                 self.next_frame,
-                self.journaled,
+                self.recorded_progress,
                 [(g.stage, g.token, g.worker, hexed(g.mask)) for g in self.grants],
             ]
         )
@@ -339,7 +339,7 @@ class Group:
             stored
         )
         done, deliveries, writers, replacements, facts, frames, next_frame, *rest = rest
-        journaled, grants = rest
+        recorded_progress, grants = rest
         group = cls(
             *(
                 run,
@@ -364,7 +364,7 @@ class Group:
                 for stage, own, rows, nbytes, live, seal, partial in frames
             ],
             next_frame=next_frame,
-            journaled=journaled,
+            recorded_progress=recorded_progress,
             position=position,
             since=now,
         )

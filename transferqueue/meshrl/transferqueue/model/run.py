@@ -10,22 +10,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from meshrl.contract.errors import FencedError, NotFoundError
-from meshrl.contract.frames import seal_of
+from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import Json, RunSpec, RunState, Siblings, Uid, Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.commit_log import Journal
-from meshrl.transferqueue.model.audit_log import ADMITTED, Trail
+from meshrl.transferqueue.model.audit_log import ADMITTED, AuditLog
 from meshrl.transferqueue.model.durations import Durations
-from meshrl.transferqueue.model.fair_share import Pace
+from meshrl.transferqueue.model.fair_share import FairShare
 from meshrl.transferqueue.model.group import Counts, Group, StoredFrame, Traits
 from meshrl.transferqueue.model.ledger import Books, Exit, State
 from meshrl.transferqueue.model.ordered import OrderedNumbers
 from meshrl.transferqueue.model.ready import ReadyRows
 from meshrl.transferqueue.model.stages import Stages
-from meshrl.transferqueue.model.waiting import Bell, Expiry
+from meshrl.transferqueue.model.waiting import Expiry, Signal
 from meshrl.transferqueue.operations.batches import TakenBatch
 from meshrl.transferqueue.operations.dead_letters import DeadRow
-from meshrl.transferqueue.records import seal_json
+from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
 
@@ -72,10 +72,10 @@ class Run:
         self.dead_of: dict[int, list[DeadRow]] = {}
         """Dead letters by group number: they keep the task of a group that left."""
         self.books = Books()
-        self.trail = Trail(number)
+        self.trail = AuditLog(number)
 
         self.ready = tuple(ReadyRows() for _ in self.stages)
-        self.pace = Pace()
+        self.pace = FairShare()
         """Of the workers that sample."""
         self.sampler = sampling.build(spec.sampler)
         self.replay = OrderedNumbers()
@@ -97,10 +97,10 @@ class Run:
         """Per row: from the last column of its group to the batch that takes it."""
         self.publishes = 0
         """Calls of `publish` since the queue opened: tells a waiting lease that its engine's version is old news."""
-        self.rows_bell = tuple(Bell() for _ in self.stages)
+        self.rows_bell = tuple(Signal() for _ in self.stages)
         self._ready_by_stage = tuple(zip(self.stages, self.ready, self.rows_bell, strict=True))
-        self.complete_bell = Bell()
-        self.room_bell = Bell()
+        self.complete_bell = Signal()
+        self.room_bell = Signal()
 
     # --- what is stored of the run itself
 
@@ -116,7 +116,7 @@ class Run:
 
     def encode(self) -> bytes:
         """Counters and position, with the books: they change in the transaction of the rows."""
-        return seal_json(
+        return encode_record(
             {
                 "epoch": self.epoch,
                 "owner": self.owner,
@@ -302,7 +302,7 @@ class Run:
         group.next_frame += 1
         group.frames.append(
             StoredFrame(
-                *(stage, number, rows, len(frame), mask), seal=seal_of(frame), partial=partial
+                *(stage, number, rows, len(frame), mask), seal=checksum_of(frame), partial=partial
             )
         )
         self.journal.put(Table.PAYLOAD, group.frame_key(number), frame)

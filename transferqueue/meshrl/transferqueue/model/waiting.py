@@ -22,7 +22,7 @@ RETURN_S = 2.0
 """So soon a worker whose connection broke must be heard of again: a dead one never is, a live one at once."""
 
 
-class Bell:
+class Signal:
     """Wakes everybody who waits for one kind of change, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Bell:
         self._listeners.pop(listener, None)
 
 
-async def any_bell(bells: Sequence[Bell], deadline: float, what: Callable[[], str]) -> None:
+async def any_signal(bells: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:
     """Return when one of `bells` rings.
 
     Raises:

@@ -22,7 +22,7 @@ from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import seal
 from meshrl.contract.types import PackedTask, Task
 from meshrl.transferqueue.model.group import Group, Traits
-from meshrl.transferqueue.records import seal_json
+from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _add(run: Run, task: Task, frame: PackedTask) -> Group:
     )
     run.journal.put(Table.PAYLOAD, group.task_key, seal(frame.data))
     run.seen[task.task_id] = number
-    run.journal.put(Table.META, seen_key(run.number, task.task_id), seal_json(number))
+    run.journal.put(Table.META, seen_key(run.number, task.task_id), encode_record(number))
     run.add_group(group)
     return group
 

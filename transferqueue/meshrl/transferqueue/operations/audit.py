@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import unseal
+from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Ledger, RunSpec
 from meshrl.transferqueue.commit_log import Journal
 from meshrl.transferqueue.model.audit_log import ADMITTED
@@ -64,7 +64,7 @@ async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
             found.nbytes += len(key) + len(value)
             if value or table is Table.PAYLOAD:
                 try:
-                    unseal(value, f"{table} {key.hex()}")
+                    strip_checksum(value, f"{table} {key.hex()}")
                 except CorruptError as error:
                     broken.append(str(error))
             if table is Table.META:

@@ -18,7 +18,7 @@ from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.ledger import Exit
 from meshrl.transferqueue.model.masks import bits
 from meshrl.transferqueue.operations import admission
-from meshrl.transferqueue.records import seal_json, unseal_json
+from meshrl.transferqueue.records import decode_record, encode_record
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TakenBatch:
 
     def encode(self) -> bytes:
         """The record."""
-        return seal_json([self.number, self.batch_id, self.step, self.epoch, self.settled])
+        return encode_record([self.number, self.batch_id, self.step, self.epoch, self.settled])
 
 
 def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch | None:
@@ -80,7 +80,7 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
     for group in found:
         _put_in(run, batch, group)
     manifest = tuple(map(_manifest, found))
-    run.journal.put(Table.PAYLOAD, batch.manifest_key, seal_json(list(map(_stored, manifest))))
+    run.journal.put(Table.PAYLOAD, batch.manifest_key, encode_record(list(map(_stored, manifest))))
     run.journal.touch(batch)
     run.save(found)
     return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
@@ -156,7 +156,7 @@ def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
             newest=tuple(Version(*version) for version in newest),
             outcomes=tuple(map(Outcome, outcomes)),
         )
-        for task, indices, attempts, size, num_tokens, oldest, newest, outcomes in unseal_json(
+        for task, indices, attempts, size, num_tokens, oldest, newest, outcomes in decode_record(
             value, f"manifest of batch {batch.batch_id}"
         )
     )

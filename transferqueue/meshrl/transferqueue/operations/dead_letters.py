@@ -10,7 +10,7 @@ from meshrl.transferqueue.model import policies
 from meshrl.transferqueue.model.group import Group, Traits
 from meshrl.transferqueue.model.ledger import Exit
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.records import seal_json
+from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class DeadRow:
     def encode(self) -> bytes:
         """The record."""
         letter = self.letter
-        return seal_json(
+        return encode_record(
             [
                 *(self.number, str(letter.uid), letter.stage, letter.outcome, letter.reason),
                 *(letter.attempts, self.group, tuple(self.traits), self.task_bytes),

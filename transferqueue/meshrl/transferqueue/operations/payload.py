@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError
-from meshrl.contract.frames import Frame, seal_of, unseal
+from meshrl.contract.frames import Frame, checksum_of, strip_checksum
 from meshrl.contract.types import LeasedGroup, PackedTask, Part, PayloadGroup, Siblings
 from meshrl.transferqueue.model.group import Group, StoredFrame
 from meshrl.transferqueue.model.masks import bits
@@ -189,7 +189,7 @@ class PayloadReader:
         task = self._tasks.get(each.task_key)
         if task is None and value is not None:
             what = f"task {each.task}"
-            task = codec.packed_task(bytes(unseal(value, what)))
+            task = codec.packed_task(bytes(strip_checksum(value, what)))
             if task.task.task_id != each.task:
                 raise CorruptError(f"{what}: the store returns {task.task.task_id}")
             self.remember(each.task_key, task)
@@ -220,7 +220,7 @@ def _part(
     Raises:
         CorruptError: it is not the frame that was written there.
     """
-    if seal_of(value) != frame.seal:
+    if checksum_of(value) != frame.seal:
         raise CorruptError(f"frame {frame.key.hex()}: the store returns another one")
     if frame.positions is None and (names is None or names.issuperset(written)):
         return Part(rows=frame.rows, frame=value)

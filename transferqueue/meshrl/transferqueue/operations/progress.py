@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import Frame
-from meshrl.contract.types import JournalGroup, Uid
+from meshrl.contract.types import ProgressGroup, Uid
 from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.masks import bits
 from meshrl.transferqueue.model.stages import Stage
@@ -32,7 +32,7 @@ class CheckedAppend(NamedTuple):
     frame: bytes
 
 
-def checked(run: Run, stage: Stage, groups: Sequence[JournalGroup]) -> list[CheckedAppend]:
+def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[CheckedAppend]:
     """What is to be kept; entries that were appended before are passed over.
 
     Raises:
@@ -54,7 +54,7 @@ def checked(run: Run, stage: Stage, groups: Sequence[JournalGroup]) -> list[Chec
                 raise leases.fenced(
                     run, stage, Uid(run.name, given.task, index, attempt), given.token
                 )
-            known = group.journaled[index] if group.journaled else 0
+            known = group.recorded_progress[index] if group.recorded_progress else 0
             if given.starts[at] > known:
                 raise ConflictError(
                     f"row {group.uid(index)}: entries {known} to {given.starts[at]} were never"
@@ -75,7 +75,7 @@ def checked(run: Run, stage: Stage, groups: Sequence[JournalGroup]) -> list[Chec
     return found
 
 
-def _lengths(run: Run, given: JournalGroup, frame: Frame) -> list[int]:
+def _lengths(run: Run, given: ProgressGroup, frame: Frame) -> list[int]:
     lengths = {
         column.lengths if column.lengths is not None else () for column in frame.columns.values()
     }
@@ -91,18 +91,18 @@ def append(run: Run, stage: Stage, appends: Sequence[CheckedAppend]) -> None:
         group = item.group
         mask = sum(1 << index for index in item.rows)
         run.keep_frame(group, stage.number, item.rows, mask, item.frame, partial=True)
-        group.journaled = group.journaled or [0] * group.size
+        group.recorded_progress = group.recorded_progress or [0] * group.size
         for index, entries in zip(item.rows, item.entries, strict=True):
-            group.journaled[index] = entries
+            group.recorded_progress[index] = entries
     run.save([item.group for item in appends])
 
 
 def drop(run: Run, stage: Stage, group: Group, mask: int) -> None:
     """The rows in `mask` are written: their work in progress goes."""
-    if group.journaled:
+    if group.recorded_progress:
         run.drop_frames(group, group.drop_columns({stage.number}, mask, partial=True))
         for index in bits(mask):
-            group.journaled[index] = 0
+            group.recorded_progress[index] = 0
 
 
 def redo(run: Run, stage: Stage, uids: Sequence[Uid]) -> int:

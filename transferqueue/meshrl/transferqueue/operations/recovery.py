@@ -19,7 +19,7 @@ from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations import admission
 from meshrl.transferqueue.operations.batches import TakenBatch
 from meshrl.transferqueue.operations.dead_letters import DeadRow, keep
-from meshrl.transferqueue.records import unseal_json
+from meshrl.transferqueue.records import decode_record
 
 MakeRun: TypeAlias = Callable[[RunSpec, int], Run]
 Sorted: TypeAlias = dict[bytes, list[tuple[bytes, bytes]]]
@@ -96,7 +96,7 @@ def _batch(run_number: int, stored: Json) -> TakenBatch:
 
 
 def _values(items: Iterable[tuple[bytes, bytes]]) -> Iterator[Json]:
-    return (unseal_json(value, f"record {key.hex()}") for key, value in items)
+    return (decode_record(value, f"record {key.hex()}") for key, value in items)
 
 
 def _single(items: Sequence[tuple[bytes, bytes]]) -> Json:

@@ -61,7 +61,7 @@ def free(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feeding:
+class ShardedAdmission:
     """One run's admission."""
 
     shards: Sequence[Shard]

@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Taking:
+class ShardedBatches:
     """One run's batches."""
 
     run: str

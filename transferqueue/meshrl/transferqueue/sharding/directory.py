@@ -21,12 +21,12 @@ from typing import TypeAlias, TypeVar
 from meshrl.contract.errors import FencedError, InfraError, NotFoundError, UserError
 from meshrl.contract.types import RunSpec, RunState
 from meshrl.transferqueue.sharding import membership, shard_list
-from meshrl.transferqueue.sharding.batches import Taking
+from meshrl.transferqueue.sharding.batches import ShardedBatches
 from meshrl.transferqueue.sharding.fan_out import all_of
 from meshrl.transferqueue.sharding.placement import Grown, Members
 from meshrl.transferqueue.sharding.port import Shard
-from meshrl.transferqueue.sharding.shard_list import Roll
-from meshrl.transferqueue.sharding.task_places import Places
+from meshrl.transferqueue.sharding.shard_list import ShardList
+from meshrl.transferqueue.sharding.task_places import TaskPlaces
 from meshrl.transferqueue.sharding.watcher import Watch
 
 Answer = TypeVar("Answer")
@@ -40,7 +40,7 @@ class Known:
 
     spec: RunSpec
     members: Members
-    taking: Taking
+    taking: ShardedBatches
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -55,7 +55,7 @@ class Roster:
         self.shards = list(shards)
         """All that are known, by number; it only ever gets longer."""
         self.watch = Watch(self.shards[0])
-        self.places = Places(self.shards)
+        self.places = TaskPlaces(self.shards)
         self._addresses = list(addresses)
         self._dial = dial
         self._enrolled = 0
@@ -110,7 +110,7 @@ class Roster:
             while (text := await self.watch.read()) != self.watch.learned:
                 try:
                     if text:
-                        await self._reach(Roll.parse(text))
+                        await self._reach(ShardList.parse(text))
                     for known in list(self._runs.values()):
                         await self._bring(known.spec, text)
                 except UserError:
@@ -130,7 +130,7 @@ class Roster:
                     raise
                 await self._learn()
 
-    async def _reach(self, written: Roll) -> None:
+    async def _reach(self, written: ShardList) -> None:
         """Raises UserError when a queue is not the shard that it was named as, or another has its address by now."""
         if not self._enrolled:
             for number, shard in enumerate(self.shards):
@@ -215,7 +215,7 @@ class Roster:
     def _know(self, spec: RunSpec, members: Members, since: str) -> Known:
         known = self._runs.get(spec.run)
         if known is None or (known.members, known.taking.since) != (members, since):
-            taking = Taking(
+            taking = ShardedBatches(
                 run=spec.run,
                 shards=self.shards[: members.count],
                 members=members,

@@ -84,7 +84,7 @@ class Ask:
         )
 
 
-class Leasing:
+class ShardedLeases:
     """The leases of one router, whose list of shards may grow."""
 
     def __init__(

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from meshrl.contract.held_leases import Held, Holding
+from meshrl.contract.held_leases import Held, HeldLeases
 from meshrl.contract.types import Uid
 
 
-class Part(Holding):
+class Part(HeldLeases):
     """What one shard is asked to renew: everything, of the runs that it has."""
 
     def __init__(
-        self, whole: Holding, has: Callable[[str], bool], told: Callable[[], None]
+        self, whole: HeldLeases, has: Callable[[str], bool], told: Callable[[], None]
     ) -> None:
         """`has` knows the shard's runs; `told` is called when the shard has said that rows are lost."""
         super().__init__(whole.stage, whole.worker, self._lose)
@@ -52,7 +52,7 @@ class Part(Holding):
 class Agreement:
     """One holding and its parts."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldLeases) -> None:
         self._holding = holding
         self._parts: list[Part] = []
         holding.began = self._began

@@ -20,17 +20,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from meshrl.contract.errors import EndOfDataError, UserError
-from meshrl.contract.held_leases import Holding
-from meshrl.contract.row_methods import RowVerbs
+from meshrl.contract.held_leases import HeldLeases
+from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
-    JournalGroup,
     Lease,
     Ledger,
     Outcome,
     PackedGroup,
     PayloadGroup,
+    ProgressGroup,
     RunSpec,
     RunState,
     Siblings,
@@ -40,10 +40,10 @@ from meshrl.contract.types import (
     Waiting,
 )
 from meshrl.transferqueue.sharding import merging
-from meshrl.transferqueue.sharding.admission import Feeding
+from meshrl.transferqueue.sharding.admission import ShardedAdmission
 from meshrl.transferqueue.sharding.directory import Dial, Known, Roster
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of
-from meshrl.transferqueue.sharding.leases import Ask, Leasing
+from meshrl.transferqueue.sharding.leases import Ask, ShardedLeases
 from meshrl.transferqueue.sharding.placement import Grown
 from meshrl.transferqueue.sharding.port import Shard
 from meshrl.transferqueue.sharding.renewals import Agreement
@@ -52,7 +52,7 @@ RENEW_S = 5.0
 """A renewal waits no longer for a shard that restarts: the leases of the others must not end meanwhile."""
 
 
-class ShardedQueue(RowVerbs):
+class ShardedQueue(RowMethods):
     """A Queue over shards. The order of `shards` must be the same for everybody, and new ones come last."""
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardedQueue(RowVerbs):
             raise UserError("a queue needs at least one shard")
         self._roster = Roster(shards, addresses, dial)
         self._shards = self._roster.shards
-        self._leasing = Leasing(self._shards, self._roster.watch, self._granted)
+        self._leasing = ShardedLeases(self._shards, self._roster.watch, self._granted)
 
     @property
     def num_shards(self) -> int:
@@ -129,7 +129,7 @@ class ShardedQueue(RowVerbs):
         deadline = clock() + wait_s
 
         async def admit(known: Known) -> int:
-            feeding = Feeding(shards=known.shards, members=known.members, spec=known.spec)
+            feeding = ShardedAdmission(shards=known.shards, members=known.members, spec=known.spec)
             return await feeding.admit(tasks, cursor=cursor, wait_s=deadline - clock())
 
         return await self._roster.while_it_grows(run, admit)
@@ -199,7 +199,7 @@ class ShardedQueue(RowVerbs):
             task.cancel()
         return [uid for task in asked if task in done for uid in task.result()]
 
-    async def keep(self, holding: Holding) -> None:
+    async def keep(self, holding: HeldLeases) -> None:
         """See Queue, and keeping.py. A shard that is added is asked from then on."""
         while True:
             since = await self._roster.learned()
@@ -219,7 +219,7 @@ class ShardedQueue(RowVerbs):
             for number, part in (parts or {0: ()}).items()
         )
 
-    async def append(self, run: str, stage: str, groups: Sequence[JournalGroup]) -> None:
+    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See Queue. All or none of the groups of each shard."""
         parts = await self._roster.by_shard(run, groups, lambda group: group.task)
         await all_of(

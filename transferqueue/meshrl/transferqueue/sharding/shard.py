@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
-from meshrl.transferqueue.model.waiting import Bell, any_bell
+from meshrl.transferqueue.model.waiting import Signal, any_signal
 from meshrl.transferqueue.operations import admission, batches, leases
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.batch_plan import ROUND_BITS, planned
@@ -30,8 +30,8 @@ class ShardQueue(TransferQueue):
         super().__init__(store)
         self._turns: dict[str, str] = {}
         """Whose turn it is to admit, by run. In RAM: after a restart nobody has the turn, and feeders begin anew."""
-        self._turn_over = Bell()
-        self._written = Bell()
+        self._turn_over = Signal()
+        self._written = Signal()
 
     async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
         """See the port. A note is the cursor of a run that never has a task."""
@@ -41,7 +41,7 @@ class ShardQueue(TransferQueue):
             text = self._text(name)
             if text != other_than:
                 break
-            await any_bell(
+            await any_signal(
                 [self._written, self._opened], deadline, lambda: f"another text of {name}"
             )
         await self._journal.flush()
@@ -251,7 +251,7 @@ class ShardQueue(TransferQueue):
         with leases.waiting(leases.leasable(self._runs, runs, stage), worker):
             await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
 
-    def _bells(self, runs: Sequence[str], stage: str) -> list[Bell]:
+    def _bells(self, runs: Sequence[str], stage: str) -> list[Signal]:
         """What rings when a stage may have other rows to lease."""
         candidates = leases.leasable(self._runs, runs, stage)
         return [*(run.rows_bell[spec.number] for run, spec in candidates), self._opened]
@@ -281,7 +281,7 @@ class ShardQueue(TransferQueue):
     async def _until(
         self,
         true: Callable[[], bool],
-        bells: Callable[[], Sequence[Bell]],
+        bells: Callable[[], Sequence[Signal]],
         wait: tuple[str, tuple[str, ...], str, str],
         wait_s: float,
     ) -> None:
@@ -292,7 +292,7 @@ class ShardQueue(TransferQueue):
         deadline = self._deadline(wait_s)
         with self._waits.tracked(self._wait(kind, runs, who, lambda: why)):
             while not true():
-                await any_bell(bells(), deadline, lambda: why)
+                await any_signal(bells(), deadline, lambda: why)
 
 
 def _plan(run: Run, batch_id: str) -> str:

@@ -24,7 +24,7 @@ ROLL = ".shards"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roll:
+class ShardList:
     """What is written on one shard."""
 
     queue: str
@@ -54,13 +54,13 @@ class Roll:
             raise CorruptError(f"not the roll of a queue: {text!r}") from None
 
 
-async def read(shard: Shard) -> Roll | None:
+async def read(shard: Shard) -> ShardList | None:
     """What is written on a shard; None where nobody enrolled it."""
     text = (await shard.note(ROLL)).text
-    return Roll.parse(text) if text else None
+    return ShardList.parse(text) if text else None
 
 
-async def check_known_as(shard: Shard, address: str, number: int, roll: Roll) -> None:
+async def check_known_as(shard: Shard, address: str, number: int, roll: ShardList) -> None:
     """Raises UserError unless the queue at `address` is the shard of that number."""
     found = await read(shard)
     if found is None or (found.queue, found.number) != (roll.queue, number):
@@ -70,7 +70,7 @@ async def check_known_as(shard: Shard, address: str, number: int, roll: Roll) ->
         )
 
 
-async def check_named_as(shard: Shard, number: int, roll: Roll) -> None:
+async def check_named_as(shard: Shard, number: int, roll: ShardList) -> None:
     """Raises UserError when somebody named a shard in another place than its own."""
     found = await read(shard)
     if found is not None and (found.queue, found.number) != (roll.queue, number):
@@ -91,7 +91,7 @@ async def enrol(
     """
     first, *others = shards
     before = await read(first)
-    roll = before or Roll.begin()
+    roll = before or ShardList.begin()
     if len(roll.addresses) > len(addresses):
         raise ConflictError(f"another shard was added at the same time: add {address} again")
     await _check_empty(shards, added, address, roll.queue)
@@ -108,7 +108,7 @@ async def enrol(
 async def _check_empty(shards: Sequence[Shard], added: Shard, address: str, queue: str) -> None:
     """Raises UserError when the queue at `address` cannot become a shard of `queue`."""
     note = await added.note(ROLL)
-    line = Roll.parse(note.text) if note.text else None
+    line = ShardList.parse(note.text) if note.text else None
     if line is not None and line.queue != queue:
         raise UserError(f"the queue at {address} is a shard of another queue")
     if line is not None and line.number < len(shards):
@@ -127,10 +127,10 @@ async def _claim(shard: Shard, queue: str, number: int) -> None:
     """Write on a shard which one it is."""
     line = await read(shard)
     if line is None or (line.queue, line.number) != (queue, number):
-        await _write(shard, Roll.begin(queue, number), line)
+        await _write(shard, ShardList.begin(queue, number), line)
 
 
-async def _write(shard: Shard, roll: Roll, instead_of: Roll | None) -> None:
+async def _write(shard: Shard, roll: ShardList, instead_of: ShardList | None) -> None:
     try:
         await shard.write_note(ROLL, str(roll), instead_of=str(instead_of or ""))
     except ConflictError as error:

@@ -15,7 +15,7 @@ PLACES = 1 << 18
 """Tasks whose place is kept in mind."""
 
 
-class Places:
+class TaskPlaces:
     """What one router knows. A place never changes: a task stays where it is until it has left."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:

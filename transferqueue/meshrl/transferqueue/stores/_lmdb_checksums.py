@@ -24,7 +24,7 @@ import lmdb
 import xxhash
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import seal, unseal
+from meshrl.contract.frames import seal, strip_checksum
 from meshrl.transferqueue.stores._lmdb_walk import Walked
 
 KEY: Final = b"tally"
@@ -114,7 +114,9 @@ class Tally:
 
     def differs(self, stored: bytes) -> str:
         """What of a stored tally is not as it is here, in words; nothing where all is. Raises CorruptError."""
-        number, records, record_sum, values, value_sum = _FIELDS.unpack(unseal(stored, "tally"))
+        number, records, record_sum, values, value_sum = _FIELDS.unpack(
+            strip_checksum(stored, "tally")
+        )
         if number != self.number:
             return f"the tally is of commit {number}, the file of commit {self.number}"
         mine = self._fields()
@@ -157,7 +159,7 @@ def check(
 def _told(path: Path) -> int:
     """The last commit that was acknowledged, as far as its file goes: it is not synced, so it may be behind."""
     try:
-        number: int = _NUMBER.unpack(unseal((path / WITNESS).read_bytes(), WITNESS))[0]
+        number: int = _NUMBER.unpack(strip_checksum((path / WITNESS).read_bytes(), WITNESS))[0]
     except (OSError, struct.error, CorruptError):
         return 0
     return number

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from meshrl.contract.errors import UnavailableError
 
 
-class Gate:
+class ConcurrencyLimit:
     """Of one engine, on one event loop."""
 
     def __init__(self, slots: int) -> None:

@@ -45,7 +45,7 @@ from meshrl.rollout.engines._server.checkpoint import (
     read_checkpoint,
     write_version,
 )
-from meshrl.rollout.engines._server.concurrency_limit import Gate
+from meshrl.rollout.engines._server.concurrency_limit import ConcurrencyLimit
 from meshrl.rollout.engines._server.config import ServerConfig
 from meshrl.rollout.engines._server.rate import Rate
 from meshrl.rollout.engines._server.request import Ask, ended_before, read_request
@@ -87,7 +87,7 @@ class ServerEngine:
         self._staging: Staging | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
-        self._gate = Gate(slots)
+        self._gate = ConcurrencyLimit(slots)
         self._server_lock = asyncio.Lock()
         """Held by whoever changes the server: an update, or its restoration."""
         self._suspect = asyncio.Event()

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.rpc.runtime import Server, ServerSettings, run_service
-from meshrl.rpc.servicers import RewardDoor, TrainerDoor
+from meshrl.rpc.servicers import RewardServicer, TrainerServicer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -25,7 +25,7 @@ DOORS = ("meshrl.v1.Reward", "meshrl.v1.Trainer")
 
 def serve(**settings: object) -> Server:
     # The doors are never opened here: health, reflection and metrics are the runtime's own.
-    doors = [RewardDoor(None), TrainerDoor(None)]  # type: ignore[arg-type]
+    doors = [RewardServicer(None), TrainerServicer(None)]  # type: ignore[arg-type]
     return Server(ServerSettings.model_validate({"drain_grace_s": 1} | settings), doors)
 
 
@@ -145,11 +145,11 @@ def test_a_bug_is_not_hidden() -> None:
 
 SERVICE = """
 import asyncio, logging, sys
-from meshrl.rpc.servicers import RewardDoor
+from meshrl.rpc.servicers import RewardServicer
 from meshrl.rpc.runtime import Server, ServerSettings, run_service
 
 async def main():
-    async with Server(ServerSettings(metrics_port=None), [RewardDoor(None)]) as server:
+    async with Server(ServerSettings(metrics_port=None), [RewardServicer(None)]) as server:
         assert "uvloop" in type(asyncio.get_running_loop()).__module__
         await server.ready()
         waiting = asyncio.create_task(server.until_stopped())

@@ -70,4 +70,4 @@ def test_an_error_of_any_size_fits_into_metadata() -> None:
 
 
 def test_an_unknown_code_becomes_an_infra_error() -> None:
-    assert type(errors.from_wire("from_the_future", "x", {})) is errors.InfraError
+    assert type(errors.from_detail("from_the_future", "x", {})) is errors.InfraError

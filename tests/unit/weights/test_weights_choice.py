@@ -19,12 +19,12 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.types import Version
-from meshrl.testing.weights import MadeSource
+from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import Carriers, Link, Place, load_carrier
 from meshrl.weights.carrier_facts import host_id, offered, traits
 from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
 from meshrl.weights.fleet import ReplicaState, ReplicaView
-from meshrl.weights.routes import Peer, Ways, density
+from meshrl.weights.routes import Peer, Routes, density
 
 WORK = 1e6
 STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}
@@ -107,9 +107,9 @@ def test_work_decides_where_one_carrier_sends_only_what_changed() -> None:
 
 
 def test_density_is_the_share_of_elements_that_differ() -> None:
-    base = MadeSource("r", Version(1, 0), dtype="bfloat16")
+    base = StubSource("r", Version(1, 0), dtype="bfloat16")
 
-    class Nudged(MadeSource):
+    class Nudged(StubSource):
         def bucket(self, index: int) -> np.ndarray:
             words = super().bucket(index).copy().view(np.uint16)
             words[::50] ^= 1
@@ -117,8 +117,8 @@ def test_density_is_the_share_of_elements_that_differ() -> None:
 
     assert density(base, base) == 0.0
     assert density(base, Nudged("r", Version(1, 0), dtype="bfloat16")) == pytest.approx(0.02, 0.05)
-    assert density(base, MadeSource("r", Version(1, 1), dtype="bfloat16")) > 0.99
-    assert density(base, MadeSource("r", Version(1, 0), buckets=2)) == 1.0
+    assert density(base, StubSource("r", Version(1, 1), dtype="bfloat16")) > 0.99
+    assert density(base, StubSource("r", Version(1, 0), buckets=2)) == 1.0
 
 
 def test_auto_offers_what_this_process_can_run() -> None:
@@ -131,7 +131,7 @@ def test_auto_offers_what_this_process_can_run() -> None:
 
 
 def test_a_replica_that_nothing_reaches_is_told_why(tmp_path: Path) -> None:
-    ways = Ways(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    ways = Routes(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
     ways.check(Peer(name="near", host=host_id(), carriers=("shm",)))
     with pytest.raises(
         UserError, match=r"no carrier of weights reaches far.*it is on another host"
@@ -149,7 +149,7 @@ async def test_shared_memory_lends_each_bucket_uncopied_and_keeps_two_versions(
     cell = carrier.cell(link)
     await cell.open(1.0)
     into = np.zeros(1 << 16, dtype=np.uint8)
-    sources = [MadeSource("a/b c", Version(1, step), buckets=3) for step in range(3)]
+    sources = [StubSource("a/b c", Version(1, step), buckets=3) for step in range(3)]
     lent = []
     for source in sources:
         await carrier.stage(source)
@@ -190,7 +190,7 @@ async def test_a_full_shared_memory_is_one_line(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(CapacityError, match="no room for 262144 bytes of weights in /dev/shm"):
-            await carrier.stage(MadeSource("full", Version(1, 0)))
+            await carrier.stage(StubSource("full", Version(1, 0)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(Path("/dev/shm").glob("*-full-1.0.weights")) == []  # noqa: ASYNC240
@@ -216,7 +216,7 @@ def test_status_says_how_a_replica_gets_its_weights_or_why_it_does_not() -> None
     )
 
 
-class Drifting(MadeSource):
+class Drifting(StubSource):
     """Versions of which one word in fifty differs from the one before."""
 
     def __init__(self, step: int) -> None:
@@ -225,7 +225,7 @@ class Drifting(MadeSource):
 
     def bucket(self, index: int) -> np.ndarray:
         words = (
-            MadeSource("r", Version(1, 0), dtype="bfloat16").bucket(index).copy().view(np.uint16)
+            StubSource("r", Version(1, 0), dtype="bfloat16").bucket(index).copy().view(np.uint16)
         )
         for step in range(1, self._step + 1):
             words[step % 50 :: 50] ^= step
@@ -238,7 +238,7 @@ CODING = 1e9
 
 async def over(link: float, versions: int) -> tuple[list[str], float]:
     """What `auto` chooses over a link of so many bytes a second, and its seconds beside those of `gloo` alone."""
-    ways = Ways(WeightsConfig(carrier="auto", among=("gloo", "delta")), Place(directory=Path()))
+    ways = Routes(WeightsConfig(carrier="auto", among=("gloo", "delta")), Place(directory=Path()))
     await ways.start()
     peer = Peer(name="far", host="elsewhere", carriers=("gloo", "delta"))
     used, spent, alone = [""], 0.0, 0.0

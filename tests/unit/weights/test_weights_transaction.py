@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from meshrl.contract.types import Version
-from meshrl.testing.weights import MadeSource
+from meshrl.testing.weights import StubSource
 from meshrl.weights.transaction import Phase, Transaction
 
-SOURCE = MadeSource("run", Version(1, 3), buckets=1, bucket_bytes=64)
+SOURCE = StubSource("run", Version(1, 3), buckets=1, bucket_bytes=64)
 
 
 def transaction(*members: int, quorum: float = 1.0) -> Transaction:

@@ -21,7 +21,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import OnUpdate, TensorSpec, Version, WeightManifest
-from meshrl.testing.weights import HashSink, MadeSource
+from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import Link, Place, load_carrier
 from meshrl.weights.carriers.disk import read_bucket, write_bucket
 from meshrl.weights.deadlines import first_ends, together, within
@@ -33,7 +33,7 @@ from meshrl.weights.messages import (
     tensor_digest,
     wrong_tensors,
 )
-from meshrl.weights.worker_thread import Lane
+from meshrl.weights.worker_thread import WorkerThread
 
 
 def test_plane_and_agent_import_no_torch() -> None:
@@ -56,7 +56,7 @@ def test_deadlines_grow_with_the_bytes() -> None:
 
 
 def test_a_manifest_survives_the_wire() -> None:
-    manifest = MadeSource("run", Version(2, 9)).manifest
+    manifest = StubSource("run", Version(2, 9)).manifest
     about = stamp("run", 4, manifest.version)
     assert manifest_noun(about, manifest_message(manifest)) == manifest
 
@@ -108,7 +108,7 @@ async def test_the_first_failure_of_two_cancels_the_other_and_is_raised_bare() -
 
 async def test_a_stuck_call_in_a_lane_blocks_neither_the_loop_nor_another_lane() -> None:
     release = threading.Event()
-    stuck, free = Lane("stuck"), Lane("free")
+    stuck, free = WorkerThread("stuck"), WorkerThread("free")
     waiting = asyncio.create_task(stuck.run(release.wait))
     assert await free.run(lambda: 42) == 42
     waiting.cancel()
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_read_is_corrupt(tmp_path: Path, spoil: str) -> No
 
 async def test_the_stub_engine_serves_only_what_was_staged() -> None:
     engine = HashSink()
-    source = MadeSource("run", Version(1, 0), buckets=2)
+    source = StubSource("run", Version(1, 0), buckets=2)
     await engine.stage_weights(source.manifest, [source.bucket(0), source.bucket(1)])
     await engine.discard_weights(Version(1, 0))
     with pytest.raises(NotFoundError, match=r"weights 1\.0 are not staged"):

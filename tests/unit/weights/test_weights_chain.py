@@ -16,7 +16,7 @@ from safetensors import deserialize
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.types import Uint8, Version
-from meshrl.testing.weights import MadeSource
+from meshrl.testing.weights import StubSource
 from meshrl.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
 from meshrl.weights.delta.held_versions import Held
 
@@ -51,8 +51,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"{request.param}://{secrets.token_hex(4)}/weights"
 
 
-def made(step: int, density: float = 0.01, epoch: int = 1, run: str = RUN) -> MadeSource:
-    return MadeSource(
+def made(step: int, density: float = 0.01, epoch: int = 1, run: str = RUN) -> StubSource:
+    return StubSource(
         run,
         Version(epoch, step),
         buckets=BUCKETS,
@@ -66,7 +66,7 @@ def writer(url: str, **options: Any) -> ChainWriter:
     return ChainWriter(WeightsConfig.model_validate(options), Store(url), None)
 
 
-def read(url: str, source: MadeSource, held: Held | None = None) -> list[Uint8]:
+def read(url: str, source: StubSource, held: Held | None = None) -> list[Uint8]:
     reader = ChainReader(Store(url), source.manifest.run, held or Held())
     found = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
     for index, into in enumerate(found):
@@ -74,11 +74,11 @@ def read(url: str, source: MadeSource, held: Held | None = None) -> list[Uint8]:
     return found
 
 
-def same(found: list[Uint8], source: MadeSource) -> bool:
+def same(found: list[Uint8], source: StubSource) -> bool:
     return all(np.array_equal(bucket, source.bucket(i)) for i, bucket in enumerate(found))
 
 
-def chain_of(url: str, source: MadeSource) -> list[int]:
+def chain_of(url: str, source: StubSource) -> list[int]:
     chain = read_chain(Store(url), source.manifest.run, source.manifest.version)
     return [version.step for version in chain]
 

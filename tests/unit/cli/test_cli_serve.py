@@ -17,7 +17,7 @@ from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcom
 from meshrl.launcher.address_book import Entry
 from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
-from meshrl.rpc.clients.queue import QueueWire
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.exit_codes import Exit
 
 CLI = (sys.executable, "-m", "meshrl.cli")
@@ -68,7 +68,7 @@ async def test_a_queue_is_served_asked_and_drained(tmp_path: Path) -> None:
         task = Task(
             run=spec.run, task_id="t", prompt_ids=np.arange(3, dtype=np.int32), group_size=2
         )
-        async with QueueWire(address) as queue:
+        async with QueueClient(address) as queue:
             await queue.open_run(spec)
             state = await queue.acquire(spec.run, "test")
             version = Version(state.epoch, 0)
