@@ -28,7 +28,7 @@ from meshrl.v1 import queue_pb2
 from ..contract.queue_actors import Actors, spec, task, tasks
 from ..contract.queue_again_suite import more_of
 from ..waiting import until
-from .messages import Request, Recorder, ways_to_spoil
+from .messages import Recorder, Request, ways_to_spoil
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = int(os.environ.get("FUZZ_CALLS", "60"))
