@@ -1,6 +1,6 @@
 """Writes `meshrl.client.sync` from the async client: `make sync`. A test fails when it is out of date.
 
-Each async class becomes one of the same name that holds the async object and a Portal (a loop in a thread):
+Each async class becomes one of the same name that holds the async object and an EventLoopThread:
 
     async def f(...) -> T      def f(...) -> T: return self._portal.call(self._wrapped.f(...))
     __aenter__, __anext__ …    __enter__, __next__ …
@@ -75,7 +75,7 @@ def _imports(trees: dict[str, ast.Module], used: set[str]) -> Iterator[str]:
         ]
         wanted += [name for name in constants if name in used]
         yield f"from meshrl.client.{module} import {', '.join(wanted)}"
-    yield "from meshrl.client.portal import Portal"
+    yield "from meshrl.client.portal import EventLoopThread"
     for tree in trees.values():
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and node.module != "__future__":
@@ -93,7 +93,7 @@ def _target(node: ast.AnnAssign) -> str:
 def _facade(node: ast.ClassDef) -> str:
     lines = [f"class {node.name}:", _docstring(node)]
     lines += [
-        f"    def __init__(self, wrapped: Async{node.name}, portal: Portal) -> None:",
+        f"    def __init__(self, wrapped: Async{node.name}, portal: EventLoopThread) -> None:",
         "        self._wrapped = wrapped",
         "        self._portal = portal",
     ]
@@ -115,7 +115,7 @@ def _method(owner: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterato
     if docstring := _docstring(node):
         yield f"    {docstring}"
     if "classmethod" in decorators:
-        yield f"        return cls(Async{owner}.{name}({_passed(node.args)}), Portal())"
+        yield f"        return cls(Async{owner}.{name}({_passed(node.args)}), EventLoopThread())"
         return
     is_property = "property" in decorators
     call = f"self._wrapped.{node.name}" + ("" if is_property else f"({_passed(node.args)})")
