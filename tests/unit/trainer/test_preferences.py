@@ -182,7 +182,7 @@ KILLED_AT_STEP_10 = """
 import os, signal, sys
 from pathlib import Path
 from meshrl.config.loading import Written
-from meshrl.trainer import dpo
+from meshrl.trainer.offline import dpo
 from meshrl.trainer.offline.config import DpoConfig
 def report(progress):
     if progress.step == 10:

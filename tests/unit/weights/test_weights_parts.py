@@ -36,9 +36,10 @@ from meshrl.weights.messages import (
 from meshrl.weights.worker_thread import WorkerThread
 
 
-def test_plane_and_agent_import_no_torch() -> None:
-    modules = ("agent", "plane", "door", "config", "stub", "carriers.disk", "carriers.delta")
+def test_coordinator_and_replica_controller_import_no_torch() -> None:
+    modules = ("replica_controller", "coordinator", "servicer", "carriers.disk", "carriers.delta")
     lines = [f"import meshrl.weights.{module}" for module in modules]
+    lines += ["import meshrl.config.weights", "import meshrl.testing.weights"]
     lines.append("import sys; assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,147 @@
+"""Keeps the house small: no import circles, no crowded folders, no crumbs, and a budget of lines per package.
+
+`python .ci/architecture.py` prints each fault and ends with 1; `--table` prints the sizes. Part of `make check`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import grimp
+
+ROOMS = ("proto", "transferqueue", "rollout", "rewardd", "trainer", "services")
+MOST_MODULES = 25
+"""In one folder, `__init__.py` left out."""
+CRUMB_LINES = 60
+"""A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
+
+LINES: Mapping[str, int] = {}
+"""The most lines of each package, generated code left out."""
+
+PLUGINS = (
+    "meshrl.rewardd.judges",
+    "meshrl.rewardd.rewards",
+    "meshrl.rollout.engines",
+    "meshrl.rollout.programs",
+    "meshrl.trainer.algorithms.advantages",
+    "meshrl.trainer.algorithms.losses",
+    "meshrl.transferqueue.samplers",
+    "meshrl.transferqueue.stores",
+    "meshrl.weights.carriers",
+)
+"""Packages whose modules are found by name; one that starts with `_` is none of them."""
+
+
+def modules() -> dict[str, Path]:
+    """Name to file of every module of the product, generated code left out."""
+    found: dict[str, Path] = {}
+    for room in ROOMS:
+        for path in Path(room, "meshrl").rglob("*.py"):
+            if "_pb2" in path.name or "plugin" in path.parts:
+                continue
+            parts = path.relative_to(room).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def circles(imports: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
+    """Groups of modules that import each other, by Tarjan's algorithm (1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> Iterator[list[str]]:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in imports.get(name, ()):
+            if other not in index:
+                yield from visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            group = stack[at:]
+            del stack[at:]
+            if len(group) > 1:
+                yield sorted(group)
+
+    for name in sorted(imports):
+        if name not in index:
+            yield from visit(name)
+
+
+def package_of(name: str) -> str:
+    """`meshrl.rpc` of `meshrl.rpc.clients.queue`."""
+    return ".".join(name.split(".")[:2])
+
+
+def lines_of(files: Mapping[str, Path]) -> Counter[str]:
+    """Package to lines."""
+    counted: Counter[str] = Counter()
+    for name, path in files.items():
+        counted[package_of(name)] += len(path.read_text().splitlines())
+    return counted
+
+
+def faults() -> Iterator[str]:
+    """One line per broken rule."""
+    files = modules()
+    graph = grimp.build_graph("meshrl", cache_dir=None)
+    imports = {
+        name: sorted(graph.find_modules_directly_imported_by(name)) for name in graph.modules
+    }
+    for circle in circles(imports):
+        yield f"import circle: {', '.join(circle)}"
+
+    folders: defaultdict[Path, int] = defaultdict(int)
+    for path in files.values():
+        folders[path.parent] += path.name != "__init__.py"
+    for folder, count in sorted(folders.items()):
+        if count > MOST_MODULES:
+            yield f"{folder}: {count} modules, at most {MOST_MODULES}"
+
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    for name, imported in imports.items():
+        for other in imported:
+            importers[other].add(name)
+    for name, path in sorted(files.items()):
+        count = len(path.read_text().splitlines())
+        small = count <= CRUMB_LINES and path.name not in ("__init__.py", "__main__.py")
+        package, _, leaf = name.rpartition(".")
+        plugin = package in PLUGINS and leaf[0] != "_"
+        users = {user for user in importers[name] if not user.startswith("meshrl.testing")}
+        if small and not plugin and len(users) == 1:
+            user = users.pop()
+            if user != package and package_of(user) == package_of(name):
+                yield f"{path}: {count} lines, imported by {user} alone: it belongs there"
+
+    counted = lines_of(files)
+    for package, most in LINES.items():
+        if counted[package] > most:
+            yield f"{package}: {counted[package]} lines, its budget is {most}: make it smaller first"
+    for package in sorted(set(counted) - set(LINES)):
+        yield f"{package}: a package without a budget of lines in .ci/architecture.py"
+
+
+def main() -> int:
+    """The exit code."""
+    if "--table" in sys.argv:
+        files = modules()
+        counted = lines_of(files)
+        for package, lines in sorted(counted.items(), key=lambda item: -item[1]):
+            held = sum(package_of(name) == package for name in files)
+            print(f"{package:24} {held:4} modules {lines:6} lines")
+        print(f"{'all':24} {len(files):4} modules {sum(counted.values()):6} lines")
+        return 0
+    found = list(faults())
+    for fault in found:
+        print(fault)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
