@@ -1,11 +1,15 @@
-"""The base of every configuration class: frozen, strict, documented field by field."""
+"""The base of every configuration class (frozen, strict, documented field by field), and the options of plug-ins."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from meshrl.contract.errors import ConfigError
 
 
 class Config(BaseModel):
@@ -17,6 +21,29 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
+
+
+C = TypeVar("C", bound=Config)
+
+
+def read_options(kind: type[C], options: Mapping[str, object], *, where: str) -> C:
+    """Read a plug-in's `options` into its Config class; `where` is the recipe key that holds them.
+
+    Raises:
+        ConfigError: the first fault, with its key and, for an unknown key, the nearest known one.
+    """
+    try:
+        return kind.model_validate(dict(options))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] != "extra_forbidden":
+            raise ConfigError(
+                f"{where}.{key}: {fault['msg']} (got {fault['input']!r})", key=f"{where}.{key}"
+            ) from error
+        near = difflib.get_close_matches(key, kind.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
+        raise ConfigError(f"{where}.{key}: no such option; {hint}", key=f"{where}.{key}") from error
 
 
 def _compiles(pattern: str) -> str:

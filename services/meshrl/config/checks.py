@@ -16,8 +16,8 @@ from meshrl.config.explain import Loc
 from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.config.weights import CARRIERS
 from meshrl.contract import plugins
+from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError
-from meshrl.rollout.plugin_options import read_options
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
 Problem = tuple[Loc, str]

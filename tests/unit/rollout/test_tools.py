@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import Uid
-from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence

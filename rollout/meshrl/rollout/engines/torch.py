@@ -21,6 +21,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.config import read_options
 from meshrl.contract.errors import InfraError, MeshError, NotFoundError, UnavailableError, UserError
 from meshrl.contract.types import (
     EngineStats,
@@ -31,7 +32,6 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.streams import TokenStream, check_request, response_before
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.torch_engine.architecture import Architecture, read_architecture

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshrl.contract.config import read_options
 from meshrl.rollout.engines._server.engine import ServerEngine
 from meshrl.rollout.engines._server.server import Host
 from meshrl.rollout.engines._vllm.config import Config
 from meshrl.rollout.engines._vllm.kind import Vllm
-from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.tokenizer import Tokenizer
 
 

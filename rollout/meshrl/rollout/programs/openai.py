@@ -19,9 +19,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Task, Uid
-from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.ports import Address, Gateway, Generator, GiveBackError, Program, Rollout
 from meshrl.rollout.sessions.agents import (
     FUNCTION,

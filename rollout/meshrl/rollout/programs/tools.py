@@ -15,11 +15,11 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from meshrl.contract import plugins
+from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Int32, Task, Uid
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.ports import Gateway, Generator, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 from meshrl.rollout.tools.building import ToolBuilder, named_tools

@@ -19,11 +19,11 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, SamplingParams, Task, Uid
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.ports import Gateway, Generator, Program, Rollout
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.user_functions import check_function, load_function

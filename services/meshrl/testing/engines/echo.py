@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.config import read_options
 from meshrl.contract.errors import (
     FencedError,
     InfraError,
@@ -35,7 +36,6 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.plugin_options import read_options
 from meshrl.rollout.streams import TokenStream, check_request
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.versions import UNSERVED

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshrl.config.weights import NcclConfig
+from meshrl.contract.config import read_options
 from meshrl.contract.types import Uint8
-from meshrl.rollout.plugin_options import read_options
 from meshrl.weights.nccl.process import NcclProcess, environment
 
 
