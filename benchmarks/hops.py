@@ -1,0 +1,197 @@
+"""How many files and functions one row passes: a real disk queue behind gRPC, the echo engine, a reward function.
+
+    .venv/bin/python benchmarks/hops.py
+
+One task of one row goes through admission, rollout, reward and the trainer's calls while every call of a Python
+function is noted; files and functions under `meshrl` are counted, generated code is not. Everything but the reward
+function's own process runs in this one, so that both ends of each call are seen. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+
+from meshrl.contract.types import (
+    REWARD_STAGE,
+    ROLLOUT_STAGE,
+    OnUpdate,
+    RunSpec,
+    SamplingParams,
+    Task,
+    Version,
+    WeightManifest,
+)
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.judge import build_judge
+from meshrl.rewardd.reward_stage import RewardStage
+from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.worker import RolloutWorker
+from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.testing.engines.echo import build
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.stores import build as build_store
+
+RUN = "hops"
+FIRST = Version(1, 0)
+HOPS = ("admit", "rollout", "reward", "train")
+COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")
+
+
+class Numbers:
+    """A tokenizer without words."""
+
+    def decode(self, ids: Any) -> str:
+        return "#### 4"
+
+
+class Calls:
+    """Code objects under `meshrl`, by the hop in which they were called."""
+
+    def __init__(self) -> None:
+        self.hop = ""
+        self._code: dict[str, set[CodeType]] = {hop: set() for hop in HOPS}
+
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and self.hop:
+            self._code[self.hop].add(frame.f_code)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Hop to files and functions; `row` is all of them together."""
+        every = {**self._code, "row": set().union(*self._code.values())}
+        counted = {}
+        for hop, codes in every.items():
+            ours = {(code.co_filename, code.co_qualname) for code in codes if _is_ours(code)}
+            counted[hop] = {"files": len({file for file, _ in ours}), "functions": len(ours)}
+        return counted
+
+    def files(self) -> list[str]:
+        """Every file that the row passed."""
+        every: set[CodeType] = set().union(*self._code.values())
+        return sorted({code.co_filename for code in every if _is_ours(code)})
+
+
+def _is_ours(code: CodeType) -> bool:
+    """Functions of the product; comprehensions and generator expressions belong to theirs."""
+    file = code.co_filename
+    return (
+        "/meshrl/" in file
+        and "_pb2" not in file
+        and "/testing/" not in file
+        and not code.co_name.startswith("<")
+    )
+
+
+async def pass_one_row(folder: Path, calls: Calls) -> None:
+    """From `admit` to `commit`, one hop after the other."""
+    async with _mesh(folder) as (queue, rollout, reward):
+        calls.hop = "admit"
+        task = Task(
+            run=RUN,
+            task_id="t0",
+            prompt_ids=np.arange(8, dtype=np.int32),
+            group_size=1,
+            data_source="openai/gsm8k",
+            ground_truth="4",
+            sampling=SamplingParams(max_tokens=8),
+        )
+        await queue.admit(RUN, [task], cursor="0", wait_s=10)
+        calls.hop = "rollout"
+        await _while(rollout, lambda ledger: ledger.resident["pending"] > 0, queue)
+        calls.hop = "reward"
+        await _while(reward, lambda ledger: ledger.resident["ready"] > 0, queue)
+        calls.hop = "train"
+        batch = await queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b0", wait_s=10)
+        await queue.fetch(RUN, [row.uid for row in batch.rows], COLUMNS)
+        await queue.settle(RUN, epoch=1, step=0, batch_id="b0")
+        await queue.commit(RUN, epoch=1, step=1)
+        calls.hop = ""
+        assert (await queue.ledger(RUN)).trained == 1
+
+
+@asynccontextmanager
+async def _mesh(folder: Path) -> AsyncIterator[tuple[QueueClient, RolloutWorker, RewardStage]]:
+    """Queue, rollout worker and reward stage, all ready; the stages work while `_while` says so."""
+    config = QueueConfig()
+    core = await ShardQueue.open(build_store(config, folder))
+    settings = ServerSettings(port=0, metrics_port=None)
+    async with Server(settings, [QueueServicer(core)]) as server:
+        await server.ready()
+        async with QueueClient(f"127.0.0.1:{server.port}") as queue:
+            spec = RunSpec(
+                run=RUN,
+                group_size=1,
+                batch_groups=1,
+                max_staleness=math.inf,
+                stages=(ROLLOUT_STAGE, REWARD_STAGE),
+            )
+            await queue.open_run(spec)
+            await queue.acquire(RUN, "trainer")
+            await queue.publish(RUN, FIRST)
+            engine = build({"tokens_per_s": 1000.0}, model=folder, slots=1)
+            await engine.start()
+            manifest = WeightManifest(
+                run=RUN, version=FIRST, tensors=(), bucket_bytes=(), bucket_hashes=()
+            )
+            await engine.stage_weights(manifest, [])
+            await engine.commit_weights(FIRST, OnUpdate.IN_FLIGHT)
+            rollout = RolloutWorker(
+                *(queue, engine, Numbers()),
+                runs=[RUN],
+                worker="rollout-0",
+                slots=1,
+                journal=JournalIntervals(tokens=4, ms=1),
+                max_staleness=math.inf,
+            )
+            judge = build_judge(
+                RewardConfig.model_validate({"functions": [{"name": "gsm8k"}], "workers": 1})
+            )
+            await judge.start()
+            try:
+                yield queue, rollout, RewardStage(queue, [RUN], judge, worker="reward-0")
+            finally:
+                await judge.close()
+                await engine.close()
+    await core.close()
+
+
+async def _while(stage: Any, done: Callable[[Any], bool], queue: QueueClient) -> None:
+    """The stage works until the ledger says that its row is done."""
+    work = asyncio.create_task(stage.run(grace_s=5))
+    while not done(await queue.ledger(RUN)):  # noqa: ASYNC110 - the ledger lies behind gRPC
+        await asyncio.sleep(0.02)
+    stage.drain()
+    await work
+
+
+def main() -> None:
+    calls = Calls()
+    threading.setprofile(calls.note)
+    sys.setprofile(calls.note)
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(pass_one_row(Path(folder), calls))
+    sys.setprofile(None)
+    if "--files" in sys.argv:
+        print(*calls.files(), sep="\n")
+    counts = calls.counts()
+    for hop, numbers in counts.items():
+        print(f"{hop:8} {numbers['files']:4} files {numbers['functions']:5} functions")
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()
