@@ -1,4 +1,4 @@
-"""A transfer queue without a disk, in this process or behind gRPC: for tests of your own stages, clients and trainers."""
+"""A transfer queue without a disk, in this process or behind gRPC, for tests of your own stages and trainers."""
 
 from __future__ import annotations
 
