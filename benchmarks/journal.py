@@ -36,7 +36,7 @@ from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -57,7 +57,7 @@ class Numbers:
 async def serve(path: Path, store: str) -> None:
     """The queue's process: prints its address, serves until stdin closes."""
     queue = await TransferQueue.open(stores.build(QueueConfig(store=store), path))
-    async with Server(ServerSettings(metrics_port=None), [QueueServicer(queue)]) as server:
+    async with GrpcServer(ServerSettings(metrics_port=None), [QueueServicer(queue)]) as server:
         print(server.address, flush=True)
         await asyncio.to_thread(sys.stdin.read)
     await queue.close()

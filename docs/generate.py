@@ -31,7 +31,7 @@ EXITS = {
     Exit.DONE: "done",
     Exit.FAILED: "something broke on our side; for `ledger`: it does not balance; for `health`: not ready",
     Exit.USER_ERROR: "a recipe, an option or a file is wrong: the same command would fail again",
-    Exit.FRUITLESS: "`serve rollout`: its engine failed all the time, and no row was made",
+    Exit.NO_PROGRESS: "`serve rollout`: its engine failed all the time, and no row was made",
     Exit.PORT_IN_USE: "`serve`: the port is somebody else's; another one would do",
 }
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from meshrl.rpc.process_memory import collect_rarely, share_heaps
-from meshrl.rpc.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
@@ -27,9 +27,9 @@ async def main(path: Path, section: str) -> None:
     collect_rarely()
     share_heaps()
     queue = await ShardQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
-    doors = [QueueServicer(queue), ShardServicer(queue)]
+    servicers = [QueueServicer(queue), ShardServicer(queue)]
     try:
-        async with Server(ServerSettings(drain_grace_s=1), doors) as server:
+        async with GrpcServer(ServerSettings(drain_grace_s=1), servicers) as server:
             await server.ready()
             print(json.dumps({"address": server.address, "server": [os.getpid()]}), flush=True)
             await asyncio.to_thread(sys.stdin.read)

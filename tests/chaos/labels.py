@@ -47,7 +47,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -192,8 +192,10 @@ class Labels:
         began = time.monotonic()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.queue.close)
-            doors = [QueueServicer(self.queue), WeightsServicer(plane)]
-            server = await stack.enter_async_context(Server(ServerSettings(drain_grace_s=1), doors))
+            servicers = [QueueServicer(self.queue), WeightsServicer(plane)]
+            server = await stack.enter_async_context(
+                GrpcServer(ServerSettings(drain_grace_s=1), servicers)
+            )
             await stack.enter_async_context(plane)
             await server.ready()
             self.address = server.address

@@ -20,7 +20,7 @@ from meshrl.contract.types import (
     Task,
     rollout_stage,
 )
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -85,7 +85,7 @@ async def test_agents_die_with_their_worker_and_their_rows_are_begun_anew(tmp_pa
     queue = await TransferQueue.open(MemoryStore())
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(Server(settings, [QueueServicer(queue)]))
+        server = await stack.enter_async_context(GrpcServer(settings, [QueueServicer(queue)]))
         stages = (rollout_stage(posted=True),)
         await queue.open_run(
             RunSpec(

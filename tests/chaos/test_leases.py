@@ -16,7 +16,7 @@ import pytest
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_leases import HeldLeases
 from meshrl.rpc.clients import QueueClient, lease_renewer
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -96,7 +96,7 @@ async def actors() -> AsyncIterator[Actors]:
 @pytest.fixture
 async def address(actors: Actors) -> AsyncIterator[str]:
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with Server(settings, [QueueServicer(actors.queue)]) as server:
+    async with GrpcServer(settings, [QueueServicer(actors.queue)]) as server:
         yield server.address
 
 

@@ -23,7 +23,7 @@ from meshrl.contract.types import (
     Trajectory,
     Uid,
 )
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -132,7 +132,7 @@ async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) 
     queue = await TransferQueue.open(MemoryStore())
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(Server(settings, [QueueServicer(queue)]))
+        server = await stack.enter_async_context(GrpcServer(settings, [QueueServicer(queue)]))
         killed, drained, last = [
             await stack.enter_async_context(rollout_process(server.address, tmp_path, name))
             for name in ("killed", "drained", "last")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshrl.contract import rows
 from meshrl.contract.types import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -77,7 +77,7 @@ async def worker(mesh: Mesh, name: str) -> AsyncIterator[asyncio.subprocess.Proc
 async def mesh_of(tmp_path: Path, *, lease_ttl_s: float) -> AsyncIterator[Mesh]:
     queue = await TransferQueue.open(MemoryStore())
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with Server(settings, [QueueServicer(queue)]) as server:
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
         spec = RunSpec(
             run=RUN,
             group_size=1,

@@ -12,7 +12,7 @@ from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.queue import ClientOptions
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -37,7 +37,7 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
     door = QueueServicer(opened, DICTIONARY if "dictionary" in request.param else b"")
     async with (
-        Server(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server,
+        GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server,
         QueueClient(server.address, patience_s=1, **MANNERS[request.param]) as wire,
     ):
         with suppress(NotFoundError):

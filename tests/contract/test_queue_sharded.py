@@ -13,7 +13,7 @@ import pytest
 
 from meshrl.contract.ports import Queue
 from meshrl.rpc.clients.shard import ShardClient
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
@@ -64,8 +64,8 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
                 shards[name] = shard
                 continue
             settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-            doors = [QueueServicer(shard), ShardServicer(shard)]
-            server = await stack.enter_async_context(Server(settings, doors))
+            servicers = [QueueServicer(shard), ShardServicer(shard)]
+            server = await stack.enter_async_context(GrpcServer(settings, servicers))
             wire = ShardClient(server.address, patience_s=1)
             shards[name] = await stack.enter_async_context(wire)
 

@@ -18,7 +18,7 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from meshrl.transferqueue.queue import TransferQueue
@@ -56,7 +56,7 @@ PROPER = {
 class Scene:
     """A served queue with rows in every state, and a real request of every method."""
 
-    server: Server
+    server: GrpcServer
     actors: Actors
     requests: dict[str, list[Request]]
     channel: grpc.aio.Channel
@@ -82,7 +82,7 @@ class Scene:
 async def scene() -> AsyncIterator[Scene]:
     queue = await TransferQueue.open(MemoryStore())
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with Server(settings, [QueueServicer(queue)]) as server:
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
         requests = await recorded(server.address)
         options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(server.address, options=options) as channel:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue.sharding.shard import ShardQueue
@@ -39,7 +39,7 @@ async def addresses() -> AsyncIterator[list[str]]:
             shard = await ShardQueue.open(MemoryStore())
             stack.push_async_callback(shard.close)
             settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-            doors = [QueueServicer(shard), ShardServicer(shard)]
-            server = await stack.enter_async_context(Server(settings, doors))
+            servicers = [QueueServicer(shard), ShardServicer(shard)]
+            server = await stack.enter_async_context(GrpcServer(settings, servicers))
             found.append(server.address)
         yield found

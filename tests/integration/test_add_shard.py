@@ -17,7 +17,7 @@ from meshrl.contract.errors import UserError
 from meshrl.launcher.ports import free_port
 from meshrl.launcher.services._common import open_run
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
 from ..contract.queue_actors import Actors, spec, tasks
 
@@ -95,6 +95,6 @@ async def test_what_does_not_fit_is_said_in_one_line(
 async def test_an_address_of_something_else_is_said_to_be_none_of_a_queue(
     addresses: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with Server(SETTINGS, []) as server:
+    async with GrpcServer(SETTINGS, []) as server:
         code, line = await add(capsys, server.address, "--queue", ",".join(addresses[:2]))
     assert code == 1 and f"queue at {server.address} does not know this method" in line

@@ -19,7 +19,7 @@ import yaml
 
 from meshrl.cli.commands.serve import SECTIONS, serve
 from meshrl.cli.root import KNOWN, cli
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -147,7 +147,7 @@ async def health_of(address: str) -> tuple[int, str]:
 
 
 async def test_health_tells_ready_from_starting_from_gone() -> None:
-    async with Server(ServerSettings(metrics_port=None), []) as server:
+    async with GrpcServer(ServerSettings(metrics_port=None), []) as server:
         address = server.address
         assert await health_of(address) == (1, f"{address} is NOT SERVING\n")
         await server.ready()

@@ -29,7 +29,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.rpc.clients import JudgeClient, LogProbsClient, RolloutClient, TrainerClient, peer
-from meshrl.rpc.runtime import Door, Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.servicers import ReferenceServicer, RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
 from meshrl.v1 import reward_pb2, trajectory_pb2
@@ -38,8 +38,8 @@ SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
 
 
 @asynccontextmanager
-async def serving(door: Door, port: int = 0) -> AsyncIterator[Server]:
-    async with Server(SETTINGS.model_copy(update={"port": port}), [door]) as server:
+async def serving(door: Servicer, port: int = 0) -> AsyncIterator[GrpcServer]:
+    async with GrpcServer(SETTINGS.model_copy(update={"port": port}), [door]) as server:
         await server.ready()
         yield server
 
@@ -151,7 +151,7 @@ async def test_a_wire_to_another_service_says_so() -> None:
         await wire.close()
 
 
-async def status_of_call(server: Server, method: str, data: bytes) -> grpc.StatusCode:
+async def status_of_call(server: GrpcServer, method: str, data: bytes) -> grpc.StatusCode:
     async with grpc.aio.insecure_channel(server.address) as channel:
         call: Any = channel.unary_unary(method)
         with pytest.raises(grpc.aio.AioRpcError) as raised:

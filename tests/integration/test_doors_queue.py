@@ -30,7 +30,7 @@ from meshrl.contract.types import (
 )
 from meshrl.contract.types import Trajectory as Row
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -80,7 +80,7 @@ async def queue_elsewhere() -> AsyncIterator[QueueClient]:
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     try:
         async with (
-            Server(settings, [QueueServicer(queue)]) as server,
+            GrpcServer(settings, [QueueServicer(queue)]) as server,
             QueueClient(server.address, patience_s=1) as wire,
         ):
             yield wire
@@ -209,7 +209,7 @@ SERVICE = """
 import asyncio, sys
 from pathlib import Path
 from meshrl.rpc.servicers import QueueServicer
-from meshrl.rpc.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import build
@@ -218,7 +218,7 @@ async def main():
     path, port = Path(sys.argv[1]), int(sys.argv[2])
     queue = await TransferQueue.open(build(QueueConfig(), path))
     settings = ServerSettings(port=port, metrics_port=None)
-    async with Server(settings, [QueueServicer(queue)]) as server:
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
         await server.ready()
         print("ready", flush=True)
         await server.until_stopped()

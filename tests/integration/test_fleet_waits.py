@@ -9,7 +9,7 @@ from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.rollout.config import BreakerConfig
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.member import MemberServicer
 from meshrl.testing.engines import echo
 from meshrl.transferqueue.queue import TransferQueue
@@ -26,7 +26,7 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
     breaker = BreakerConfig(pause_s=1000, longest_pause_s=1000)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", slots=8, breaker=breaker)
     door = MemberServicer(worker, engine, leave=lambda: None)
-    async with Server(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server:
+    async with GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server:
         fleet = {"rollout-0": server.address, "rollout-1": "127.0.0.1:1"}
         fresh, silent = await fleet_waits(fleet)
         assert (fresh.who, fresh.what) == ("rollout-0", "its engine, which serves no version yet")

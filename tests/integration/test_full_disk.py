@@ -14,7 +14,7 @@ from meshrl.contract.stage_worker import StageWorker
 from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.disk_space import Shortage
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation
@@ -53,7 +53,7 @@ async def meshed(
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     try:
         async with (
-            Server(settings, [QueueServicer(queue)]) as server,
+            GrpcServer(settings, [QueueServicer(queue)]) as server,
             QueueClient(server.address, patience_s=1, shortage=shortage) as wire,
         ):
             actors = Actors(queue)

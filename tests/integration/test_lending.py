@@ -16,7 +16,7 @@ from meshrl.contract.codec.arena import FOLDER, Arena, Lent
 from meshrl.contract.codec.lending import ANSWER_BYTES, Borrower, referred
 from meshrl.contract.errors import UserError
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -48,10 +48,10 @@ def references(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @asynccontextmanager
-async def served(path: Path, port: int = 0) -> AsyncIterator[Server]:
+async def served(path: Path, port: int = 0) -> AsyncIterator[GrpcServer]:
     queue = await TransferQueue.open(stores.build(QueueConfig(), path))
     settings = ServerSettings(port=port, drain_grace_s=1)
-    async with Server(settings, [QueueServicer(queue)]) as server:
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
         yield server
     await queue.close()
 

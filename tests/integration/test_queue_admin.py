@@ -19,7 +19,7 @@ from meshrl.launcher.address_book import BOOK_NAME, AddressBook
 from meshrl.rpc.clients import queue_admin as wire
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
 from meshrl.rpc.servicers.shard import ShardServicer
@@ -43,7 +43,7 @@ class Mesh:
     """A served queue with rows in it, and a way to ask about it at the command line."""
 
     actors: Actors
-    server: Server
+    server: GrpcServer
     folder: Path
     capsys: pytest.CaptureFixture[str]
 
@@ -73,12 +73,12 @@ async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncItera
     )
     store = stores.build(recipe.queue, recipe.queue_path)
     queue = await ShardQueue.open(store)
-    doors = [
+    servicers = [
         QueueServicer(queue),
         ShardServicer(queue),
         QueueAdminServicer(QueueAdmin(queue, store)),
     ]
-    async with Server(ServerSettings(), doors) as server:
+    async with GrpcServer(ServerSettings(), servicers) as server:
         server.registry.register(QueueCollector(queue, store))
         await server.ready()
         actors = Actors(queue)

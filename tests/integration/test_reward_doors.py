@@ -34,7 +34,7 @@ from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Guard, TokenBook, new_token
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 from meshrl.rpc.guarded_registry import GuardedRegistry
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.reward import RewardServicer
 from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
 from meshrl.v1 import reward_registry_pb2 as pb
@@ -97,8 +97,8 @@ async def serving(
         server_settings = ServerSettings(
             metrics_port=None, drain_grace_s=1, tls=tls or Certificates()
         )
-        doors = [RewardServicer(registry.judge, registry.judge), RewardRegistryServicer(desk)]
-        server = await stack.enter_async_context(Server(server_settings, doors))
+        servicers = [RewardServicer(registry.judge, registry.judge), RewardRegistryServicer(desk)]
+        server = await stack.enter_async_context(GrpcServer(server_settings, servicers))
         await server.ready()
         app = build_app(desk, MAX_BODY)
         address = await stack.enter_async_context(

@@ -12,7 +12,7 @@ import grpc
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import Place
 from meshrl.weights.coordinator import WeightCoordinator
@@ -57,7 +57,7 @@ class Fleet:
         await self.plane.start()
         settings = ServerSettings(port=self.port, metrics_port=None, drain_grace_s=0)
         self.server = await self._planes.enter_async_context(
-            Server(settings, [WeightsServicer(self.plane)])
+            GrpcServer(settings, [WeightsServicer(self.plane)])
         )
         self.port = self.server.port
 

@@ -273,7 +273,7 @@ class Supervisor:
                 self._end(Verdict(code=Exit.FAILED, line=line))
                 return
             alive_s = asyncio.get_running_loop().time() - (child.ready_at or child.started)
-            useless = not ready or alive_s < QUICK_S or code == Exit.FRUITLESS
+            useless = not ready or alive_s < QUICK_S or code == Exit.NO_PROGRESS
             quick = quick + 1 if useless else 1
             if quick >= QUICK_FAILURES:
                 line = f"{service.name} failed {quick} times in a row; it last said: {child.last_error}"

@@ -13,7 +13,7 @@ class Exit(enum.IntEnum):
     """Something broke on our side."""
     USER_ERROR = 2
     """A recipe, an option or a file is wrong: the same command would fail again."""
-    FRUITLESS = 69
+    NO_PROGRESS = 69
     """EX_UNAVAILABLE: what the service works with failed all the time, and nothing got done."""
     PORT_IN_USE = 75
     """EX_TEMPFAIL: the port is somebody else's; another one would do."""

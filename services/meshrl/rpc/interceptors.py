@@ -1,9 +1,10 @@
-"""What doors attach to in a server's place: every handler runs inside the same functions (metrics, errors, draining).
+"""Interceptors around every gRPC handler: metrics, errors, draining.
 
-So a servicer translates and delegates, five lines a method, and has no `try`. A request that protobuf cannot parse is
-an error of the caller here; gRPC by itself would answer UNKNOWN.
+Servicers register here instead of with the server. So a servicer translates and delegates, five lines a method, and
+has no `try`. A request that protobuf cannot parse is the caller's error (INVALID_ARGUMENT); gRPC alone would answer
+UNKNOWN.
 
-    gRPC ──▶ around 1 ( … around n ( parse, the servicer's method, write what it yields ))
+    gRPC ──▶ interceptor 1 ( … interceptor n ( parse, the servicer's method, write what it yields ))
 """
 
 from __future__ import annotations
@@ -24,86 +25,87 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Handlers: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
 Behavior: TypeAlias = Callable[[Any, Context], Coroutine[Any, Any, Any]]
-"""Takes the request, or the stream of requests; returns the answer, or None where it has written a stream of them."""
-Around: TypeAlias = Callable[[str, Behavior], Behavior]
-"""Given a method's full name and what runs there, the same with something around it; asked once per method."""
+"""Takes the request or the stream of requests. Returns the answer, or None if it wrote a stream of answers."""
+Interceptor: TypeAlias = Callable[[str, Behavior], Behavior]
+"""Takes a method's full name and its behavior, and returns the wrapped behavior. Called once per method."""
 Parse: TypeAlias = Callable[[bytes], Any]
 Serialize: TypeAlias = Callable[[Any], bytes]
 
 
 class InterceptedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """The handlers of all doors, each inside `arounds`, the first outermost.
+    """The handlers of all servicers, each inside `interceptors`, the first outermost.
 
-    Neither an interceptor nor registered methods: of these grpc.aio waits for each anew before every call
-    (asyncio.wait over all of them). With 41 methods that was a tenth of the server's work for a small call.
+    This uses neither gRPC's own interceptors nor its registered methods, because grpc.aio waits for each of them
+    anew before every call (asyncio.wait over all of them). With 41 methods that was a tenth of the server's work
+    for a small call.
     """
 
     def __init__(
         self,
-        arounds: Sequence[Around],
+        interceptors: Sequence[Interceptor],
         parsers: Mapping[str, Parse] = MappingProxyType({}),
         serializers: Mapping[str, Serialize] = MappingProxyType({}),
     ) -> None:
-        """`parsers` of requests and `serializers` of answers, by method, instead of protobuf's own."""
-        self._arounds = tuple(arounds)
+        """`parsers` and `serializers`, by full method name, replace protobuf's own for requests and answers."""
+        self._interceptors = tuple(interceptors)
         self._parsers = parsers
         self._serializers = serializers
         self._offered: list[Handlers] = []
         self._wrapped: dict[str, Handler] = {}
-        """By method: what a servicer offers does not change."""
+        """By method. Never invalidated, because a servicer's methods do not change."""
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Handlers]) -> None:
-        """As a server's; called by generated code."""
+        """Called by generated code, as on a grpc server."""
         self._offered += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        """As a server's; called by generated code with the handlers that it has given already."""
+        """Called by generated code with the same handlers again. Nothing to do."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """The handler of the method, wrapped; None for a method that nobody serves."""
+        """The wrapped handler of a method, or None for an unknown method."""
         method: str = handler_call_details.method
         wrapped = self._wrapped.get(method)
         if wrapped is None:
-            found = (offered.service(handler_call_details) for offered in self._offered)
-            handler = next(filter(None, found), None)
+            handlers = (offered.service(handler_call_details) for offered in self._offered)
+            handler = next(filter(None, handlers), None)
             if handler is None:
                 return None
             wrapped = self._wrapped[method] = self._wrap(handler, method)
         return wrapped
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
-        kind = f"{_kind(handler.request_streaming)}_{_kind(handler.response_streaming)}"
+        arity = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
         parse = self._parsers.get(method, handler.request_deserializer)
         if parse is not None:
-            parse = _refusing(parse, method)
+            parse = _parse_or_refuse(parse, method)
         read = None if handler.request_streaming else parse
-        run = _reading(_writing(getattr(handler, kind)), read)
-        for around in reversed(self._arounds):
-            run = around(method, run)
+        run = _parse_request(_write_answers(getattr(handler, arity)), read)
+        for interceptor in reversed(self._interceptors):
+            run = interceptor(method, run)
         serialize = self._serializers.get(method, handler.response_serializer)
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        make = getattr(grpc, f"{arity}_rpc_method_handler")
         wrapped: Handler = make(run, parse if read is None else None, serialize)
         return wrapped
 
 
-def _kind(streaming: bool) -> str:
+def _arity(streaming: bool) -> str:
     return "stream" if streaming else "unary"
 
 
-def _refusing(parse: Parse, method: str) -> Parse:
+def _parse_or_refuse(parse: Parse, method: str) -> Parse:
     def parsed(data: bytes) -> Any:
         try:
             return parse(data)
         except DecodeError as error:
             raise UserError(
-                f"{method}: the request is not a message that it takes ({error})"
+                f"{method}: the request cannot be parsed as this method's message ({error})"
             ) from error
 
     return parsed
 
 
-def _reading(behavior: Behavior, parse: Parse | None) -> Behavior:
-    """Parses a single request inside of what is around it; gRPC parses those of a stream as they are asked for."""
+def _parse_request(behavior: Behavior, parse: Parse | None) -> Behavior:
+    """Parses a single request inside the interceptors. gRPC parses the requests of a stream as they are read."""
     if parse is None:
         return behavior
 
@@ -113,8 +115,8 @@ def _reading(behavior: Behavior, parse: Parse | None) -> Behavior:
     return run
 
 
-def _writing(behavior: Callable[[Any, Context], Any]) -> Behavior:
-    """What a generator yields is written inside of what is around it; it is closed behind a caller who has left."""
+def _write_answers(behavior: Callable[[Any, Context], Any]) -> Behavior:
+    """Writes what a generator yields inside the interceptors, and closes it when the caller has left."""
     if not inspect.isasyncgenfunction(behavior):
         return behavior
 

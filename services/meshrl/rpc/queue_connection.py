@@ -15,7 +15,7 @@ from meshrl.rpc.clients.disk_space import Shortage
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.clients.shard import ShardClient
-from meshrl.rpc.service_context import Site
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
@@ -60,11 +60,11 @@ async def connect_queue(
 
 
 def queue_of(
-    recipe: Recipe, site: Site, shortage: Shortage | None = None
+    recipe: Recipe, context: ServiceContext, shortage: Shortage | None = None
 ) -> AbstractAsyncContextManager[Queue]:
     """The queue of a service's own mesh, as its recipe says. While its disk is full, calls wait (see `shortage`)."""
     return connect_queue(
-        site.peer("queue"),
+        context.peer("queue"),
         compression=recipe.queue.compression,
         shared_memory_bytes=recipe.queue.shared_memory_bytes,
         logprob_precision=recipe.queue.logprob_precision,

@@ -1,11 +1,12 @@
-"""How a service lives: bind, become ready, serve, drain, end.
+"""The life of a gRPC service: bind, become ready, serve, drain, end.
 
-    async with Server(settings, [door]) as server:    bound and reachable; health says NOT_SERVING
+    async with GrpcServer(settings, [servicer]) as server:   listens; health is NOT_SERVING
         ...load what the service needs...
-        await server.ready()                          health says SERVING
-        await server.until_stopped()                  first SIGTERM or Ctrl-C: NOT_SERVING, come back
-        ...finish what runs...
-                                                      long polls end as unavailable, other calls get `drain_grace_s`
+        await server.ready()                                 health is SERVING
+        await server.until_stopped()                         returns at SIGTERM or Ctrl-C; health is NOT_SERVING
+        ...finish the work in progress...
+                                                             at the end of the block: long polls end with
+                                                             UnavailableError, other calls get `drain_grace_s`
 A second signal ends the process at once.
 """
 
@@ -37,7 +38,7 @@ from meshrl.contract.errors import InfraError, MeshError, UnavailableError, User
 from meshrl.rpc import tls
 from meshrl.rpc.errors import as_status
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.interceptors import Around, Behavior, Context, InterceptedHandlers
+from meshrl.rpc.interceptors import Behavior, Context, InterceptedHandlers, Interceptor
 from meshrl.rpc.metrics import CallMetrics, MetricsEndpoint
 from meshrl.rpc.process_memory import keep_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
@@ -48,69 +49,75 @@ HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
 EXIT_INTERRUPTED: Final = 130
 
 
-class FruitlessError(InfraError):
-    """A service ends because what it works with failed all the time: another life may go the same way."""
+class NoProgressError(InfraError):
+    """A service ends because its engine failed all the time and nothing was done. A restart may fail likewise."""
 
 
 class ServerSettings(Config):
     """Where a service listens and how it ends."""
 
     host: str = "127.0.0.1"
-    """The address to bind: a name or an IP."""
+    """The host name or IP address to bind."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free one."""
     metrics_port: int | None = Field(default=0, ge=0, le=65535)
-    """Of Prometheus' /metrics; 0 picks a free one, null serves none."""
+    """Port of Prometheus' /metrics; 0 picks a free one, null serves no metrics."""
     drain_grace_s: NonNegativeFloat = 10.0
     """Seconds that running calls get to finish when the service ends."""
     allow_insecure_bind: bool = False
-    """Accept calls from other hosts, unencrypted and from anybody: only inside a network that you trust."""
+    """Accept unencrypted calls from any host. Use it only inside a network that you trust."""
     tls: Certificates = Certificates()
-    """Certificates of this service; with `client_ca` it may be bound anywhere."""
+    """Certificates of this service. With `client_ca` it may bind any address."""
     authenticated: bool = False
-    """The doors ask for tokens themselves, so the service may be bound anywhere."""
+    """The servicers check tokens themselves, so the service may bind any address."""
 
 
-class Door(Protocol):
-    """A servicer and what the runtime must know of it."""
+class Servicer(Protocol):
+    """A servicer, as the server sees it."""
 
     @property
     def service(self) -> str:
-        """Full name: `meshrl.v1.Queue`."""
+        """The full name of the service, such as `meshrl.v1.Queue`."""
         ...
 
     @property
     def waits(self) -> frozenset[str]:
-        """Methods that may wait for long and are ended, as unavailable, as soon as the server drains."""
+        """Names of methods that may wait long. They end with UnavailableError as soon as the server drains."""
         ...
 
     def attach(self, server: grpc.aio.Server) -> None:
-        """Register the servicer."""
+        """Register the servicer with `server`."""
         ...
 
 
-class Server:
-    """One gRPC server with its doors, health, reflection and metrics."""
+class GrpcServer:
+    """One gRPC server with its servicers, health, reflection and metrics."""
 
     def __init__(
-        self, settings: ServerSettings, doors: Sequence[Door], *, arounds: Sequence[Around] = ()
+        self,
+        settings: ServerSettings,
+        servicers: Sequence[Servicer],
+        *,
+        interceptors: Sequence[Interceptor] = (),
     ) -> None:
-        """Prepare; nothing listens before the context is entered.
+        """Nothing listens before the context is entered.
 
         Args:
             settings: Where to listen.
-            doors: What to serve.
-            arounds: What every call runs in, beside metrics, errors and draining.
+            servicers: What to serve.
+            interceptors: Wrap every call, inside of metrics, errors and draining.
         """
         self.settings = settings
-        self._arounds = tuple(arounds)
+        self._interceptors = tuple(interceptors)
         self.port = settings.port
-        """The true one once the server is entered."""
+        """The port in use, once the context is entered."""
         self.metrics_port: int | None = settings.metrics_port
         self.registry = CollectorRegistry()
-        """Where a service registers metrics of its own."""
-        self._doors = tuple(doors)
-        self._waits = {f"/{door.service}/{name}" for door in doors for name in door.waits}
+        """The Prometheus registry. Services register their own metrics here."""
+        self._servicers = tuple(servicers)
+        self._waits = {
+            f"/{servicer.service}/{name}" for servicer in servicers for name in servicer.waits
+        }
         self._waits.add(HEALTH_WATCH)
         self._waiting: set[asyncio.Timeout] = set()
         self._draining = False
@@ -120,34 +127,34 @@ class Server:
         self._closing = ExitStack()
 
     def _methods(self, table: str) -> dict[str, Callable[[Any], Any]]:
-        """What doors say of their methods in `parsers` or `serializers`, by the method's full name."""
+        """The servicers' tables `parsers` or `serializers`, by full method name."""
         return {
-            f"/{door.service}/{name}": function
-            for door in self._doors
-            for name, function in getattr(door, table, {}).items()
+            f"/{servicer.service}/{name}": function
+            for servicer in self._servicers
+            for name, function in getattr(servicer, table, {}).items()
         }
 
     @property
     def address(self) -> str:
-        """host:port, for clients on this host."""
+        """`host:port` for clients on this host."""
         return join_address(self.settings.host, self.port)
 
     @property
     def reachable(self) -> str:
-        """host:port, for clients elsewhere: this machine's name where the server listens on all its addresses."""
+        """`host:port` for clients on other hosts. Uses this machine's name if the server listens on all addresses."""
         anywhere = self.settings.host in ("0.0.0.0", "::")
         return join_address(socket.gethostname() if anywhere else self.settings.host, self.port)
 
     async def __aenter__(self) -> Self:
         require_loopback(self.settings)
-        arounds = (
+        interceptors = (
             CallMetrics(self.registry).around,
             as_status,
-            self._ended_by_draining,
-            *self._arounds,
+            self._end_when_draining,
+            *self._interceptors,
         )
         handlers = InterceptedHandlers(
-            arounds, self._methods("parsers"), self._methods("serializers")
+            interceptors, self._methods("parsers"), self._methods("serializers")
         )
         names = self._attach_to(cast("grpc.aio.Server", handlers))
         self._grpc = grpc.aio.server(handlers=[handlers], options=SERVER_OPTIONS)
@@ -178,11 +185,11 @@ class Server:
             self._closing.close()
 
     def _attach_to(self, server: grpc.aio.Server) -> Sequence[str]:
-        """Health, the doors and reflection; the services' names, without reflection's."""
+        """Register health, servicers and reflection. Returns the services' names, without reflection's."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        for door in self._doors:
-            door.attach(server)
-        names = [*(door.service for door in self._doors), health.SERVICE_NAME]
+        for servicer in self._servicers:
+            servicer.attach(server)
+        names = [*(servicer.service for servicer in self._servicers), health.SERVICE_NAME]
         reflector = reflection.aio.ReflectionServicer(  # type: ignore[attr-defined] # unknown to its stubs
             [*names, reflection.SERVICE_NAME]
         )
@@ -190,15 +197,15 @@ class Server:
         return names
 
     async def ready(self) -> None:
-        """Tell whoever asks after our health that work may come."""
+        """Set health to SERVING."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self) -> None:
-        """What the first signal does: `until_stopped` returns."""
+        """Make `until_stopped` return, as the first signal does."""
         self._stopping.set()
 
     async def until_stopped(self) -> None:
-        """Wait for `stop`, SIGTERM or Ctrl-C; health says NOT_SERVING on return."""
+        """Wait for `stop`, SIGTERM or Ctrl-C. Health is NOT_SERVING on return."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -207,7 +214,7 @@ class Server:
         await self._health.enter_graceful_shutdown()
 
     async def drain(self) -> None:
-        """Accept nothing more, end long polls, give other calls their grace; idempotent."""
+        """Refuse new calls, end long polls, give other calls `drain_grace_s`. Idempotent."""
         if self._grpc is None:
             return
         await self._health.enter_graceful_shutdown()
@@ -226,10 +233,10 @@ class Server:
         self._stopping.set()
 
     async def _set_health(self, status: int) -> None:
-        for name in ("", *(door.service for door in self._doors)):
+        for name in ("", *(servicer.service for servicer in self._servicers)):
             await self._health.set(name, status)
 
-    def _ended_by_draining(self, method: str, behavior: Behavior) -> Behavior:
+    def _end_when_draining(self, method: str, behavior: Behavior) -> Behavior:
         if method not in self._waits:
             return behavior
 
@@ -252,12 +259,12 @@ class Server:
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, with an IPv6 address in brackets."""
+    """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_loopback(settings: ServerSettings) -> None:
-    """Raises UserError for a host that others can reach, unless that is wanted."""
+    """Raises UserError for a host that other machines can reach, unless the settings permit it."""
     if settings.allow_insecure_bind or settings.tls.mutual or settings.authenticated:
         return
     if not is_loopback(settings.host):
@@ -277,7 +284,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    """The port that the server has got. Raises UserError naming address and reason."""
+    """Bind, and return the port. Raises UserError with address and reason."""
     address = join_address(settings.host, settings.port)
     try:
         port = tls.add_port(server, address, settings.tls)
@@ -289,7 +296,7 @@ def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
 
 
 def _bind_error(settings: ServerSettings, address: str) -> UserError:
-    """The operating system knows why; gRPC says only that it failed."""
+    """Binds a plain socket to learn the reason, since gRPC says only that it failed."""
     why = "the address was refused"
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -300,7 +307,7 @@ def _bind_error(settings: ServerSettings, address: str) -> UserError:
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         why = (
-            "the port is in use; stop who has it, or choose another (0 picks a free one)"
+            "the port is in use; stop the process that has it, or choose another port (0 picks a free one)"
             if in_use
             else (error.strerror or str(error))
         )
@@ -308,7 +315,7 @@ def _bind_error(settings: ServerSettings, address: str) -> UserError:
 
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Run `main` on uvloop to its end; the exit code. A failure on purpose is one line, not a traceback."""
+    """Run `main` on uvloop and return the exit code. A MeshError is printed as one line, without a traceback."""
     keep_memory()
     try:
         uvloop.run(main())
@@ -331,6 +338,6 @@ def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
 
 def _report(error: MeshError) -> int:
     print(f"error: {error}", file=sys.stderr)
-    if isinstance(error, FruitlessError):
-        return Exit.FRUITLESS
+    if isinstance(error, NoProgressError):
+        return Exit.NO_PROGRESS
     return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED

@@ -10,7 +10,7 @@ from meshrl.rpc.runtime import ServerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class ServiceContext:
     """What `serve` hands to the assembly of a service."""
 
     name: str

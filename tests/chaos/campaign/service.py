@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
@@ -35,8 +35,8 @@ async def serve(plan: Plan, number: int) -> None:
         allow_insecure_bind=True,
     )
     try:
-        doors = [QueueServicer(planted(plan.bug, queue)), ShardServicer(queue)]
-        async with Server(settings, doors) as server:
+        servicers = [QueueServicer(planted(plan.bug, queue)), ShardServicer(queue)]
+        async with GrpcServer(settings, servicers) as server:
             await server.ready()
             await server.until_stopped()
     finally:

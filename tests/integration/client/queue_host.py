@@ -6,7 +6,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -17,7 +17,7 @@ async def main(directory: Path, port: int) -> None:
     config = QueueConfig(store="disk", grow_bytes=1 << 20, reserve_bytes=0, durability="none")
     queue = await TransferQueue.open(stores.build(config, directory))
     settings = ServerSettings(port=port, metrics_port=None, drain_grace_s=1)
-    async with Server(settings, [QueueServicer(queue)]) as server:
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
         await server.ready()
         print(server.address, flush=True)
         await server.until_stopped()

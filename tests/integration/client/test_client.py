@@ -18,7 +18,7 @@ from meshrl.client import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -32,7 +32,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    async with Server(settings, [QueueServicer(opened)]) as server:
+    async with GrpcServer(settings, [QueueServicer(opened)]) as server:
         yield server.address
     await opened.close()
 

@@ -17,7 +17,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.frames import pack
 from meshrl.contract.types import Lease, LeasedRow, RowWrite, StageSpec, siblings
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
@@ -36,9 +36,11 @@ FIRST, SECOND = train_dictionary(SAMPLES[:200]), train_dictionary(SAMPLES[200:])
 
 
 @asynccontextmanager
-async def serving(queue: TransferQueue, dictionary: bytes, port: int = 0) -> AsyncIterator[Server]:
+async def serving(
+    queue: TransferQueue, dictionary: bytes, port: int = 0
+) -> AsyncIterator[GrpcServer]:
     settings = ServerSettings(metrics_port=None, drain_grace_s=0, port=port)
-    async with Server(settings, [QueueServicer(queue, dictionary)]) as server:
+    async with GrpcServer(settings, [QueueServicer(queue, dictionary)]) as server:
         yield server
 
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from meshrl.contract.errors import CapacityError, NotFoundError
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
 
 def parse(data: bytes) -> bytes:
@@ -80,11 +80,11 @@ class EchoDoor:
 @asynccontextmanager
 async def echoing(
     door: EchoDoor | None = None, drain_grace_s: float = 1
-) -> AsyncIterator[tuple[EchoDoor, Server, grpc.aio.Channel]]:
+) -> AsyncIterator[tuple[EchoDoor, GrpcServer, grpc.aio.Channel]]:
     door = door or EchoDoor()
     settings = ServerSettings(metrics_port=None, drain_grace_s=drain_grace_s)
     async with (
-        Server(settings, [door]) as server,
+        GrpcServer(settings, [door]) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         yield door, server, channel
@@ -115,7 +115,7 @@ SHAPES = pytest.mark.parametrize(
 Call = Callable[[grpc.aio.Channel, bytes], Awaitable[Any]]
 
 
-def counted(server: Server, name: str, **labels: str) -> float | None:
+def counted(server: GrpcServer, name: str, **labels: str) -> float | None:
     return server.registry.get_sample_value(name, labels)
 
 
@@ -151,7 +151,7 @@ async def test_what_cannot_be_parsed_is_the_callers_mistake_in_every_shape(
         assert await call(channel, b"b") == answer
         method = f"/test.Echo/{call.__name__.title()}"
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "not a message that it takes" in (raised.value.details() or "")
+    assert "cannot be parsed" in (raised.value.details() or "")
     assert counted(server, "meshrl_rpc_total", method=method, status="INVALID_ARGUMENT") == 1
 
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.rpc.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers import RewardServicer, TrainerServicer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -23,10 +23,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 DOORS = ("meshrl.v1.Reward", "meshrl.v1.Trainer")
 
 
-def serve(**settings: object) -> Server:
+def serve(**settings: object) -> GrpcServer:
     # The doors are never opened here: health, reflection and metrics are the runtime's own.
-    doors = [RewardServicer(None), TrainerServicer(None)]  # type: ignore[arg-type]
-    return Server(ServerSettings.model_validate({"drain_grace_s": 1} | settings), doors)
+    servicers = [RewardServicer(None), TrainerServicer(None)]  # type: ignore[arg-type]
+    return GrpcServer(ServerSettings.model_validate({"drain_grace_s": 1} | settings), servicers)
 
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:
@@ -146,10 +146,10 @@ def test_a_bug_is_not_hidden() -> None:
 SERVICE = """
 import asyncio, logging, sys
 from meshrl.rpc.servicers import RewardServicer
-from meshrl.rpc.runtime import Server, ServerSettings, run_service
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 
 async def main():
-    async with Server(ServerSettings(metrics_port=None), [RewardServicer(None)]) as server:
+    async with GrpcServer(ServerSettings(metrics_port=None), [RewardServicer(None)]) as server:
         assert "uvloop" in type(asyncio.get_running_loop()).__module__
         await server.ready()
         waiting = asyncio.create_task(server.until_stopped())

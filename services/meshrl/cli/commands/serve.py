@@ -82,7 +82,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
     from meshrl.rpc import tls
     from meshrl.rpc.runtime import ServerSettings, run_service
-    from meshrl.rpc.service_context import Site
+    from meshrl.rpc.service_context import ServiceContext
 
     tls.use(loaded.tls.certificates)
 
@@ -109,7 +109,9 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         tls=loaded.tls.certificates,
     )
     run = plugins.load(ASSEMBLY, service, "run")
-    sys.exit(run_service(lambda: run(loaded, Site(name=name, settings=settings, peers=peers))))
+    sys.exit(
+        run_service(lambda: run(loaded, ServiceContext(name=name, settings=settings, peers=peers)))
+    )
 
 
 def _in_use(host: str, port: int) -> bool:

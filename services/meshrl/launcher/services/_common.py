@@ -10,7 +10,7 @@ from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunSpec
 from meshrl.rpc.process_memory import set_aside_start
-from meshrl.rpc.runtime import Server
+from meshrl.rpc.runtime import GrpcServer
 from meshrl.transferqueue.sharding import membership
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
@@ -59,7 +59,7 @@ async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
 
 
 async def work_until_stopped(
-    server: Server,
+    server: GrpcServer,
     work: Awaitable[None],
     drain: Callable[[], None],
     beside: Awaitable[None] | None = None,

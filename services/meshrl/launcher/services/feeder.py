@@ -8,13 +8,13 @@ from meshrl.config.recipe import Recipe, train_sampling, train_spec
 from meshrl.launcher.prompts import read_prompts
 from meshrl.launcher.services._common import open_runs, work_until_stopped
 from meshrl.rpc.queue_connection import queue_of
-from meshrl.rpc.runtime import Server
-from meshrl.rpc.service_context import Site
+from meshrl.rpc.runtime import GrpcServer
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import task_maker
 
 
-async def run(recipe: Recipe, site: Site) -> None:
+async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Feed until stopped or done. A number of steps outranks a number of epochs: then prompts never end."""
     prompts = await asyncio.to_thread(read_prompts, recipe, recipe.data.train_files)
     spec = train_spec(recipe)
@@ -26,8 +26,8 @@ async def run(recipe: Recipe, site: Site) -> None:
         deadline_s=recipe.rollout.deadline_s,
     )
     async with (
-        queue_of(recipe, site) as queue,
-        Server(site.settings, []) as server,
+        queue_of(recipe, context) as queue,
+        GrpcServer(context.settings, []) as server,
     ):
         await open_runs(queue, recipe)
         feeder = Feeder(

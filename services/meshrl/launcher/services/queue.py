@@ -11,8 +11,8 @@ from meshrl.contract.errors import CorruptError, UserError
 from meshrl.rpc.process_memory import collect_rarely, share_heaps
 from meshrl.rpc.queue_connection import build_store, shard_number
 from meshrl.rpc.queue_metrics import QueueCollector
-from meshrl.rpc.runtime import Door, Server
-from meshrl.rpc.service_context import Site
+from meshrl.rpc.runtime import GrpcServer, Servicer
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
 from meshrl.rpc.servicers.shard import ShardServicer
@@ -22,7 +22,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
 
-async def run(recipe: Recipe, site: Site) -> None:
+async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped. The store is closed last, when no call can write to it any more.
 
     Raises:
@@ -31,18 +31,18 @@ async def run(recipe: Recipe, site: Site) -> None:
     """
     collect_rarely()
     share_heaps()
-    store = build_store(recipe, shard_number(recipe, site.name))
+    store = build_store(recipe, shard_number(recipe, context.name))
     try:
         queue = await ShardQueue.open(store)
     except CorruptError as error:
         raise UserError(error.message) from error
     try:
-        doors: list[Door] = [
+        servicers: list[Servicer] = [
             QueueServicer(queue, dictionary.read(recipe.queue.compression_dictionary)),
             ShardServicer(queue),
             QueueAdminServicer(QueueAdmin(queue, store)),
         ]
-        async with Server(site.settings, doors) as server, _owning(queue, server):
+        async with GrpcServer(context.settings, servicers) as server, _owning(queue, server):
             server.registry.register(QueueCollector(queue, store))
             await server.ready()
             await server.until_stopped()
@@ -52,7 +52,7 @@ async def run(recipe: Recipe, site: Site) -> None:
 
 
 @asynccontextmanager
-async def _owning(queue: TransferQueue, server: Server) -> AsyncIterator[None]:
+async def _owning(queue: TransferQueue, server: GrpcServer) -> AsyncIterator[None]:
     """Stop serving when another queue has taken the store over, and say so."""
 
     async def watch() -> None:

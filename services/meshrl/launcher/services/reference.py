@@ -7,13 +7,13 @@ import asyncio
 from meshrl.config.recipe import Recipe
 from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.rpc.queue_connection import queue_of
-from meshrl.rpc.runtime import Server
-from meshrl.rpc.service_context import Site
+from meshrl.rpc.runtime import GrpcServer
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.reference import ReferenceServicer
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
 
-async def run(recipe: Recipe, site: Site) -> None:
+async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped. Evaluation has no KL term, so only the training run is worked on."""
     config = recipe.reference
     deterministic = config.deterministic
@@ -29,12 +29,12 @@ async def run(recipe: Recipe, site: Site) -> None:
     )
     try:
         async with (
-            queue_of(recipe, site) as queue,
-            Server(site.settings, [ReferenceServicer(model)]) as server,
+            queue_of(recipe, context) as queue,
+            GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
         ):
             await open_runs(queue, recipe)
             stage = ReferenceStage(
-                queue, [recipe.run.name], model, worker=site.name, together=not deterministic
+                queue, [recipe.run.name], model, worker=context.name, together=not deterministic
             )
             await server.ready()
             await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)

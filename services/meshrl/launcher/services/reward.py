@@ -24,20 +24,20 @@ from meshrl.rewardd.token_ends import token_ends
 from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Guard, Role, TokenBook
 from meshrl.rpc.guarded_registry import GuardedRegistry
-from meshrl.rpc.interceptors import Around, Behavior, Context
+from meshrl.rpc.interceptors import Behavior, Context, Interceptor
 from meshrl.rpc.queue_connection import queue_of
-from meshrl.rpc.runtime import Door, Server, ServerSettings, is_loopback
-from meshrl.rpc.service_context import Site
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, is_loopback
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.reward import RewardServicer
 from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer, caller_of
 
 log = logging.getLogger(__name__)
 
 
-async def run(recipe: Recipe, site: Site) -> None:
+async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped."""
     config = recipe.reward.registry
-    settings = site.settings.model_copy(update={"authenticated": config.tokens is not None})
+    settings = context.settings.model_copy(update={"authenticated": config.tokens is not None})
     guard = _guard(config, settings)
     # Bound insecurely on purpose: who scores is told, and nobody may change it.
     submissions = _protected(config, settings)
@@ -47,11 +47,11 @@ async def run(recipe: Recipe, site: Site) -> None:
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
         audit = stack.enter_context(closing(RewardAuditLog(directory / "audit.jsonl")))
         desk = GuardedRegistry(registry, guard, audit)
-        queue = await stack.enter_async_context(queue_of(recipe, site))
-        doors: list[Door] = [RewardServicer(registry.judge, registry.judge)]
+        queue = await stack.enter_async_context(queue_of(recipe, context))
+        servicers: list[Servicer] = [RewardServicer(registry.judge, registry.judge)]
         if submissions:
-            doors.append(RewardRegistryServicer(desk))
-        server = Server(settings, doors, arounds=[_scoring_needs_a_role(desk)])
+            servicers.append(RewardRegistryServicer(desk))
+        server = GrpcServer(settings, servicers, interceptors=[_scoring_needs_a_role(desk)])
         await stack.enter_async_context(server)
         server.registry.register(WatchMetrics(registry.judge))
         if submissions and config.http_port is not None:
@@ -63,7 +63,7 @@ async def run(recipe: Recipe, site: Site) -> None:
             queue,
             await open_runs(queue, recipe),
             registry.judge,
-            worker=site.name,
+            worker=context.name,
             limit=recipe.reward.slots,
             rows_per_call=recipe.reward.rows_per_call,
             keep_inputs=(recipe.run.name,) if recipe.reward.mixed_versions == "rescore" else (),
@@ -101,7 +101,7 @@ def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
     )
 
 
-def _scoring_needs_a_role(desk: GuardedRegistry) -> Around:
+def _scoring_needs_a_role(desk: GuardedRegistry) -> Interceptor:
     """Where tokens are asked for, the Reward door asks for them too; the registry's door does so by itself."""
 
     def around(method: str, behavior: Behavior) -> Behavior:

@@ -22,8 +22,8 @@ from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import queue_of
-from meshrl.rpc.runtime import FruitlessError, Server
-from meshrl.rpc.service_context import Site
+from meshrl.rpc.runtime import GrpcServer, NoProgressError
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.member import MemberServicer
 from meshrl.rpc.servicers.rollout import RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
@@ -31,9 +31,9 @@ from meshrl.weights.carrier import Place
 from meshrl.weights.replica_controller import ReplicaController
 
 
-async def run(recipe: Recipe, site: Site) -> None:
+async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped; before the first committed version the engine answers nobody."""
-    trainer = site.peer("trainer")
+    trainer = context.peer("trainer")
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with AsyncExitStack() as stack:
@@ -41,8 +41,8 @@ async def run(recipe: Recipe, site: Site) -> None:
             gateway_of(
                 recipe,
                 tokenizer,
-                site.settings,
-                name=site.name,
+                context.settings,
+                name=context.name,
                 on_demand=lambda: worker.wake(),
             )
         )
@@ -50,14 +50,14 @@ async def run(recipe: Recipe, site: Site) -> None:
             Programs(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
         )
         external = getattr(await programs.start(), "external", False)
-        queue = await stack.enter_async_context(queue_of(recipe, site))
+        queue = await stack.enter_async_context(queue_of(recipe, context))
         max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,
             engine,
             tokenizer,
             runs=await open_runs(queue, recipe),
-            worker=site.name,
+            worker=context.name,
             slots=recipe.rollout.slots,
             deterministic=is_deterministic(recipe.rollout, max_staleness),
             journal=recipe.rollout.journal,
@@ -74,13 +74,13 @@ async def run(recipe: Recipe, site: Site) -> None:
                 gateway.drain()
 
         member = MemberServicer(worker, engine, leave=lambda: server.stop())
-        async with Server(site.settings, [RolloutServicer(engine), member]) as server:
+        async with GrpcServer(context.settings, [RolloutServicer(engine), member]) as server:
             if gateway is not None:
                 server.registry.register(GatewayMetrics(gateway))
             agent = ReplicaController(
                 recipe.weights,
                 run=recipe.run.name,
-                replica=site.name,
+                replica=context.name,
                 engine=engine,
                 on_update=recipe.rollout.on_update,
                 place=Place(directory=recipe.run.path, model_path=recipe.model.path),
@@ -98,6 +98,6 @@ async def run(recipe: Recipe, site: Site) -> None:
             except InfraError as error:
                 if worker.stats.written:
                     raise
-                raise FruitlessError(error.message) from error
+                raise NoProgressError(error.message) from error
             finally:
                 await engine.close()

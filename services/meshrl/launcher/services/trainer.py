@@ -34,8 +34,8 @@ from meshrl.launcher.services.learner import build_learner
 from meshrl.rpc.clients.disk_space import Shortage
 from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.queue_connection import queue_of
-from meshrl.rpc.runtime import Door, Server
-from meshrl.rpc.service_context import Site
+from meshrl.rpc.runtime import GrpcServer, Servicer
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.trainer import TrainerServicer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import resume
@@ -57,7 +57,7 @@ LAST_WORD_S = 0.5
 """How long the doors stay open after the end, so that who watches hears of it."""
 
 
-async def run(recipe: Recipe, site: Site) -> None:
+async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Train until the end of the run, or until stopped; then save."""
     if recipe.trainer.nproc > 1 and not is_rank():
         code = await run_ranks(recipe.trainer.nproc)
@@ -72,13 +72,13 @@ async def run(recipe: Recipe, site: Site) -> None:
     compute = Compute(world.device)
     try:
         shortage = Shortage()
-        async with queue_of(recipe, site, shortage) as queue:
+        async with queue_of(recipe, context, shortage) as queue:
             await open_runs(queue, recipe)
-            setting = await asyncio.to_thread(_setting, recipe, site)
+            setting = await asyncio.to_thread(_setting, recipe, context)
             learner = await compute.run(partial(build_learner, recipe, setting, world))
             state = await resume(setting, queue, learner, compute)
             if world.is_main:
-                await _lead(recipe, site, setting, state, learner, compute, queue, shortage)
+                await _lead(recipe, context, setting, state, learner, compute, queue, shortage)
             else:
                 rewards = _rewards(recipe, queue, None)
                 await _follow(
@@ -91,7 +91,7 @@ async def run(recipe: Recipe, site: Site) -> None:
 
 async def _lead(
     recipe: Recipe,
-    site: Site,
+    context: ServiceContext,
     setting: TrainerSettings,
     state: TrainerState,
     learner: Learner,
@@ -113,7 +113,7 @@ async def _lead(
         recipe.trainer.project_name,
         recipe.trainer.experiment_name or recipe.run.name,
     )
-    judge = JudgeClient(site.peers["reward"]) if "reward" in site.peers else None
+    judge = JudgeClient(context.peers["reward"]) if "reward" in context.peers else None
     trainer = Trainer(
         setting,
         state,
@@ -130,8 +130,8 @@ async def _lead(
         trainer.drain()
         shortage.leave()
 
-    doors: list[Door] = [TrainerServicer(trainer.control), WeightsServicer(plane)]
-    async with AsyncExitStack() as stack, Server(site.settings, doors) as server, plane:
+    servicers: list[Servicer] = [TrainerServicer(trainer.control), WeightsServicer(plane)]
+    async with AsyncExitStack() as stack, GrpcServer(context.settings, servicers) as server, plane:
         if judge is not None:
             stack.push_async_callback(judge.close)
         await server.ready()
@@ -187,12 +187,12 @@ async def _evaluator(recipe: Recipe, setting: TrainerSettings, queue: Queue) -> 
     )
 
 
-def _setting(recipe: Recipe, site: Site) -> TrainerSettings:
+def _setting(recipe: Recipe, context: ServiceContext) -> TrainerSettings:
     directory = recipe.run.path
     return TrainerSettings(
         run=recipe.run.name,
         directory=directory,
-        owner=f"{site.name} (pid {os.getpid()} on {socket.gethostname()})",
+        owner=f"{context.name} (pid {os.getpid()} on {socket.gethostname()})",
         seed=recipe.run.seed,
         trainer=recipe.trainer,
         tokenizer=recipe.tokenizer_dir,

@@ -39,7 +39,7 @@ from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc import tls
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.interceptors import Context
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.base import full_name
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weight_patches_pb2 as pb
@@ -89,7 +89,7 @@ class Carrier:
             authenticated=True,  # by the secret
         )
         try:
-            server = await self._closing.enter_async_context(Server(settings, [_Door(self)]))
+            server = await self._closing.enter_async_context(GrpcServer(settings, [_Door(self)]))
         except UserError as error:
             raise ConfigError(f"weights.host/port: {error}") from error
         return f"{server.address}#{self._secret}"
