@@ -39,7 +39,7 @@ from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.testing.engines.echo import build
 from meshrl.transferqueue.config import QueueConfig
@@ -129,7 +129,7 @@ async def _mesh(folder: Path) -> AsyncIterator[tuple[QueueClient, RolloutWorker,
     config = QueueConfig()
     core = await ShardQueue.open(build_store(config, folder))
     settings = ServerSettings(port=0, metrics_port=None)
-    async with Server(settings, [QueueServicer(core)]) as server:
+    async with GrpcServer(settings, [QueueServicer(core)]) as server:
         await server.ready()
         async with QueueClient(f"127.0.0.1:{server.port}") as queue:
             spec = RunSpec(

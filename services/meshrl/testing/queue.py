@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshrl.contract.types import RunSpec
-from meshrl.rpc.runtime import Server, ServerSettings
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -29,6 +29,6 @@ async def queue_service(runs: Sequence[RunSpec] = ()) -> AsyncIterator[str]:
     """`memory_queue` behind gRPC on a free port of loopback; yields its address, `host:port`."""
     async with memory_queue(runs) as queue:
         settings = ServerSettings(port=0, metrics_port=None)
-        async with Server(settings, [QueueServicer(queue)]) as server:
+        async with GrpcServer(settings, [QueueServicer(queue)]) as server:
             await server.ready()
             yield f"127.0.0.1:{server.port}"
