@@ -50,14 +50,16 @@ endif
 demo: venv
 	$(BIN)/meshrl demo
 
-# Two files of tests at once: many wait for processes more than they compute. TEST_WORKERS=0 for one after the other.
+# Two files of tests at once: many wait for processes more than they compute. TEST_WORKERS=0 runs one after the other.
 TEST_WORKERS ?= 2
 
-# Without vLLM its tests are skipped, and say so. They run alone and in a process of their own: what they race against is
-# a real server's stream, and threads that other tests leave behind make the reader late.
 test: venv
-	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	$(BIN)/pytest -m "not vllm" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+
+# The tests that drive a real vLLM server, alone: they race against a real stream. Without vLLM they are skipped and say so.
+.PHONY: test-engines
+test-engines: venv
+	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	$(BIN)/pytest -m vllm --durations 10
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
