@@ -31,10 +31,10 @@ class FleetFamilies:
     def add(self, run: Run) -> None:
         """The numbers of one run. Reads single numbers only: it is called in another thread."""
         stage = next(stage for stage in run.stages if stage.first)
-        heard = run.pace.heard_of(now=run.clock(), silence_s=run.spec.lease_ttl_s)
+        heard = run.fair_share.heard_of(now=run.clock(), silence_s=run.spec.lease_ttl_s)
         ready, held = len(run.ready[stage.number]), sum(holder.rows for holder in heard)
         slots = sum(holder.slots for holder in heard)
-        room = 0 if run.feed_closed else admission.room(run) * run.spec.group_size
+        room = 0 if run.feed_closed else admission.free_groups(run) * run.spec.group_size
         for family, value in (
             (self._ready, ready),
             (self._held, held),

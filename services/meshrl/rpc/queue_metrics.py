@@ -52,7 +52,7 @@ class QueueCollector(Collector):
         fleet = FleetFamilies()
         for run in self._queue.open_runs:
             fleet.add(run)
-            ledger = run.books.snapshot(run.name)
+            ledger = run.ledger.snapshot(run.name)
             for state, count in ledger.resident.items():
                 resident.add_metric([ledger.run, state], count)
             admitted.add_metric([ledger.run], ledger.admitted)

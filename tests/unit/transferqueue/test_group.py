@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from meshrl.contract.types import Outcome, RowFacts, Version
-from meshrl.transferqueue.model.group import Grant, Group, StoredFrame, Traits
+from meshrl.transferqueue.model.group import Grant, Group, StoredFrame, TaskMetadata
 from meshrl.transferqueue.records import decode_record
 
 FACTS = RowFacts(Outcome.OK, 7, Version(1, 2), Version(1, 3), "length")
@@ -17,7 +17,7 @@ def a_group() -> Group:
     """Four rows, two stages; the first has written all rows in two frames, and appended to a third."""
     group = Group.fresh(
         *("demo", 1, 5, "task \ud83d"),
-        traits=Traits(2, "math", 0.5),
+        metadata=TaskMetadata(2, "math", 0.5),
         task_bytes=100,
         attempts=[0, 1, 0, 0],
         stages=2,
@@ -58,7 +58,7 @@ def test_the_record_is_of_the_group_as_it_is_now(change: Callable[[Group], objec
     again, batch = Group.restored("demo", 1, stored, 0.0)
     assert batch == -1
     assert again.encode() == group.encode()
-    for name in ("number", "task_id", "traits", "task_bytes", "attempts", "done", "held"):
+    for name in ("number", "task_id", "metadata", "task_bytes", "attempts", "done", "held"):
         assert getattr(again, name) == getattr(group, name)
     for name in ("deliveries", "writers", "facts", "replacements", "present", "next_frame"):
         assert getattr(again, name) == getattr(group, name)

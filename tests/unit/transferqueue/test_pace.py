@@ -141,7 +141,7 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
     await admit(queue, 3)
     run = queue.open_runs[0]
     for name, tokens in (("fast", 400), ("slow", 1)):
-        holder = run.pace.holder(name, run.clock())
+        holder = run.fair_share.holder(name, run.clock())
         holder.finished([tokens], 1.0)
         holder.slots, holder.waiting = 64, 1
     given = await lease(queue, "slow", 8)

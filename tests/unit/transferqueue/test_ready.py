@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshrl.contract.types import Version
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.model.group import Group, Traits
+from meshrl.transferqueue.model.group import Group, TaskMetadata
 from meshrl.transferqueue.model.masks import bits, lowest
 from meshrl.transferqueue.model.ready import ReadyRows
 from meshrl.transferqueue.sampling import CompleteGroup
@@ -17,7 +17,7 @@ def make_groups(groups: int = 6, size: int = 3) -> list[Group]:
     return [
         Group.fresh(
             *("r", 0, number, f"t{number}"),
-            traits=Traits(priority=number % 2),
+            metadata=TaskMetadata(priority=number % 2),
             task_bytes=0,
             attempts=[0] * size,
             stages=1,
@@ -37,7 +37,9 @@ def test_rows_pop_in_the_order_of_a_sort(steps: list[tuple[str, int, int]]) -> N
             assert ready.set(groups[number], mask) == bool(rows - had)
             model = (model - had) | rows
         else:
-            expected = sorted(model, key=lambda row: (-groups[row[0]].traits.priority, row))[:mask]
+            expected = sorted(model, key=lambda row: (-groups[row[0]].metadata.priority, row))[
+                :mask
+            ]
             popped = [(group.number, index) for group, m in ready.pop(mask) for index in bits(m)]
             assert popped == expected
             model -= set(expected)

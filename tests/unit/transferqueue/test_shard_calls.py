@@ -137,7 +137,7 @@ async def test_a_worker_that_has_its_share_waits_without_asking_again(
     await mesh.actors.feed(on(0, 3))
     run = mesh.shards[0].shard._runs["run"]
     for name, tokens in (("fast", 400), ("slow", 1)):
-        holder = run.pace.holder(name, run.clock())
+        holder = run.fair_share.holder(name, run.clock())
         holder.finished([tokens], 1.0)
         holder.slots, holder.waiting = 64, 1
     given = await mesh.actors.lease(limit=8, worker="slow")

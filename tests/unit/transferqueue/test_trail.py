@@ -33,7 +33,7 @@ async def lived(store: MemoryStore) -> Actors:
 
 
 def sums_of(queue: TransferQueue) -> Counter[str]:
-    return queue._runs["run"].trail.sums()
+    return queue._runs["run"].audit_log.sums()
 
 
 async def test_it_adds_up_to_the_books_also_after_a_restart(
@@ -49,7 +49,7 @@ async def test_it_adds_up_to_the_books_also_after_a_restart(
         await queue.close()
         again = await TransferQueue.open(store)
         assert sums_of(again) == wanted
-        here = again._runs["run"].trail.open_rows()
+        here = again._runs["run"].audit_log.open_rows()
         assert here == ({"t5": 2} if kept == 1024 else None)
         await again.close()
 

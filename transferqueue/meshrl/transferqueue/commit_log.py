@@ -65,7 +65,7 @@ class _Commit:
         return found
 
 
-class Journal:
+class CommitLog:
     """Owned by the queue; `run` is its one task."""
 
     def __init__(self, store: Store, recover: Callable[[], Awaitable[None]]) -> None:

@@ -1,11 +1,11 @@
 """The transfer queue: the port of contract/ports.py, in process.
 
     feeder ─admit─▶ ┌────────────────────── TransferQueue ──────────────────────┐ ─take─▶ trainer
-    worker ─lease─▶ │ runs in RAM ── transitions ──▶ journal ── commits ──▶ store │ ─fetch─▶
+    worker ─lease─▶ │ runs in RAM ── transitions ──▶ commit log ── commits ──▶ store │ ─fetch─▶
            ─write─▶ └────────────────────────────────────────────────────────────┘
 
-Each method checks, makes one synchronous transition in RAM, and returns once the journal says that it is durable.
-A wait is a bell and a deadline; nothing polls. See README.md for the life of a row.
+Each method checks, makes one synchronous transition in RAM, and returns once the commit log says that it is durable.
+A wait is a signal and a deadline; nothing polls. See README.md for the life of a row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.disk_space import Space
 from meshrl.transferqueue.model import specs
 from meshrl.transferqueue.model.durations import Durations
@@ -69,7 +69,7 @@ class TransferQueue(RowMethods):
         self._store = store
         self._runs: dict[str, Run] = {}
         self._payload = PayloadReader(store)
-        self._journal = Journal(store, self._recover)
+        self._commit_log = CommitLog(store, self._recover)
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
         self._space = Space(store, time.monotonic)
@@ -92,7 +92,7 @@ class TransferQueue(RowMethods):
         except BaseException:
             await store.close()
             raise
-        queue._committer = asyncio.create_task(queue._journal.run(), name="queue-journal")
+        queue._committer = asyncio.create_task(queue._commit_log.run(), name="queue-commit-log")
         return queue
 
     async def close(self) -> None:
@@ -100,10 +100,10 @@ class TransferQueue(RowMethods):
         if self._closing:
             return
         self._closing = True
-        self._opened.ring()
+        self._opened.notify()
         for run in self._runs.values():
-            run.ring_all()
-        self._journal.close()
+            run.notify_all()
+        self._commit_log.close()
         if self._committer is not None:
             await self._committer
         self._expiry.clear()
@@ -122,11 +122,11 @@ class TransferQueue(RowMethods):
     @property
     def commit_s(self) -> Durations:
         """How long commits have taken."""
-        return self._journal.commit_s
+        return self._commit_log.commit_s
 
     async def lost(self) -> OwnerLostError:
         """Wait until another queue owns the store: this one can only end then. For ever, if that never happens."""
-        return await asyncio.shield(self._journal.ended)
+        return await asyncio.shield(self._commit_log.ended)
 
     # --- runs
 
@@ -141,16 +141,16 @@ class TransferQueue(RowMethods):
             number = max((r.number for r in self._runs.values()), default=-1) + 1
             run = self._make_run(spec, number)
             self._runs[spec.run] = run
-            self._journal.put(Table.META, run.spec_key, encode_record(specs.encode(spec)))
+            self._commit_log.put(Table.META, run.spec_key, encode_record(specs.encode(spec)))
             run.save()
-            self._opened.ring()
-        await self._journal.flush()
+            self._opened.notify()
+        await self._commit_log.flush()
         return run.state()
 
     async def run_state(self, run: str) -> RunState:
         """See the port."""
         state = self._run(run).state()
-        await self._journal.flush()
+        await self._commit_log.flush()
         return state
 
     async def acquire(self, run: str, owner: str) -> RunState:
@@ -160,9 +160,9 @@ class TransferQueue(RowMethods):
         state.owner = owner
         batches.give_back_taken(state)
         state.save()
-        state.ring_all()
+        state.notify_all()
         answer = state.state()
-        await self._journal.flush()
+        await self._commit_log.flush()
         return answer
 
     async def publish(self, run: str, version: Version) -> None:
@@ -176,8 +176,8 @@ class TransferQueue(RowMethods):
             state.publishes += 1
             state.save()
             admission.recount(state)
-            state.ring_all()
-        await self._journal.flush()
+            state.notify_all()
+        await self._commit_log.flush()
 
     # --- the feeder
 
@@ -200,9 +200,9 @@ class TransferQueue(RowMethods):
                         new = packed.get(task.task_id)
                         if new and (group := state.by_task.get(task.task_id)):
                             self._payload.remember(group.task_key, new)
-                    await self._journal.flush()
+                    await self._commit_log.flush()
                     return count
-                await any_signal([state.room_bell], deadline, reason)
+                await any_signal([state.admission_signal], deadline, reason)
 
     async def close_feed(self, run: str) -> None:
         """See the port."""
@@ -210,8 +210,8 @@ class TransferQueue(RowMethods):
         if not state.feed_closed:
             state.feed_closed = True
             state.save()
-            state.ring_all()
-        await self._journal.flush()
+            state.notify_all()
+        await self._commit_log.flush()
 
     # --- stages
 
@@ -255,9 +255,9 @@ class TransferQueue(RowMethods):
                         share = leases.share(run, spec, worker, limit, at_least)
                         if share:
                             return await self._grant(run, spec, worker, share)
-                bells = [run.rows_bell[spec.number] for run, spec in candidates]
+                signals = [run.rows_signals[spec.number] for run, spec in candidates]
                 with leases.waiting(candidates, worker):
-                    await any_signal([*bells, self._opened], deadline, reason)
+                    await any_signal([*signals, self._opened], deadline, reason)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See the port."""
@@ -295,7 +295,7 @@ class TransferQueue(RowMethods):
         if writes:
             self._space.check(run, f"stage {stage}", sum([len(item.frame) for item in writes]))
             leases.write(state, spec, writes)
-        await self._journal.flush()
+        await self._commit_log.flush()
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See the port. Raises CapacityError for a full disk: nothing was kept, the lease goes on."""
@@ -304,15 +304,15 @@ class TransferQueue(RowMethods):
         appends = progress.checked(state, spec, groups)
         if appends:
             nbytes = sum(len(item.frame) for item in appends)
-            self._space.check(run, f"journal of stage {stage}", nbytes)
+            self._space.check(run, f"progress of stage {stage}", nbytes)
             progress.append(state, spec, appends)
-        await self._journal.flush()
+        await self._commit_log.flush()
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         """See the port."""
         state = self._run(run)
         rows = progress.redo(state, state.stages[stage], uids)
-        await self._journal.flush()
+        await self._commit_log.flush()
         return rows
 
     async def fail(
@@ -321,13 +321,13 @@ class TransferQueue(RowMethods):
         """See the port."""
         state = self._run(run)
         leases.fail(state, state.stages[stage], uid, token, outcome, reason)
-        await self._journal.flush()
+        await self._commit_log.flush()
 
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
         """See the port."""
         state = self._run(run)
         leases.release(state, state.stages[stage], token_of)
-        await self._journal.flush()
+        await self._commit_log.flush()
 
     # --- the trainer
 
@@ -358,9 +358,9 @@ class TransferQueue(RowMethods):
                     return await self._taken_before(run, taken, step)
                 batch = batches.take(state, epoch=epoch, step=step, count=groups, batch_id=batch_id)
                 if batch is not None:
-                    await self._journal.flush()
+                    await self._commit_log.flush()
                     return batch
-                await any_signal([state.complete_bell], deadline, reason)
+                await any_signal([state.complete_signal], deadline, reason)
 
     async def fetch_packed(
         self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
@@ -372,7 +372,7 @@ class TransferQueue(RowMethods):
         for rows in groups:
             group, mask = state.resident(rows)
             wanted.append(payload.extract(group, rows, mask, stages, columns))
-        await self._journal.flush()
+        await self._commit_log.flush()
         try:
             return await self._payload.read(wanted, columns, state.stages.writes)
         except NotFoundError:
@@ -385,48 +385,48 @@ class TransferQueue(RowMethods):
         state = self._run(run)
         state.check_epoch(epoch)
         batches.filter_rows(state, uids, reason)
-        await self._journal.flush()
+        await self._commit_log.flush()
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         """See the port. Raises NotFoundError, ConflictError (taken for another step), FencedError."""
         state = self._run(run)
         state.check_epoch(epoch)
         batches.settle(state, step=step, batch_id=batch_id)
-        await self._journal.flush()
+        await self._commit_log.flush()
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See the port. Raises FencedError."""
         state = self._run(run)
         state.check_epoch(epoch)
         batches.commit(state, step)
-        await self._journal.flush()
+        await self._commit_log.flush()
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
         """See the port. Raises FencedError, and ConflictError when rows of that step were committed."""
         state = self._run(run)
         state.check_epoch(epoch)
         rows = batches.rewind(state, step)
-        await self._journal.flush()
+        await self._commit_log.flush()
         return rows
 
     # --- the books
 
     async def ledger(self, run: str) -> Ledger:
         """See the port: what is told has been made durable."""
-        ledger = self._run(run).books.snapshot(run)
-        await self._journal.flush()
+        ledger = self._run(run).ledger.snapshot(run)
+        await self._commit_log.flush()
         return ledger
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See the port, in the order in which they died."""
         letters = [row.letter for row in self._run(run).dead.values()]
-        await self._journal.flush()
+        await self._commit_log.flush()
         return letters
 
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
         """See the port. Where the group has left, its whole task comes in again."""
         count = dead.replay(self._run(run), list(uids))
-        await self._journal.flush()
+        await self._commit_log.flush()
         return count
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
@@ -450,7 +450,7 @@ class TransferQueue(RowMethods):
 
     def _make_run(self, spec: RunSpec, number: int) -> Run:
         clock = asyncio.get_running_loop().time
-        return Run(spec, number, journal=self._journal, expiry=self._expiry, clock=clock)
+        return Run(spec, number, commit_log=self._commit_log, expiry=self._expiry, clock=clock)
 
     def _deadline(self, wait_s: float) -> float:
         return asyncio.get_running_loop().time() + max(0.0, wait_s)
@@ -463,7 +463,7 @@ class TransferQueue(RowMethods):
         """Grant, make it durable, and read what the stage reads; a caller that went away gives the rows back."""
         granted = leases.grant(run, stage, worker, limit)
         try:
-            await self._journal.flush()
+            await self._commit_log.flush()
             groups = await self._payload.leased(
                 [given.extract for given in granted],
                 stage.reads,
@@ -493,7 +493,7 @@ class TransferQueue(RowMethods):
                 f"batch {taken.batch_id} was taken for step {taken.step}, not {step}",
                 batch_id=taken.batch_id,
             )
-        await self._journal.flush()
+        await self._commit_log.flush()
         (value,) = await self._store.read([taken.manifest_key])
         if value is None:
             if self._run(run).batches.get(taken.batch_id) is taken:
@@ -522,7 +522,7 @@ class TransferQueue(RowMethods):
         self._expiry.clear()
         gone, self._runs = self._runs, restore(items, self._make_run)
         self._payload.forget()
-        self._journal.restarted()
-        self._opened.ring()
+        self._commit_log.restarted()
+        self._opened.notify()
         for run in gone.values():
-            run.ring_all()
+            run.notify_all()

@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 class Store(Protocol):
     """Keeps bytes. One queue owns it; the queue never has two `apply` in flight.
 
-    The queue groups transitions into commits (see journal.py), so a store stays as simple as this.
+    The queue groups transitions into commits (see commit_log.py), so a store stays as simple as this.
     """
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:

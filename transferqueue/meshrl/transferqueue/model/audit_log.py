@@ -12,7 +12,7 @@ from collections import Counter, deque
 from typing import Final, TypeAlias
 
 from meshrl.contract.types import Json
-from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
@@ -57,19 +57,19 @@ class AuditLog:
         """`rows` of `task` came in or left."""
         self._pending.append((task, rows, way, reason))
 
-    def stage(self, journal: Journal) -> None:
+    def stage(self, commit_log: CommitLog) -> None:
         """Store what was noted since, in the transaction of the rows themselves."""
         if not self._pending:
             return
         entries, self._pending = self._pending, []
-        journal.put(Table.META, self._key(self._next), encode_record(entries))
+        commit_log.put(Table.META, self._key(self._next), encode_record(entries))
         self._records.append((self._next, entries))
         self._next += 1
         if len(self._records) > KEPT:
             number, oldest = self._records.popleft()
             self.folded.update(summed(oldest))
-            journal.delete(Table.META, self._key(number))
-            journal.touch(self)
+            commit_log.delete(Table.META, self._key(number))
+            commit_log.touch(self)
 
     def restore(self, folded: Json, records: list[tuple[bytes, Json]]) -> None:
         """From the stored records, in key order."""

@@ -35,7 +35,7 @@ def task_key(run_number: int, number: int) -> bytes:
     return b"t" + _GROUP.pack(run_number, number)
 
 
-class Traits(NamedTuple):
+class TaskMetadata(NamedTuple):
     """What of the task decides when its rows' turn comes."""
 
     priority: int = 0
@@ -90,7 +90,7 @@ class Group:
     """Order of admission; a re-issued group keeps its own, so it stays the oldest."""
     task_id: str
     size: int
-    traits: Traits
+    metadata: TaskMetadata
     task_bytes: int
     attempts: list[int]
     """The last attempt made at each index."""
@@ -147,7 +147,7 @@ class Group:
         number: int,
         task_id: str,
         *,
-        traits: Traits,
+        metadata: TaskMetadata,
         task_bytes: int,
         attempts: list[int],
         stages: int,
@@ -155,7 +155,7 @@ class Group:
         """A group without rows; `add_row` puts them in."""
         size = len(attempts)
         return cls(
-            *(run, run_number, number, task_id, size, traits, task_bytes, attempts),
+            *(run, run_number, number, task_id, size, metadata, task_bytes, attempts),
             done=[0] * stages,
             held=[0] * stages,
             deliveries=[[0] * size for _ in range(stages)],
@@ -310,7 +310,7 @@ class Group:
             [
                 self.number,
                 self.task_id,
-                tuple(self.traits),
+                tuple(self.metadata),
                 self.task_bytes,
                 self.attempts,
                 hexed(self.present),
@@ -335,7 +335,7 @@ class Group:
     @classmethod
     def restored(cls, run: str, run_number: int, stored: Json, now: float) -> tuple[Group, int]:
         """The inverse of `encode`, with the number of its batch (-1: none). Leases get no deadline yet."""
-        number, task_id, traits, task_bytes, attempts, present, dead, position, batch, *rest = (
+        number, task_id, metadata, task_bytes, attempts, present, dead, position, batch, *rest = (
             stored
         )
         done, deliveries, writers, replacements, facts, frames, next_frame, *rest = rest
@@ -347,7 +347,7 @@ class Group:
                 number,
                 task_id,
                 len(attempts),
-                Traits(*traits),
+                TaskMetadata(*metadata),
                 task_bytes,
                 attempts,
             ),

@@ -41,7 +41,7 @@ class Exit(StrEnum):
     DEAD = "dead_lettered"
 
 
-class Books:
+class RunLedger:
     """Counts rows.
 
     What left is stored with every transition; what is resident is counted anew from the rows themselves when the
@@ -88,8 +88,8 @@ class Books:
         return {"admitted": self.admitted, **exits}
 
     @classmethod
-    def restored(cls, totals: Json) -> Books:
-        """Books from stored totals; the rows that are there are counted as they are filed."""
+    def restored(cls, totals: Json) -> RunLedger:
+        """RunLedger from stored totals; the rows that are there are counted as they are filed."""
         books = cls()
         books.admitted = totals["admitted"]
         for exit_ in Exit:

@@ -49,7 +49,7 @@ class ReadyRows:
         self._rows[number] = (group, mask)
         if number not in self._queued:
             self._queued.add(number)
-            heapq.heappush(self._heap, (-group.traits.priority, number))
+            heapq.heappush(self._heap, (-group.metadata.priority, number))
         return came
 
     def pop(self, limit: int, worker: str = "", now: float = 0.0) -> list[tuple[Group, int]]:

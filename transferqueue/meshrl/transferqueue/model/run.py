@@ -1,7 +1,7 @@
 """One run in RAM: its groups, the sets they are ready in, its books; and the primitive moves of rows.
 
 Everything here is synchronous: a transition happens between two awaits, stages its records in the journal and rings
-the bells of whoever may go on. The verbs (lease, write, take, settle …) are in leases.py and batches.py.
+the signals of whoever may go on. The verbs (lease, write, take, settle …) are in leases.py and batches.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from meshrl.contract.errors import FencedError, NotFoundError
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import Json, RunSpec, RunState, Siblings, Uid, Version
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.model.audit_log import ADMITTED, AuditLog
 from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.fair_share import FairShare
-from meshrl.transferqueue.model.group import Counts, Group, StoredFrame, Traits
-from meshrl.transferqueue.model.ledger import Books, Exit, State
+from meshrl.transferqueue.model.group import Counts, Group, StoredFrame, TaskMetadata
+from meshrl.transferqueue.model.ledger import Exit, RunLedger, State
 from meshrl.transferqueue.model.ordered import OrderedNumbers
 from meshrl.transferqueue.model.ready import ReadyRows
 from meshrl.transferqueue.model.stages import Stages
@@ -37,7 +37,7 @@ class Run:
         spec: RunSpec,
         number: int,
         *,
-        journal: Journal,
+        commit_log: CommitLog,
         expiry: Expiry,
         clock: Callable[[], float],
     ) -> None:
@@ -45,7 +45,7 @@ class Run:
         self.name = spec.run
         self.number = number
         self.stages = Stages(spec.stages)
-        self.journal = journal
+        self.commit_log = commit_log
         self.expiry = expiry
         self.clock = clock
 
@@ -71,11 +71,11 @@ class Run:
         self.dead: dict[Uid, DeadRow] = {}
         self.dead_of: dict[int, list[DeadRow]] = {}
         """Dead letters by group number: they keep the task of a group that left."""
-        self.books = Books()
-        self.trail = AuditLog(number)
+        self.ledger = RunLedger()
+        self.audit_log = AuditLog(number)
 
         self.ready = tuple(ReadyRows() for _ in self.stages)
-        self.pace = FairShare()
+        self.fair_share = FairShare()
         """Of the workers that sample."""
         self.sampler = sampling.build(spec.sampler)
         self.replay = OrderedNumbers()
@@ -97,10 +97,10 @@ class Run:
         """Per row: from the last column of its group to the batch that takes it."""
         self.publishes = 0
         """Calls of `publish` since the queue opened: tells a waiting lease that its engine's version is old news."""
-        self.rows_bell = tuple(Signal() for _ in self.stages)
-        self._ready_by_stage = tuple(zip(self.stages, self.ready, self.rows_bell, strict=True))
-        self.complete_bell = Signal()
-        self.room_bell = Signal()
+        self.rows_signals = tuple(Signal() for _ in self.stages)
+        self._ready_by_stage = tuple(zip(self.stages, self.ready, self.rows_signals, strict=True))
+        self.complete_signal = Signal()
+        self.admission_signal = Signal()
 
     # --- what is stored of the run itself
 
@@ -129,14 +129,14 @@ class Run:
                 "next_position": self.next_position,
                 "next_batch": self.next_batch,
                 "next_dead": self.next_dead,
-                "books": self.books.totals(),
+                "books": self.ledger.totals(),
             }
         )
 
     def decode(self, stored: Json) -> None:
         """The inverse of `encode`."""
         fields = dict(stored)
-        self.books = Books.restored(fields.pop("books"))
+        self.ledger = RunLedger.restored(fields.pop("books"))
         self.published = Version.parse(fields.pop("published"))
         for name, value in fields.items():
             setattr(self, name, value)
@@ -154,11 +154,11 @@ class Run:
 
     def save(self, groups: Iterable[Group] = ()) -> None:
         """Stage the run's record and those of `groups` that are still here."""
-        self.journal.touch(self)
-        self.trail.stage(self.journal)
+        self.commit_log.touch(self)
+        self.audit_log.stage(self.commit_log)
         for group in groups:
             if self.groups.get(group.number) is group:
-                self.journal.touch(group)
+                self.commit_log.touch(group)
 
     def check_epoch(self, epoch: int) -> None:
         """Refuse a trainer that lost the run. Raises FencedError."""
@@ -170,18 +170,18 @@ class Run:
                 newest=self.epoch,
             )
 
-    # --- bells
+    # --- signals
 
-    def ring_stages(self) -> None:
+    def notify_stages(self) -> None:
         """Something changed that every lease may wait for."""
-        for bell in self.rows_bell:
-            bell.ring()
+        for signal in self.rows_signals:
+            signal.notify()
 
-    def ring_all(self) -> None:
+    def notify_all(self) -> None:
         """Everybody looks again."""
-        self.ring_stages()
-        self.complete_bell.ring()
-        self.room_bell.ring()
+        self.notify_stages()
+        self.complete_signal.notify()
+        self.admission_signal.notify()
 
     # --- rows come, change hands and go
 
@@ -207,12 +207,18 @@ class Run:
             self.open_tokens += sign * group.num_tokens
 
     def new_group(
-        self, number: int, task_id: str, *, traits: Traits, task_bytes: int, attempts: list[int]
+        self,
+        number: int,
+        task_id: str,
+        *,
+        metadata: TaskMetadata,
+        task_bytes: int,
+        attempts: list[int],
     ) -> Group:
         """A group without rows, of this run."""
         return Group.fresh(
             *(self.name, self.number, number, task_id),
-            traits=traits,
+            metadata=metadata,
             task_bytes=task_bytes,
             attempts=attempts,
             stages=len(self.stages),
@@ -235,8 +241,8 @@ class Run:
         self._came_in(group, len(indices))
 
     def _came_in(self, group: Group, rows: int) -> None:
-        self.books.admitted += rows
-        self.trail.note(group.task_id, rows, ADMITTED)
+        self.ledger.admitted += rows
+        self.audit_log.note(group.task_id, rows, ADMITTED)
         self.refresh(group)
 
     def counts(self, group: Group) -> Counts:
@@ -270,18 +276,18 @@ class Run:
         """Bring the books and the ready sets in line with the group."""
         counts = self.counts(group)
         if counts != group.counts:
-            self.books.move(group.counts, counts)
+            self.ledger.move(group.counts, counts)
             group.counts = counts
         if group.batch is not None:
             return  # its rows have every column, so they have left the ready sets
-        for stage, ready, bell in self._ready_by_stage:
+        for stage, ready, signal in self._ready_by_stage:
             if ready.set(group, group.leasable(stage.number, stage.after)):
-                bell.ring()
+                signal.notify()
 
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
         """Rows of the group leave; their payload goes, whoever holds one is fenced."""
-        self.books.leave(mask.bit_count(), exit_, reason)
-        self.trail.note(group.task_id, mask.bit_count(), exit_, reason)
+        self.ledger.leave(mask.bit_count(), exit_, reason)
+        self.audit_log.note(group.task_id, mask.bit_count(), exit_, reason)
         if not (group.batch and group.batch.consumed):
             self.open_tokens -= sum([facts.num_tokens for facts in group.facts_of(mask)])
         self.drop_frames(group, group.drop_rows(mask))
@@ -305,13 +311,13 @@ class Run:
                 *(stage, number, rows, len(frame), mask), seal=checksum_of(frame), partial=partial
             )
         )
-        self.journal.put(Table.PAYLOAD, group.frame_key(number), frame)
+        self.commit_log.put(Table.PAYLOAD, group.frame_key(number), frame)
         self.open_bytes += len(frame)
 
     def drop_frames(self, group: Group, frames: Iterable[StoredFrame]) -> None:
         """Frames that the group has no use for any more are not stored any more."""
         for frame in frames:
-            self.journal.delete(Table.PAYLOAD, group.frame_key(frame.number))
+            self.commit_log.delete(Table.PAYLOAD, group.frame_key(frame.number))
             if not (group.batch and group.batch.consumed):
                 self.open_bytes -= frame.nbytes
 
@@ -330,15 +336,15 @@ class Run:
             self.open_bytes -= group.task_bytes
         del self.groups[group.number]
         del self.by_task[group.task_id]
-        self.journal.delete(Table.META, group.key)
+        self.commit_log.delete(Table.META, group.key)
         dead = self.dead_of.get(group.number, [])
         for letter in dead:
             letter.attempts = list(group.attempts)
-            self.journal.touch(letter)
+            self.commit_log.touch(letter)
         if not dead:
-            self.journal.delete(Table.PAYLOAD, group.task_key)
+            self.commit_log.delete(Table.PAYLOAD, group.task_key)
             self.departed.append(group.task_id)
-        self.ring_all()
+        self.notify_all()
 
     # --- completeness
 
@@ -355,15 +361,15 @@ class Run:
                 sampling.CompleteGroup(
                     number=group.number,
                     task_id=group.task_id,
-                    priority=group.traits.priority,
-                    data_source=group.traits.data_source,
-                    difficulty=group.traits.difficulty,
+                    priority=group.metadata.priority,
+                    data_source=group.metadata.data_source,
+                    difficulty=group.metadata.difficulty,
                     num_tokens=num_tokens,
                     oldest=min(oldest),
                     newest=max(newest),
                 )
             )
-        self.complete_bell.ring()
+        self.complete_signal.notify()
 
     def withdraw(self, group: Group) -> None:
         """The group is not to be taken (any more)."""

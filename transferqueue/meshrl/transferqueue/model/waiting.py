@@ -1,4 +1,4 @@
-"""Waiting without polling: bells that changes ring, and the record of who waits for what."""
+"""Waiting without polling: signals that changes ring, and the record of who waits for what."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Signal:
     def __init__(self) -> None:
         self._listeners: dict[asyncio.Future[None], None] = {}
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Something changed; listeners look again."""
         if self._listeners:
             listeners, self._listeners = self._listeners, {}
@@ -45,8 +45,8 @@ class Signal:
         self._listeners.pop(listener, None)
 
 
-async def any_signal(bells: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:
-    """Return when one of `bells` rings.
+async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:
+    """Return when one of `signals` rings.
 
     Raises:
         WaitTimeoutError: `deadline` (loop time) passed; says `what()` was waited for.
@@ -55,16 +55,16 @@ async def any_signal(bells: Sequence[Signal], deadline: float, what: Callable[[]
     if loop.time() >= deadline:
         raise WaitTimeoutError(f"timed out waiting for {what()}")
     listener: asyncio.Future[None] = loop.create_future()
-    for bell in bells:
-        bell.join(listener)
+    for signal in signals:
+        signal.join(listener)
     try:
         async with asyncio.timeout_at(deadline):
             await listener
     except TimeoutError:
         raise WaitTimeoutError(f"timed out waiting for {what()}") from None
     finally:
-        for bell in bells:
-            bell.leave(listener)
+        for signal in signals:
+            signal.leave(listener)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

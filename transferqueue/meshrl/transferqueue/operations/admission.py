@@ -21,7 +21,7 @@ from meshrl.contract import codec
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import seal
 from meshrl.contract.types import PackedTask, Task
-from meshrl.transferqueue.model.group import Group, Traits
+from meshrl.transferqueue.model.group import Group, TaskMetadata
 from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
@@ -36,7 +36,7 @@ TASK_ID_BYTES = 400
 """A task id is part of a key, and LMDB's keys have at most 511 bytes."""
 
 
-def room(run: Run) -> int:
+def free_groups(run: Run) -> int:
     """Groups that may come in now."""
     spec = run.spec
     limit = spec.admission_groups
@@ -63,7 +63,7 @@ def explain(run: Run) -> str:
 
 def can_grow(run: Run) -> bool:
     """True when admission could add rows now."""
-    return not run.feed_closed and room(run) > 0
+    return not run.feed_closed and free_groups(run) > 0
 
 
 def packed(run: Run, tasks: Sequence[Task]) -> dict[str, PackedTask]:
@@ -109,7 +109,7 @@ def admit(run: Run, tasks: Sequence[Task], frames: Mapping[str, PackedTask], cur
                 raise ConflictError(
                     f"run {run.name}: the feed is closed, {task.task_id} is too late"
                 )
-            if room(run) == 0:
+            if free_groups(run) == 0:
                 break
             added.append(_add(run, task, frames.get(task.task_id) or codec.pack_task(task)))
         count += 1
@@ -119,7 +119,7 @@ def admit(run: Run, tasks: Sequence[Task], frames: Mapping[str, PackedTask], cur
     if added:
         _forget(run)
         run.save(added)
-        run.ring_stages()
+        run.notify_stages()
     return count
 
 
@@ -129,13 +129,13 @@ def _add(run: Run, task: Task, frame: PackedTask) -> Group:
     group = run.new_group(
         number,
         task.task_id,
-        traits=Traits(task.priority, task.data_source, _difficulty(task)),
+        metadata=TaskMetadata(task.priority, task.data_source, _difficulty(task)),
         task_bytes=len(frame.data),
         attempts=[0] * task.group_size,
     )
-    run.journal.put(Table.PAYLOAD, group.task_key, seal(frame.data))
+    run.commit_log.put(Table.PAYLOAD, group.task_key, seal(frame.data))
     run.seen[task.task_id] = number
-    run.journal.put(Table.META, seen_key(run.number, task.task_id), encode_record(number))
+    run.commit_log.put(Table.META, seen_key(run.number, task.task_id), encode_record(number))
     run.add_group(group)
     return group
 
@@ -151,7 +151,7 @@ def _forget(run: Run) -> None:
         task = run.departed.popleft()
         if task not in run.by_task and task in run.seen:
             del run.seen[task]
-            run.journal.delete(Table.META, seen_key(run.number, task))
+            run.commit_log.delete(Table.META, seen_key(run.number, task))
 
 
 def seen_key(run_number: int, task_id: str) -> bytes:
@@ -165,8 +165,8 @@ def recount(run: Run) -> None:
         consumed = batch.settled and (not run.spec.gated or batch.step < run.published.step)
         if consumed is not batch.consumed:
             _turn(run, batch, consumed)
-    run.room_bell.ring()
-    run.ring_stages()
+    run.admission_signal.notify()
+    run.notify_stages()
 
 
 def _turn(run: Run, batch: TakenBatch, consumed: bool) -> None:

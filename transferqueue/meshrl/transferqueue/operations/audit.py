@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Ledger, RunSpec
-from meshrl.transferqueue.commit_log import Journal
+from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.model.audit_log import ADMITTED
 from meshrl.transferqueue.model.group import task_key
 from meshrl.transferqueue.model.masks import bits
@@ -82,7 +82,7 @@ async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
         return found
     unclaimed = payload
     for run in runs.values():
-        found.ledgers[run.name] = run.books.snapshot(run.name)
+        found.ledgers[run.name] = run.ledger.snapshot(run.name)
         found.tell(_of_books(run))
         wanted = _wanted(run)
         found.tell(f"{what}: not stored" for key, what in wanted.items() if key not in payload)
@@ -99,16 +99,16 @@ def compare(derived: Mapping[str, Ledger], told: Mapping[str, Ledger]) -> Iterat
 
 
 def _restored(meta: Sequence[tuple[bytes, bytes]]) -> dict[str, Run]:
-    """Runs as a queue would open them, with a journal that goes nowhere and leases that never end."""
+    """Runs as a queue would open them, with a commit log that commits nothing and leases that never end."""
     expiry = Expiry(lambda held: None)
 
     async def nowhere() -> None:
         raise AssertionError("an audit commits nothing")
 
     def make(spec: RunSpec, number: int) -> Run:
-        journal = Journal(MemoryStore(), nowhere)
+        commit_log = CommitLog(MemoryStore(), nowhere)
         clock = asyncio.get_running_loop().time
-        return Run(spec, number, journal=journal, expiry=expiry, clock=clock)
+        return Run(spec, number, commit_log=commit_log, expiry=expiry, clock=clock)
 
     try:
         return restore(meta, make)
@@ -117,11 +117,11 @@ def _restored(meta: Sequence[tuple[bytes, bytes]]) -> dict[str, Run]:
 
 
 def _of_books(run: Run) -> Iterator[str]:
-    ledger = run.books.snapshot(run.name)
+    ledger = run.ledger.snapshot(run.name)
     if not ledger.balanced:
         yield f"run {run.name}: the ledger does not balance: {ledger}"
-    left = run.books.totals()
-    if any(count < 0 for exit_ in run.books.exits.values() for count in exit_.values()):
+    left = run.ledger.totals()
+    if any(count < 0 for exit_ in run.ledger.exits.values() for count in exit_.values()):
         yield f"run {run.name}: less than nothing left: {left}"
     if len(run.dead) > sum(ledger.dead_lettered.values()):
         yield (
@@ -149,14 +149,14 @@ def _of_books(run: Run) -> Iterator[str]:
 
 def _of_trail(run: Run) -> Iterator[str]:
     """The books against the sum of all transitions, and each task's rows against its own."""
-    sums = run.trail.sums()
-    books = {exit_.value: left.total() for exit_, left in run.books.exits.items()}
-    books[ADMITTED] = run.books.admitted
+    sums = run.audit_log.sums()
+    books = {exit_.value: left.total() for exit_, left in run.ledger.exits.items()}
+    books[ADMITTED] = run.ledger.admitted
     for way, rows in books.items():
         if rows != sums[way]:
             yield f"run {run.name}: {way}: {rows} rows in the books, {sums[way]} in the trail"
     here = Counter({task: group.present.bit_count() for task, group in run.by_task.items()})
-    wanted = run.trail.open_rows()
+    wanted = run.audit_log.open_rows()
     if wanted is not None and wanted != +here:
         for task in sorted(wanted.keys() | here.keys()):
             if wanted[task] != here[task]:

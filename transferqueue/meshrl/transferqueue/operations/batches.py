@@ -80,8 +80,10 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
     for group in found:
         _put_in(run, batch, group)
     manifest = tuple(map(_manifest, found))
-    run.journal.put(Table.PAYLOAD, batch.manifest_key, encode_record(list(map(_stored, manifest))))
-    run.journal.touch(batch)
+    run.commit_log.put(
+        Table.PAYLOAD, batch.manifest_key, encode_record(list(map(_stored, manifest)))
+    )
+    run.commit_log.touch(batch)
     run.save(found)
     return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
 
@@ -207,7 +209,7 @@ def settle(run: Run, *, step: int, batch_id: str) -> None:
     batch.settled = True
     for group in batch.groups.values():
         run.refresh(group)
-    run.journal.touch(batch)
+    run.commit_log.touch(batch)
     run.save()
     admission.recount(run)
 
@@ -242,7 +244,7 @@ def rewind(run: Run, step: int) -> int:
     run.published = Version(run.epoch, step)
     run.save()
     admission.recount(run)
-    run.complete_bell.ring()
+    run.complete_signal.notify()
     return rows
 
 
@@ -269,5 +271,5 @@ def _give_back(run: Run, batches: Sequence[TakenBatch]) -> None:
 
 def _forget(run: Run, batch: TakenBatch) -> None:
     del run.batches[batch.batch_id]
-    run.journal.delete(Table.META, batch.key)
-    run.journal.delete(Table.PAYLOAD, batch.manifest_key)
+    run.commit_log.delete(Table.META, batch.key)
+    run.commit_log.delete(Table.PAYLOAD, batch.manifest_key)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.types import DeadLetter, Json, Outcome, Uid
 from meshrl.transferqueue.model import policies
-from meshrl.transferqueue.model.group import Group, Traits
+from meshrl.transferqueue.model.group import Group, TaskMetadata
 from meshrl.transferqueue.model.ledger import Exit
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.records import encode_record
@@ -25,7 +25,7 @@ class DeadRow:
     number: int
     letter: DeadLetter
     group: int
-    traits: Traits
+    metadata: TaskMetadata
     task_bytes: int
     attempts: list[int]
     """Of every index of the group, as it was when the group left."""
@@ -41,7 +41,7 @@ class DeadRow:
         return encode_record(
             [
                 *(self.number, str(letter.uid), letter.stage, letter.outcome, letter.reason),
-                *(letter.attempts, self.group, tuple(self.traits), self.task_bytes),
+                *(letter.attempts, self.group, tuple(self.metadata), self.task_bytes),
                 self.attempts,
             ]
         )
@@ -49,7 +49,7 @@ class DeadRow:
     @classmethod
     def restored(cls, run_number: int, stored: Json) -> DeadRow:
         """The inverse of `encode`."""
-        number, uid, stage, outcome, reason, tried, group, traits, task_bytes, attempts = stored
+        number, uid, stage, outcome, reason, tried, group, metadata, task_bytes, attempts = stored
         letter = DeadLetter(
             uid=Uid.parse(uid),
             stage=stage,
@@ -57,10 +57,12 @@ class DeadRow:
             reason=reason,
             attempts=tried,
         )
-        return cls(run_number, number, letter, group, Traits(*traits), task_bytes, attempts)
+        return cls(run_number, number, letter, group, TaskMetadata(*metadata), task_bytes, attempts)
 
 
-def bury(run: Run, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str) -> None:
+def dead_letter(
+    run: Run, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str
+) -> None:
     """The row leaves as a dead letter, and its group does what the policy says."""
     dead = DeadRow(
         run_number=run.number,
@@ -73,13 +75,13 @@ def bury(run: Run, group: Group, index: int, stage: Stage, outcome: Outcome, rea
             attempts=group.deliveries[stage.number][index],
         ),
         group=group.number,
-        traits=group.traits,
+        metadata=group.metadata,
         task_bytes=group.task_bytes,
         attempts=list(group.attempts),
     )
     run.next_dead += 1
     keep(run, dead)
-    run.journal.touch(dead)
+    run.commit_log.touch(dead)
     run.remove_rows(group, 1 << index, Exit.DEAD, reason)
     policies.lost_row(run, group, index)
     run.save([group])
@@ -111,7 +113,7 @@ def replay(run: Run, uids: list[Uid]) -> int:
             group = run.new_group(
                 dead.group,
                 uid.task,
-                traits=dead.traits,
+                metadata=dead.metadata,
                 task_bytes=dead.task_bytes,
                 attempts=[attempt + 1 for attempt in dead.attempts],
             )
@@ -130,4 +132,4 @@ def _forget(run: Run, dead: DeadRow) -> None:
     letters.remove(dead)
     if not letters:
         del run.dead_of[dead.group]
-    run.journal.delete(Table.META, dead.key)
+    run.commit_log.delete(Table.META, dead.key)

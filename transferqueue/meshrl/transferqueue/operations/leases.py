@@ -83,7 +83,7 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
     available = len(run.ready[stage.number])
     if available == 0 or available >= at_least or not run.spec.gated:
         return available > 0
-    upstream = 0 if stage.first else run.books.unstarted
+    upstream = 0 if stage.first else run.ledger.unstarted
     return not upstream and not admission.can_grow(run)
 
 
@@ -96,7 +96,7 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
     deadline = run.expiry.now() + run.spec.lease_ttl_s
     granted: list[Granted] = []
     rows = run.ready[number].pop(limit, worker, now)
-    holder = run.pace.holder(worker, now) if stage.first else None
+    holder = run.fair_share.holder(worker, now) if stage.first else None
     for group, mask in rows:
         given = Grant(group, number, token, worker, mask, now, deadline, holder)
         if holder is not None:
@@ -111,7 +111,7 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
         run.expiry.watch(given)
         run.refresh(group)
         wanted = located(
-            *(group, indices, group.attempts_at(indices), mask, stage.after), journal_of=number
+            *(group, indices, group.attempts_at(indices), mask, stage.after), progress_of=number
         )
         granted.append(Granted(wanted, token, tuple([deliveries[index] for index in indices])))
     run.save([group for group, _ in rows])
@@ -130,7 +130,7 @@ def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]
             named[group.number] = named.get(group.number, 0) | 1 << uid.index
     deadline = run.expiry.now() + run.spec.lease_ttl_s
     if stage.first:
-        run.pace.holder(worker, run.clock())
+        run.fair_share.holder(worker, run.clock())
     for number, mask in named.items():
         group = run.groups[number]
         for held in list(group.grants):
@@ -271,7 +271,7 @@ def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int
     """How many rows `worker` should be granted now. Callers that want a fixed number have their reasons."""
     if not stage.first or at_least > 1:
         return limit
-    return run.pace.share(
+    return run.fair_share.share(
         worker,
         len(run.ready[stage.number]),
         limit,
@@ -285,18 +285,18 @@ def waiting(candidates: Sequence[tuple[Run, Stage]], worker: str) -> Iterator[No
     """`worker` waits for rows that it would sample, for as long as the block runs."""
     runs = [run for run, stage in candidates if stage.first]
     for run in runs:
-        run.pace.holder(worker, run.clock()).waiting += 1
+        run.fair_share.holder(worker, run.clock()).waiting += 1
     try:
         yield
     finally:
         for run in runs:
-            run.pace.holder(worker, run.clock()).waiting -= 1
+            run.fair_share.holder(worker, run.clock()).waiting -= 1
 
 
 def settled_with(run: Run, stage: Stage) -> None:
     """A worker holds fewer rows than before: one that waits for its share may have one now."""
     if stage.first and len(run.ready[stage.number]):
-        run.rows_bell[stage.number].ring()
+        run.rows_signals[stage.number].notify()
 
 
 def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason: str) -> None:
@@ -350,7 +350,7 @@ def _redeliver(
     for index in bits(mask):
         # Burying one row may take its siblings with it.
         if deliveries[index] >= run.spec.max_attempts and group.present >> index & 1:
-            dead_letters.bury(run, group, index, stage, outcome, reason)
+            dead_letters.dead_letter(run, group, index, stage, outcome, reason)
 
 
 def fenced(run: Run, stage: Stage, uid: Uid, token: int) -> FencedError:

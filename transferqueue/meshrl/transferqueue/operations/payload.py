@@ -40,7 +40,7 @@ class Extract(NamedTuple):
     attempts: tuple[int, ...]
     task_key: bytes
     frames: tuple[Wanted, ...]
-    journal: tuple[Wanted, ...] = ()
+    progress: tuple[Wanted, ...] = ()
     """What was appended of the rows, in order."""
 
     @property
@@ -75,19 +75,19 @@ def located(
     mask: int,
     stages: Sequence[int],
     *,
-    journal_of: int = -1,
+    progress_of: int = -1,
 ) -> Extract:
-    """Where what `stages` (numbers) have written of the rows lies, and what was appended for `journal_of`."""
+    """Where what `stages` (numbers) have written of the rows lies, and what was appended for `progress_of`."""
     found: list[Wanted] = []
-    journal: list[Wanted] = []
+    progress: list[Wanted] = []
     for frame in group.frames:
-        wanted = frame.stage == journal_of if frame.partial else frame.stage in stages
+        wanted = frame.stage == progress_of if frame.partial else frame.stage in stages
         if wanted and frame.live & mask:
             rows_, positions = _overlap(indices, frame, mask)
-            (journal if frame.partial else found).append(
+            (progress if frame.partial else found).append(
                 Wanted(group.frame_key(frame.number), frame.stage, rows_, positions, frame.seal)
             )
-    return Extract(group.task_id, indices, attempts, group.task_key, tuple(found), tuple(journal))
+    return Extract(group.task_id, indices, attempts, group.task_key, tuple(found), tuple(progress))
 
 
 def _overlap(
@@ -158,15 +158,15 @@ class PayloadReader:
     ) -> list[LeasedGroup]:
         """The same with the tasks, tokens and deliveries; groups that left in the meantime are left out."""
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
-        keys = [*missing, *[f.key for each in extracts for f in (*each.frames, *each.journal)]]
+        keys = [*missing, *[f.key for each in extracts for f in (*each.frames, *each.progress)]]
         stored = await self._stored(keys)
         wanted = frozenset(names)
         found: list[LeasedGroup] = []
         for each, (token, deliveries) in zip(extracts, held, strict=True):
             task = self._task(each, stored.get(each.task_key))
             parts = _parts(each.frames, stored, wanted, writes)
-            journal = _parts(each.journal, stored, None, writes)
-            if task is None or parts is None or journal is None:
+            progress = _parts(each.progress, stored, None, writes)
+            if task is None or parts is None or progress is None:
                 continue
             found.append(
                 LeasedGroup(
@@ -177,7 +177,7 @@ class PayloadReader:
                     token=token,
                     deliveries=deliveries,
                     packed=task,
-                    journal=journal,
+                    journal=progress,
                 )
             )
         return found

@@ -54,7 +54,7 @@ def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
     run.seen = {key[5:].decode(): n for (key, _), n in zip(records[b"n"], numbers, strict=True)}
     folded: Json = next(_values(records[b"y"]), {})
     keys = [key for key, _ in records[b"x"]]
-    run.trail.restore(folded, list(zip(keys, _values(records[b"x"]), strict=True)))
+    run.audit_log.restore(folded, list(zip(keys, _values(records[b"x"]), strict=True)))
     batches = {
         batch.number: batch
         for batch in (_batch(number, stored) for stored in _values(records[b"b"]))

@@ -101,5 +101,7 @@ def take_reason(run: Run, count: int, step: int) -> str:
     reason = f"{count} complete groups for step {step}: {run.complete} are, of {open_groups} open"
     if open_groups < count:
         closed = "closed" if run.feed_closed else "open"
-        reason += f"; the feed is {closed}, admission has {admission.room(run)} groups of room"
+        reason += (
+            f"; the feed is {closed}, admission has {admission.free_groups(run)} groups of room"
+        )
     return reason

@@ -53,7 +53,7 @@ TURN_S = 2.0
 def free(
     spec: RunSpec, told: Sequence[Room] | Sequence[Rows], groups: int = 0, size: int = 0
 ) -> int:
-    """Groups that may come in now (`admission.room`, over all shards), beside `groups` of `size` bytes."""
+    """Groups that may come in now (`admission.free_groups`, over all shards), beside `groups` of `size` bytes."""
     limit = spec.admission_groups
     if sum(one.open_bytes for one in told) + size >= spec.resident_bytes:
         limit = min(limit, spec.batch_groups)

@@ -44,7 +44,7 @@ class ShardQueue(TransferQueue):
             await any_signal(
                 [self._written, self._opened], deadline, lambda: f"another text of {name}"
             )
-        await self._journal.flush()
+        await self._commit_log.flush()
         return Note(text=text, runs=tuple(run for run in self._runs if not run.endswith(SUFFIX)))
 
     async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
@@ -60,8 +60,8 @@ class ShardQueue(TransferQueue):
         if written != text:
             run.cursor = text
             run.save()
-            self._written.ring()
-        await self._journal.flush()
+            self._written.notify()
+        await self._commit_log.flush()
 
     def _text(self, name: str) -> str:
         run = self._runs.get(name)
@@ -82,8 +82,8 @@ class ShardQueue(TransferQueue):
         batches.commit(run, state.committed_step)
         run.feed_closed |= state.feed_closed
         run.save()
-        run.ring_all()
-        await self._journal.flush()
+        run.notify_all()
+        await self._commit_log.flush()
 
     async def room(
         self,
@@ -99,7 +99,7 @@ class ShardQueue(TransferQueue):
         if fewer_than >= 0:
             await self._until(
                 lambda: self._has_room(run, fewer_than),
-                lambda: [self._run(run).room_bell],
+                lambda: [self._run(run).admission_signal],
                 ("admit", (run,), "feeder", why),
                 wait_s,
             )
@@ -116,7 +116,7 @@ class ShardQueue(TransferQueue):
             members=self._text(run + SUFFIX),
         )
         # A task that is told to be known must stay known.
-        await self._journal.flush()
+        await self._commit_log.flush()
         return answer
 
     async def _until_turn(self, run: str, wait_s: float) -> None:
@@ -149,7 +149,7 @@ class ShardQueue(TransferQueue):
         finally:
             if self._turns.get(run) == turn:
                 del self._turns[run]
-                self._turn_over.ring()
+                self._turn_over.notify()
 
     async def groups(
         self,
@@ -176,15 +176,15 @@ class ShardQueue(TransferQueue):
 
         who = f"trainer of epoch {epoch}, batch {batch_id}"
         await self._until(
-            look, lambda: [self._run(run).complete_bell], ("take", (run,), who, why), wait_s
+            look, lambda: [self._run(run).complete_signal], ("take", (run,), who, why), wait_s
         )
-        await self._journal.flush()
+        await self._commit_log.flush()
         return found[0]
 
     async def plan_of(self, run: str, batch_id: str) -> str:
         """See the port."""
         plan = _plan(self._run(run), batch_id)
-        await self._journal.flush()
+        await self._commit_log.flush()
         return plan
 
     async def take(
@@ -247,14 +247,14 @@ class ShardQueue(TransferQueue):
 
         at = f" at version {version}" if version else ""
         why = f"1 rows of stage {stage}{at}"
-        bells = partial(self._bells, runs, stage)
+        signals = partial(self._signals, runs, stage)
         with leases.waiting(leases.leasable(self._runs, runs, stage), worker):
-            await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
+            await self._until(look, signals, ("lease", tuple(runs), worker, why), wait_s)
 
-    def _bells(self, runs: Sequence[str], stage: str) -> list[Signal]:
+    def _signals(self, runs: Sequence[str], stage: str) -> list[Signal]:
         """What rings when a stage may have other rows to lease."""
         candidates = leases.leasable(self._runs, runs, stage)
-        return [*(run.rows_bell[spec.number] for run, spec in candidates), self._opened]
+        return [*(run.rows_signals[spec.number] for run, spec in candidates), self._opened]
 
     async def rows(
         self,
@@ -274,25 +274,25 @@ class ShardQueue(TransferQueue):
             found[:] = [_rows(run, spec) for run, spec in leases.leasable(self._runs, runs, stage)]
             return unlike is None or found != list(unlike)
 
-        bells = partial(self._bells, runs, stage)
-        await self._until(look, bells, ("lease", tuple(runs), worker, why), wait_s)
+        signals = partial(self._signals, runs, stage)
+        await self._until(look, signals, ("lease", tuple(runs), worker, why), wait_s)
         return found
 
     async def _until(
         self,
         true: Callable[[], bool],
-        bells: Callable[[], Sequence[Signal]],
+        signals: Callable[[], Sequence[Signal]],
         wait: tuple[str, tuple[str, ...], str, str],
         wait_s: float,
     ) -> None:
-        """Return once `true()`, looking again whenever a bell rings. Raises WaitTimeoutError."""
+        """Return once `true()`, looking again whenever a signal rings. Raises WaitTimeoutError."""
         if true():
             return
         kind, runs, who, why = wait
         deadline = self._deadline(wait_s)
         with self._waits.tracked(self._wait(kind, runs, who, lambda: why)):
             while not true():
-                await any_signal(bells(), deadline, lambda: why)
+                await any_signal(signals(), deadline, lambda: why)
 
 
 def _plan(run: Run, batch_id: str) -> str:
@@ -319,7 +319,7 @@ def _rows(run: Run, stage: Stage) -> Rows:
     return Rows(
         run=run.name,
         ready=len(run.ready[stage.number]),
-        upstream=0 if stage.first else run.books.unstarted,
+        upstream=0 if stage.first else run.ledger.unstarted,
         open_groups=admission.unconsumed(run),
         open_bytes=run.open_bytes,
         feed_closed=run.feed_closed,
