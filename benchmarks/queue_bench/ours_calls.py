@@ -23,7 +23,6 @@ from meshrl.contract.types import (
     gathered,
 )
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.clients.queue import ClientOptions
 from meshrl.rpc.clients.shard import ShardClient
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
@@ -32,12 +31,11 @@ ANNOTATE = StageSpec(name="annotate", reads=("tokens",), writes=("reward", "ref_
 COLUMNS = (*ROLLOUT.writes, *ANNOTATE.writes)
 
 
-def connect(addresses: str, shared_memory_bytes: int = 0) -> Queue:
+def connect(addresses: str) -> Queue:
     """A queue service, or the router over several, their addresses separated by commas."""
-    options: ClientOptions = {"shared_memory_bytes": shared_memory_bytes}
     if "," not in addresses:
-        return QueueClient(addresses, **options)
-    return ShardedQueue([ShardClient(address, **options) for address in addresses.split(",")])
+        return QueueClient(addresses)
+    return ShardedQueue([ShardClient(address) for address in addresses.split(",")])
 
 
 def run_spec(run: str, *, group_size: int, batch_groups: int, batches: int) -> RunSpec:

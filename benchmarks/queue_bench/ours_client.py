@@ -30,7 +30,7 @@ class Client:
 
     def __init__(self, number: int, address: str, seed: int, tuning: dict[str, Any]) -> None:
         self.number, self.seed, self.tuning = number, seed, tuning
-        self.queue = calls.connect(address, tuning.get("shared_memory_mb", 0) << 20)
+        self.queue = calls.connect(address)
         self.time = Timer()
         self.name, self.count, self.tasks = "", 0, 0
 

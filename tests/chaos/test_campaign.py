@@ -46,10 +46,6 @@ def test_a_redis_that_is_killed_with_its_queue_costs_no_row() -> None:
     assert_exact(campaign("--store", "redis", "--kills", "10"))
 
 
-def test_payload_in_lent_memory_survives_its_owner_and_its_reader() -> None:
-    assert_exact(campaign("--kills", "10", "--set", "shared_memory_bytes=67108864"))
-
-
 def test_shards_are_killed_one_by_one_and_a_batch_is_never_torn() -> None:
     report = campaign("--shards", "2", "--kills", "12")
     assert_exact(report)

@@ -26,7 +26,6 @@ MANNERS: dict[str, ClientOptions] = {
     "plain": {"compression": "off"},
     "squeezed": {"compression": "zstd"},
     "squeezed with a dictionary": {"compression": "zstd"},
-    "lent": {"shared_memory_bytes": 32 << 20},
 }
 DICTIONARY = bytes(range(256)) * 8
 
@@ -43,7 +42,7 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         with suppress(NotFoundError):
             await wire.fetch(
                 "none", [], []
-            )  # the first bulk call makes what is lent; some tests count milliseconds
+            )  # the first call connects; some tests count milliseconds
         yield wire
     await opened.close()
 

@@ -106,8 +106,6 @@ async def recorded(address: str) -> dict[str, list[Request]]:
             )
             await until(lambda: "/meshrl.v1.Queue/Attend" in recorder.requests)
             keeping.cancel()
-        async with QueueClient(f"127.0.0.1:{port}", shared_memory_bytes=1 << 16) as lending:
-            await lending.fetch("run", [], ["tokens"])
         async with QueueClient(f"127.0.0.1:{port}", compression="zstd") as squeezing:
             await squeezing.fetch("run", [], ["tokens"])
     finally:

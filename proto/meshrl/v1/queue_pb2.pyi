@@ -373,7 +373,6 @@ class LeaseRequest(_message.Message):
     AT_LEAST_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
-    LENT_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     worker: _builtins.str
     """Who asks; renewals name the same worker."""
@@ -391,10 +390,6 @@ class LeaseRequest(_message.Message):
     def version(self) -> _trajectory_pb2.Version:
         """The version of the asking engine; absent for stages that sample nothing."""
 
-    @_builtins.property
-    def lent(self) -> Global___Region:
-        """Where frames of the answer may go."""
-
     def __init__(
         self,
         *,
@@ -405,61 +400,16 @@ class LeaseRequest(_message.Message):
         at_least: _builtins.int = ...,
         version: _trajectory_pb2.Version | None = ...,
         wait_s: _builtins.float = ...,
-        lent: Global___Region | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "lent", b"lent", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "at_least", b"at_least", "lent", b"lent", "limit", b"limit", "runs", b"runs", "stage", b"stage", "version", b"version", "wait_s", b"wait_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "at_least", b"at_least", "limit", b"limit", "runs", b"runs", "stage", b"stage", "version", b"version", "wait_s", b"wait_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___LeaseRequest: _TypeAlias = LeaseRequest  # noqa: Y015
-
-@_typing.final
-class LendRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BOOT_ID_FIELD_NUMBER: _builtins.int
-    ARENA_FIELD_NUMBER: _builtins.int
-    boot_id: _builtins.str
-    """Of the caller's kernel."""
-    arena: _builtins.str
-    """The arena's file in /dev/shm."""
-    def __init__(
-        self,
-        *,
-        boot_id: _builtins.str = ...,
-        arena: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "boot_id", b"boot_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LendRequest: _TypeAlias = LendRequest  # noqa: Y015
-
-@_typing.final
-class LendResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROOF_FIELD_NUMBER: _builtins.int
-    proof: _builtins.bytes
-    """What stands in the arena's head; empty where it cannot be read."""
-    def __init__(
-        self,
-        *,
-        proof: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["proof", b"proof"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LendResponse: _TypeAlias = LendResponse  # noqa: Y015
 
 @_typing.final
 class DictionaryRequest(_message.Message):
@@ -495,33 +445,6 @@ class Dictionary(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Dictionary: _TypeAlias = Dictionary  # noqa: Y015
-
-@_typing.final
-class Region(_message.Message):
-    """Bytes of an arena. A frame that was written there is answered as a reference (meshrl/contract/codec/lending.py)."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ARENA_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
-    SIZE_FIELD_NUMBER: _builtins.int
-    arena: _builtins.bytes
-    offset: _builtins.int
-    size: _builtins.int
-    def __init__(
-        self,
-        *,
-        arena: _builtins.bytes = ...,
-        offset: _builtins.int = ...,
-        size: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "offset", b"offset", "size", b"size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Region: _TypeAlias = Region  # noqa: Y015
 
 @_typing.final
 class LeaseResponse(_message.Message):
@@ -1158,7 +1081,6 @@ class FetchRowsRequest(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
-    LENT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     @_builtins.property
     def rows(self) -> Global___GroupRows: ...
@@ -1166,21 +1088,16 @@ class FetchRowsRequest(_message.Message):
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Column names; every row has to have them."""
 
-    @_builtins.property
-    def lent(self) -> Global___Region:
-        """Where frames of the answer may go."""
-
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         rows: Global___GroupRows | None = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
-        lent: Global___Region | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lent", b"lent", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "lent", b"lent", "rows", b"rows", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "rows", b"rows", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

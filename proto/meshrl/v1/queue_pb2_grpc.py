@@ -155,11 +155,6 @@ class QueueStub(object):
                 request_serializer=meshrl_dot_v1_dot_queue__pb2.RunRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_queue__pb2.WaitingList.FromString,
                 _registered_method=True)
-        self.Lend = channel.unary_unary(
-                '/meshrl.v1.Queue/Lend',
-                request_serializer=meshrl_dot_v1_dot_queue__pb2.LendRequest.SerializeToString,
-                response_deserializer=meshrl_dot_v1_dot_queue__pb2.LendResponse.FromString,
-                _registered_method=True)
         self.GetDictionary = channel.unary_unary(
                 '/meshrl.v1.Queue/GetDictionary',
                 request_serializer=meshrl_dot_v1_dot_queue__pb2.DictionaryRequest.SerializeToString,
@@ -337,13 +332,6 @@ class QueueServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Lend(self, request, context):
-        """Offer memory of this host, for frames to go through; answered with a proof, or without where it is another host.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetDictionary(self, request, context):
         """What frames may be squeezed with, by whoever asked for it; empty where the queue was given none.
         """
@@ -473,11 +461,6 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.WhyWaiting,
                     request_deserializer=meshrl_dot_v1_dot_queue__pb2.RunRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_queue__pb2.WaitingList.SerializeToString,
-            ),
-            'Lend': grpc.unary_unary_rpc_method_handler(
-                    servicer.Lend,
-                    request_deserializer=meshrl_dot_v1_dot_queue__pb2.LendRequest.FromString,
-                    response_serializer=meshrl_dot_v1_dot_queue__pb2.LendResponse.SerializeToString,
             ),
             'GetDictionary': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDictionary,
@@ -1133,33 +1116,6 @@ class Queue(object):
             '/meshrl.v1.Queue/WhyWaiting',
             meshrl_dot_v1_dot_queue__pb2.RunRequest.SerializeToString,
             meshrl_dot_v1_dot_queue__pb2.WaitingList.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Lend(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/meshrl.v1.Queue/Lend',
-            meshrl_dot_v1_dot_queue__pb2.LendRequest.SerializeToString,
-            meshrl_dot_v1_dot_queue__pb2.LendResponse.FromString,
             options,
             channel_credentials,
             insecure,

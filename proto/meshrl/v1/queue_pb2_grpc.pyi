@@ -65,8 +65,6 @@ class QueueStub:
     """Admit dead-lettered rows again as further attempts."""
     WhyWaiting: _aio.UnaryUnaryMultiCallable[_queue_pb2.RunRequest, _queue_pb2.WaitingList]
     """Everything that blocks now, the longest wait first."""
-    Lend: _aio.UnaryUnaryMultiCallable[_queue_pb2.LendRequest, _queue_pb2.LendResponse]
-    """Offer memory of this host, for frames to go through; answered with a proof, or without where it is another host."""
     GetDictionary: _aio.UnaryUnaryMultiCallable[_queue_pb2.DictionaryRequest, _queue_pb2.Dictionary]
     """What frames may be squeezed with, by whoever asked for it; empty where the queue was given none."""
 
@@ -261,14 +259,6 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_queue_pb2.RunRequest, _abc.Awaitable[_queue_pb2.WaitingList]],
     ) -> _abc.Awaitable[_queue_pb2.WaitingList]:
         """Everything that blocks now, the longest wait first."""
-
-    @_abc_1.abstractmethod
-    def Lend(
-        self,
-        request: _queue_pb2.LendRequest,
-        context: _aio.ServicerContext[_queue_pb2.LendRequest, _abc.Awaitable[_queue_pb2.LendResponse]],
-    ) -> _abc.Awaitable[_queue_pb2.LendResponse]:
-        """Offer memory of this host, for frames to go through; answered with a proof, or without where it is another host."""
 
     @_abc_1.abstractmethod
     def GetDictionary(

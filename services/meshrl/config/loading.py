@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshrl.config.checks import cross_checks
 from meshrl.config.explain import Loc
 from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.recipe import Recipe
+from meshrl.config.retired import drop_retired
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import replace_file
@@ -53,6 +55,8 @@ def load_recipe(
 ) -> Recipe:
     """The recipe in `path` with `overrides` applied, the last of several winning.
 
+    A key that an earlier version knew is dropped, with a line on stderr (see `retired`).
+
     Args:
         path: A YAML file.
         overrides: `a.b=c` with `c` in YAML; `+a.b=c` and `++a.b=c` say the same.
@@ -63,6 +67,8 @@ def load_recipe(
         ConfigError: one line per problem.
     """
     written = Written.read(path, overrides)
+    for line in drop_retired(written.tree, written.origins):
+        print(line, file=sys.stderr)
     run = written.tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"

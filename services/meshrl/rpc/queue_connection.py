@@ -28,7 +28,6 @@ async def connect_queue(
     *,
     patience_s: float = STAGE_PATIENCE_S,
     compression: Mode = "auto",
-    shared_memory_bytes: int = 0,
     logprob_precision: Precision = "fp32",
     shortage: Shortage | None = None,
 ) -> AsyncIterator[Queue]:
@@ -40,7 +39,6 @@ async def connect_queue(
     manner: ClientOptions = {
         "patience_s": patience_s,
         "compression": compression,
-        "shared_memory_bytes": shared_memory_bytes,
         "shortage": shortage,
     }
     if len(found) == 1:
@@ -66,7 +64,6 @@ def queue_of(
     return connect_queue(
         context.peer("queue"),
         compression=recipe.queue.compression,
-        shared_memory_bytes=recipe.queue.shared_memory_bytes,
         logprob_precision=recipe.queue.logprob_precision,
         shortage=shortage or Shortage(),
     )

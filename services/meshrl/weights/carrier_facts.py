@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshrl.config.weights import CARRIERS, WeightsConfig
 from meshrl.contract import plugins
-from meshrl.contract.codec.arena import FOLDER, boot_id
+from meshrl.weights.shared_memory import FOLDER, boot_id
 
 _DRIVER = Path("/dev/nvidiactl")
 

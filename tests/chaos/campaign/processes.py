@@ -144,9 +144,6 @@ async def _run(name: str, plan: Plan, birth: int) -> None:
         await add(plan, plan.address(int(name.removeprefix("adder-"))))
     else:
         moods = random.Random(f"{plan.seed} {name} {birth}")
-        lent = int(plan.queue.get("shared_memory_bytes", 0))
-        async with connect_queue(
-            plan.addresses, patience_s=PATIENCE_S, shared_memory_bytes=lent
-        ) as queue:
+        async with connect_queue(plan.addresses, patience_s=PATIENCE_S) as queue:
             await actor(name, plan, moods)(RecordedQueue(queue, EventLog(plan.events, name)))  # type: ignore[arg-type]
             await asyncio.sleep(0)

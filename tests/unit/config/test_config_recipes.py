@@ -87,6 +87,31 @@ def test_a_saved_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "saved.yaml", check=False) == recipe
 
 
+def test_a_key_that_is_gone_is_dropped_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load(MINIMAL + "queue:\n  shared_memory_bytes: 4\n  max_attempts: 5\n")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "my.yaml:3: queue.shared_memory_bytes is no longer a key and is ignored: "
+        "payload always travels over gRPC"
+    )
+    assert recipe.queue.max_attempts == 5
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    load_recipe(tmp_path / "saved.yaml", check=False)
+    assert not capsys.readouterr().err
+
+
+def test_a_key_that_is_gone_is_dropped_from_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load(MINIMAL, "queue.shared_memory_bytes=4")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "command line: queue.shared_memory_bytes=4: queue.shared_memory_bytes is"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -181,24 +181,6 @@ def test_bulk_is_what_protobuf_writes_and_reads(frames: list[bytes], announced: 
         assert (read.message, [bytes(frame) for frame in read.frames]) == (message, frames)
 
 
-@given(st.lists(plain_frames, max_size=5), st.integers(0, 2**40))
-def test_one_frame_may_stand_for_all_that_lie_elsewhere(
-    frames: list[bytes], announced: int
-) -> None:
-    message = queue_pb2.FetchRowsResponse(num_groups=announced)
-    bulk: Any = codec.Bulk(message, frames)
-    elsewhere = b"".join(bulk.fields)
-    sent: Any = codec.Bulk(message, [b"elsewhere"])
-    read = codec.parser(queue_pb2.FetchRowsResponse, {b"elsewhere": elsewhere}.get)
-    found = read(sent.SerializeToString())
-    assert (found.message, [bytes(frame) for frame in found.frames]) == (message, frames)
-    for wrong in (elsewhere + b"\x08\x01", elsewhere + b"\x7a\x05abc"):
-        with pytest.raises(DecodeError):
-            codec.parser(queue_pb2.FetchRowsResponse, {b"elsewhere": wrong}.get)(
-                sent.SerializeToString()
-            )
-
-
 @given(st.binary(max_size=60))
 @settings(max_examples=200)
 def test_bulk_takes_what_protobuf_takes_and_nothing_else(data: bytes) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from meshrl.cli.commands.status import _weights_line
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.codec.arena import boot_id
 from meshrl.contract.errors import (
     CapacityError,
     ConfigError,
@@ -25,6 +24,7 @@ from meshrl.weights.carrier_facts import host_id, offered, traits
 from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.routes import Peer, Routes, density
+from meshrl.weights.shared_memory import boot_id
 
 WORK = 1e6
 STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}

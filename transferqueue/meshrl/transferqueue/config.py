@@ -65,8 +65,6 @@ class QueueConfig(Config):
     logprob_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What rollout and reference round log-probs to: half their bytes between hosts, with an error of up to 0.03
     (bf16) or 0.008 (fp16)."""
-    shared_memory_bytes: NonNegativeInt = 0
-    """That each service lends to a queue on its host (in /dev/shm), for payload to go around gRPC; 0: none."""
     max_staleness: Staleness = 1
     """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
     lease_ttl_s: PositiveFloat = 5.0

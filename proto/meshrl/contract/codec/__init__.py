@@ -7,8 +7,6 @@ deep inside. Decoded arrays are read-only views of the message's bytes, not copi
     arrays     small arrays in one piece
     bulk       messages whose payload protobuf never touches
     compression frames in fewer bytes between hosts, and back to the byte
-    arena      memory that a client on the queue's host lends
-    lending    frames by reference: what a message has in the place of one that lies in an arena
     pages      many small messages in a few larger ones
     nouns      versions, uids, tasks, and what else every service shares
     runs       what the queue's control methods say

@@ -58,18 +58,12 @@ class Bulk(Generic[M]):
         """The bytes that protobuf would write."""
         return b"".join(self._sent())
 
-    @property
-    def fields(self) -> list[Frame]:
-        """The frames as fields of the message, on end."""
-        parts: list[Frame] = []
-        for frame in self.frames:
-            parts += (bytes((_TAG,)) + _varint(len(frame)), frame)
-        return parts
-
     def _sent(self) -> list[Frame]:
         """Protobuf serialises a message to tell its size, so that is done once for both."""
         if not self._parts:
-            self._parts = [self.message.SerializeToString(), *self.fields]
+            self._parts = [self.message.SerializeToString()]
+            for frame in self.frames:
+                self._parts += (bytes((_TAG,)) + _varint(len(frame)), frame)
         return self._parts
 
 
@@ -80,23 +74,16 @@ def serialize(bulk: Bulk[M]) -> bytes:
 
 def parser(
     kind: type[M],
-    fetched: Callable[[Frame], bytes | None] = lambda _: None,
     expander: Callable[[], FrameCompressor | None] = lambda: None,
 ) -> Callable[[bytes], Bulk[M]]:
     """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
 
-    `fetched` gets the fields that a frame stands for, None where it is a frame (lending.py); `expander` has the
-    dictionary, if there is one now.
+    `expander` has the dictionary, if there is one now.
     """
 
     def parse(data: bytes) -> Bulk[M]:
         rest, frames = _apart(memoryview(data))
         size = len(data)
-        if len(frames) == 1 and (fields := fetched(frames[0])) is not None:
-            other, frames = _apart(memoryview(fields))
-            if other:
-                raise DecodeError(f"{len(other)} bytes of no frame lie among frames")
-            size += len(fields)
         for number, frame in enumerate(frames):
             limit = MAX_PLAIN_BYTES + len(frame) - size
             frames[number] = whole = _plain(frame, limit, expander())

@@ -42,8 +42,6 @@ class ClientOptions(TypedDict, total=False):
     """How long to wait for one that is away."""
     compression: Mode
     """Of payload on the way."""
-    shared_memory_bytes: int
-    """Lent to a queue on this host for payload to go through; 0 lends nothing."""
     shortage: Shortage | None
     """Of space on its disk: with it calls wait while the disk is full, without they raise CapacityError."""
 
@@ -65,14 +63,12 @@ class QueueClient(Wire, RowMethods):
         )
         self._stub = rpc.QueueStub(self._peer.channel)
         self._keeper = LeaseRenewer(self._peer.name, address, self._peer.metadata)
-        self._bulk = BulkCalls(
-            self._peer, squeezes=squeezes, lends_bytes=options.get("shared_memory_bytes", 0)
-        )
+        self._bulk = BulkCalls(self._peer, squeezes=squeezes)
         channel = self._peer.channel
         self._lease = channel.unary_stream(
             "/meshrl.v1.Queue/Lease",
             pb.LeaseRequest.SerializeToString,
-            codec.parser(pb.LeaseResponse, self._bulk.fields, self._bulk.expander),
+            codec.parser(pb.LeaseResponse, self._bulk.expander),
         )
         self._write = channel.stream_unary(
             "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
@@ -83,14 +79,13 @@ class QueueClient(Wire, RowMethods):
         self._fetch = channel.unary_stream(
             "/meshrl.v1.Queue/Fetch",
             pb.FetchRowsRequest.SerializeToString,
-            codec.parser(pb.FetchRowsResponse, self._bulk.fields, self._bulk.expander),
+            codec.parser(pb.FetchRowsResponse, self._bulk.expander),
         )
 
     async def close(self) -> None:
         """See Wire."""
         await self._keeper.close()
         await super().close()
-        self._bulk.close()
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """See Queue."""

@@ -11,9 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from meshrl.contract import codec
-from meshrl.contract.codec.arena import Offer, Region
 from meshrl.contract.codec.compression import TAKES_SQUEEZED, FrameCompressor
-from meshrl.contract.codec.lending import Borrower, Page
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import HeartbeatQueue
 from meshrl.contract.types import ProgressGroup
@@ -36,9 +34,8 @@ class QueueServicer(rpc.QueueServicer):
     def __init__(self, queue: HeartbeatQueue, dictionary: bytes = b"") -> None:
         """`dictionary` is for compression (`queue.compression_dictionary`)."""
         self._queue = queue
-        self._borrower = Borrower()
         self._compressor = FrameCompressor(dictionary=dictionary)
-        parse = codec.parser(pb.WriteRequest, self._borrower.fields, lambda: self._compressor)
+        parse = codec.parser(pb.WriteRequest, lambda: self._compressor)
         self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
     def attach(self, server: grpc.aio.Server) -> None:
@@ -70,7 +67,6 @@ class QueueServicer(rpc.QueueServicer):
     async def Lease(  # type: ignore[override]  # payload beside the message
         self, request: pb.LeaseRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.LeaseResponse]]:
-        page = self._page(request)
         lease = await self._queue.lease(
             list(request.runs),
             request.stage,
@@ -80,7 +76,7 @@ class QueueServicer(rpc.QueueServicer):
             version=codec.decode_version(request.version) if request.HasField("version") else None,
             wait_s=bounded(request.wait_s),
         )
-        for message in self._bulk(codec.encode_lease(lease), page, context):
+        for message in self._bulk(codec.encode_lease(lease), context):
             yield message
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
@@ -139,10 +135,9 @@ class QueueServicer(rpc.QueueServicer):
     async def Fetch(  # type: ignore[override]  # payload beside the message
         self, request: pb.FetchRowsRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
-        page = self._page(request)
         asked = codec.decode_rows(request.rows)
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
-        for message in self._bulk(codec.encode_fetched(groups), page, context):
+        for message in self._bulk(codec.encode_fetched(groups), context):
             yield message
 
     async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:
@@ -183,29 +178,15 @@ class QueueServicer(rpc.QueueServicer):
         waits = await self._queue.why_waiting(request.run)
         return pb.WaitingList(waits=map(codec.encode_waiting, waits))
 
-    async def Lend(self, request: pb.LendRequest, context: Context) -> pb.LendResponse:
-        offer = Offer(boot_id=request.boot_id, name=request.arena)
-        return pb.LendResponse(proof=self._borrower.accept(offer))
-
     async def GetDictionary(self, request: pb.DictionaryRequest, context: Context) -> pb.Dictionary:
         return pb.Dictionary(data=self._compressor.dictionary)
-
-    def _page(self, request: pb.LeaseRequest | pb.FetchRowsRequest) -> Page | None:
-        """Asked for before anything is handed out: a caller's mistake must cost no lease. Raises UserError."""
-        if not request.HasField("lent"):
-            return None
-        region = Region(request.lent.offset, request.lent.size)
-        return self._borrower.page(request.lent.arena, region)
 
     def _bulk(
         self,
         messages: Iterable[codec.Bulk[M]],
-        page: Page | None,
         context: Context,
     ) -> Iterator[codec.Bulk[M]]:
-        """As the caller wants its frames: across hosts squeezed, on one in memory that it lends, or as they are."""
-        if page is not None:
-            return map(page.refer, messages)
+        """As the caller wants its frames: squeezed or as they are."""
         metadata = context.invocation_metadata() or ()
         if TAKES_SQUEEZED in metadata:
             by = self._compressor if {*self._compressor.known} & {*metadata} else None

@@ -8,9 +8,9 @@ import re
 import secrets
 
 from meshrl.config.weights import IpcConfig
-from meshrl.contract.codec.arena import FOLDER, sweep
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uint8
+from meshrl.weights.shared_memory import FOLDER, sweep
 
 GPU = "0000:00:00.0"
 PATTERN = "meshrl-*.device"

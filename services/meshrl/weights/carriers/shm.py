@@ -10,7 +10,7 @@ whole for those who mapped it.
 ends with it; whoever comes next sweeps files without a lock: the trainer that takes over (`listen`), and the replicas
 that lost theirs (`close`). At most `weights.keep` versions lie there at once.
 
-**One host.** The endpoint offers an empty arena of the trainer's (boot id and an unguessable name); a replica that
+**One host.** The endpoint names a probe file of the trainer's (boot id and an unguessable name); a replica that
 cannot open it is on another host, in another container without this /dev/shm, or another user, and refuses.
 """
 
@@ -28,11 +28,11 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.codec.arena import FOLDER, Arena, Lent, Offer, boot_id, sweep
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Cell, Link, Place
+from meshrl.weights.shared_memory import FOLDER, Offer, Probe, boot_id, sweep
 from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "host"
@@ -40,7 +40,6 @@ NEEDS: tuple[str, ...] = ()
 RATE = 4e9
 
 PATTERN = "meshrl-*.weights"
-_PROBE_BYTES = 64
 _NONCE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -51,14 +50,14 @@ class Carrier:
         self._keep = config.keep
         self._lane = WorkerThread("weights-shm")
         self._nonce = secrets.token_hex(8)
-        self._probe: Arena | None = None
+        self._probe: Probe | None = None
         self._segments: dict[Version, Segment] = {}
 
     async def listen(self) -> str:
         """Sweep what the dead have left; returns what a replica of this host can prove. Raises ConfigError."""
         sweep(FOLDER, PATTERN)
         try:
-            self._probe = Arena.create(_PROBE_BYTES)
+            self._probe = Probe.create()
         except CapacityError as error:
             raise ConfigError(f"weights.carrier=shm: {error}") from error
         offer = self._probe.offer
@@ -201,8 +200,7 @@ class ShmReader:
     async def open(self, deadline_s: float) -> None:
         """Prove that the trainer's memory is here. Raises ConfigError when it is not."""
         offer, self._nonce = _read_endpoint(self._endpoint)
-        accepted = Lent.accept(offer)
-        if accepted is None:
+        if not offer.is_reachable():
             here = boot_id()
             why = (
                 f"this host's boot id is {here}, the trainer's {offer.boot_id}"
@@ -213,7 +211,6 @@ class ShmReader:
                 f"weights.carrier=shm wants trainer and rollout on one host, with one {FOLDER}: {why}; "
                 "set weights.carrier=gloo or auto"
             )
-        accepted[0].close()
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Only the trainer sends."""
