@@ -51,7 +51,7 @@ def source(score: float) -> str:
 @dataclass
 class Service:
     registry: Registry
-    desk: GuardedRegistry
+    guarded: GuardedRegistry
     http: str
     grpc: str
     audit: Path
@@ -93,19 +93,22 @@ async def serving(
         registry = await stack.enter_async_context(open_registry(config, directory / "rewards"))
         audit = RewardAuditLog(directory / "rewards" / "audit.jsonl")
         stack.callback(audit.close)
-        desk = GuardedRegistry(registry, Guard(book, **limits), audit)
+        guarded = GuardedRegistry(registry, Guard(book, **limits), audit)
         server_settings = ServerSettings(
             metrics_port=None, drain_grace_s=1, tls=tls or Certificates()
         )
-        servicers = [RewardServicer(registry.judge, registry.judge), RewardRegistryServicer(desk)]
+        servicers = [
+            RewardServicer(registry.judge, registry.judge),
+            RewardRegistryServicer(guarded),
+        ]
         server = await stack.enter_async_context(GrpcServer(server_settings, servicers))
         await server.ready()
-        app = build_app(desk, MAX_BODY)
+        app = build_app(guarded, MAX_BODY)
         address = await stack.enter_async_context(
             serving_http(app, "127.0.0.1", 0, server_settings.tls)
         )
         path = directory / "rewards" / "audit.jsonl"
-        yield Service(registry, desk, address, server.address, path, tokens)
+        yield Service(registry, guarded, address, server.address, path, tokens)
 
 
 def sample(solution: str) -> Sample:

@@ -1,166 +1,132 @@
-"""What both doors of the registry stand before: admits the caller, writes the audit line, asks the registry."""
+"""Middleware between the servers (gRPC, HTTP) and the reward registry: role check, audit line, then the method."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.registry.comparison import Differences
 from meshrl.rewardd.registry.registry import Accepted, Registry
-from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission, content_hash
+from meshrl.rewardd.registry.types import Name, Submission, content_hash
 from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Guard, Role
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Changed = TypeVar("Changed", bound=Accepted | Name)
+ROLES: Mapping[Callable[..., Any], Role] = {
+    Registry.listing: Role.READ,
+    Registry.name: Role.READ,
+    Registry.version: Role.READ,
+    Registry.diff: Role.READ,
+    Registry.score: Role.READ,
+    Registry.compare: Role.READ,
+    Registry.submit: Role.SUBMIT,
+    Registry.roll_back: Role.OPERATE,
+    Registry.retire: Role.OPERATE,
+    Registry.watch: Role.OPERATE,
+}
+"""The methods that callers may reach. Those that need more than READ change the registry and are audited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What a door knows of who calls."""
+    """What a server knows of who calls."""
 
     authorization: str
-    """The header, or empty."""
+    """The `Authorization` header, or empty."""
     peer: str
     """Address."""
-    door: str
+    transport: str
     """http or grpc."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
-    """Everything that is known at a glance."""
-
-    names: Sequence[Name]
-    followed: str
-    scoring: str
-    base: str
-    watch: Differences | None
-
-
 class GuardedRegistry:
-    """Every method admits `caller` first: UnauthenticatedError, ForbiddenError, CapacityError."""
+    """Calls the methods of ROLES for callers that `guard` admits.
+
+    Besides what the method raises: UnauthenticatedError, ForbiddenError, CapacityError (too many requests).
+    """
 
     def __init__(self, registry: Registry, guard: Guard, audit: RewardAuditLog) -> None:
         self._registry = registry
         self._guard = guard
         self._audit = audit
         self.http_address = ""
-        """Where the HTTP door is, once it is open."""
-
-    def admit(self, caller: Caller, role: Role) -> str:
-        """The caller's name."""
-        return self._guard.admit(caller.authorization, caller.peer, role).name
+        """Of the HTTP server; empty while there is none."""
 
     @property
     def scoring(self) -> str:
-        """The version that scores the run now: no secret, so that health can tell."""
+        """The version that scores the run now. Needs no role: the health route shows it."""
         return self._registry.judge.reward_hash
 
-    def expect(self, caller: Caller) -> None:
-        """Refuse who may not submit before a large body is read; counts nothing."""
-        try:
-            self._guard.check(caller.authorization, Role.SUBMIT)
-        except MeshError as error:
-            self._note(caller, "submit", "", who="", result=error.code, why=error.message)
-            raise
-
-    def require(self, caller: Caller, role: Role) -> None:
-        """Refuse who has not the role; counts nothing, because scoring is the mesh's own work."""
+    def check(self, caller: Caller, role: Role) -> None:
+        """Raise if `caller` lacks `role`; does not count against the rate limit."""
         self._guard.check(caller.authorization, role)
 
-    def list(self, caller: Caller) -> Listing:
-        """Every name."""
-        self.admit(caller, Role.READ)
-        registry = self._registry
-        return Listing(
-            names=registry.names(),
-            followed=registry.followed,
-            scoring=registry.judge.reward_hash,
-            base=registry.base,
-            watch=registry.judge.differences,
-        )
-
-    def name(self, caller: Caller, name: str) -> Name:
-        """One name."""
-        self.admit(caller, Role.READ)
-        return self._registry.name(name)
-
-    def version(
-        self, caller: Caller, name: str, version: str
-    ) -> tuple[Manifest, bytes, Sequence[Case]]:
-        """One version with what was submitted, and its tests."""
-        self.admit(caller, Role.READ)
-        registry = self._registry
-        found = registry.resolve(name, version)
-        return registry.manifest(found), registry.content(found), registry.cases(found)
-
-    def diff(self, caller: Caller, name: str, old: str, new: str) -> str:
-        """A unified diff."""
-        self.admit(caller, Role.READ)
-        return self._registry.diff(name, old, new)
-
-    async def submit(self, caller: Caller, submission: Submission) -> Accepted:
-        """See Registry.submit."""
-        with self._audited(caller, Role.SUBMIT, "submit", submission.name) as line:
-            line["hash"] = content_hash(submission)
-            accepted = await self._registry.submit(submission, line["who"])
-            line["hash"] = accepted.manifest.hash
-        return accepted
-
-    async def roll_back(self, caller: Caller, name: str, version: str) -> Name:
-        """See Registry.roll_back."""
-        with self._audited(caller, Role.OPERATE, "roll_back", name) as line:
-            found = await self._registry.roll_back(name, version, line["who"])
-            line["hash"] = found.current
-        return found
-
-    async def retire(self, caller: Caller, name: str, version: str) -> Name:
-        """See Registry.retire."""
-        with self._audited(caller, Role.OPERATE, "retire", name) as line:
-            line["hash"] = self._registry.resolve(name, version)
-            return await self._registry.retire(name, version, line["who"])
-
-    async def watch(self, caller: Caller, name: str, version: str, share: float) -> Name:
-        """See Registry.watch."""
-        with self._audited(caller, Role.OPERATE, "watch", name) as line:
-            line["hash"] = self._registry.resolve(name, version)
-            return await self._registry.watch(name, version, share, line["who"])
-
-    async def score(
-        self, caller: Caller, name: str, version: str, samples: Sequence[Sample]
-    ) -> Sequence[Score]:
-        """See Registry.score."""
-        self.admit(caller, Role.READ)
-        return await self._registry.score(name, version, samples)
-
-    async def compare(
-        self, caller: Caller, name: str, a: str, b: str, samples: Sequence[Sample]
-    ) -> Differences:
-        """See Registry.compare."""
-        self.admit(caller, Role.READ)
-        return await self._registry.compare(name, a, b, samples)
-
-    @contextmanager
-    def _audited(
-        self, caller: Caller, role: Role, action: str, name: str
-    ) -> Iterator[dict[str, str]]:
-        """One line however it ends; the body may fill in the hash."""
-        line = {"who": ""}
+    def check_submitter(self, caller: Caller) -> None:
+        """As `check`, before a large body is read; a refusal is audited."""
         try:
-            line["who"] = self.admit(caller, role)
-            yield line
+            self.check(caller, Role.SUBMIT)
         except MeshError as error:
-            self._note(caller, action, name, **line, result=error.code, why=error.message)
+            self._write(caller, "submit", result=error.code, why=error.message)
+            raise
+
+    def read(
+        self,
+        caller: Caller,
+        method: Callable[Concatenate[Registry, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call a method that changes nothing."""
+        self._guard.admit(caller.authorization, caller.peer, ROLES[method])
+        return method(self._registry, *args, **kwargs)
+
+    async def change(
+        self,
+        caller: Caller,
+        method: Callable[Concatenate[Registry, str, P], Awaitable[Changed]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Changed:
+        """Call a method that takes `by`, the caller's name, first; writes one audit line, however it ends."""
+        subject: Any = args[0]
+        name = subject.name if isinstance(subject, Submission) else subject
+        line = {"name": name, "who": "", "hash": ""}
+        try:
+            line["who"] = self._guard.admit(caller.authorization, caller.peer, ROLES[method]).name
+            line["hash"] = self._requested(*args)
+            changed = await method(self._registry, line["who"], *args, **kwargs)
+        except MeshError as error:
+            self._write(caller, method.__name__, **line, result=error.code, why=error.message)
             raise
         except BaseException:
-            self._note(caller, action, name, **line, result="cut short")
+            self._write(caller, method.__name__, **line, result="cut short")
             raise
-        self._note(caller, action, name, **line, result="done")
+        if isinstance(changed, Accepted):
+            line["hash"] = changed.manifest.hash
+        elif not line["hash"]:
+            line["hash"] = changed.current
+        self._write(caller, method.__name__, **line, result="done")
+        return changed
 
-    def _note(self, caller: Caller, action: str, name: str, **fields: str) -> None:
-        who = fields.pop("who")
-        cut = {key: value[:500] for key, value in fields.items()}
+    def _requested(self, *args: Any) -> str:
+        """The hash of the version that a change is about; empty where the registry picks it."""
+        if isinstance(args[0], Submission):
+            return content_hash(args[0])
+        name, version = args[:2]
+        return self._registry.resolve(name, version) if version else ""
+
+    def _write(
+        self, caller: Caller, action: str, *, name: str = "", who: str = "", **more: str
+    ) -> None:
+        cut = {key: value[:500] for key, value in more.items() if value}
         self._audit.write(
-            who=who, door=caller.door, peer=caller.peer, action=action, name=name[:64], **cut
+            who=who,
+            door=caller.transport,
+            peer=caller.peer,
+            action=action,
+            name=name[:64],
+            **cut,
         )

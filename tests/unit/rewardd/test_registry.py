@@ -83,10 +83,10 @@ async def scored(registry: Registry, *samples: Sample) -> list[tuple[float, str]
 async def test_a_submission_takes_the_run_over_and_a_roll_back_gives_it_back(opened: Open) -> None:
     registry = await opened()
     assert await scored(registry) == [(-1.0, registry.base)]
-    one = (await registry.submit(constant(1), "ann")).manifest.hash
-    two = (await registry.submit(constant(2), "bob")).manifest.hash
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    two = (await registry.submit("bob", constant(2))).manifest.hash
     assert await scored(registry) == [(2.0, two)]
-    name = await registry.roll_back("reward", "", "ann")
+    name = await registry.roll_back("ann", "reward", "")
     assert await scored(registry) == [(1.0, one)]
     assert [(e.action, e.hash, e.by) for e in name.history] == [
         (Action.SUBMIT, one, "ann"),
@@ -96,15 +96,15 @@ async def test_a_submission_takes_the_run_over_and_a_roll_back_gives_it_back(ope
         (Action.POINT, one, "ann"),
     ]
     with pytest.raises(ConflictError, match="no version before"):
-        await registry.roll_back("reward", "", "ann")
-    await registry.roll_back("reward", two[:6], "ann")
+        await registry.roll_back("ann", "reward", "")
+    await registry.roll_back("ann", "reward", two[:6])
     assert await scored(registry) == [(2.0, two)]
 
 
 async def test_submitting_twice_is_submitting_once(opened: Open) -> None:
     registry = await opened()
-    first = await registry.submit(constant(1), "ann")
-    again = await registry.submit(constant(1), "bob")
+    first = await registry.submit("ann", constant(1))
+    again = await registry.submit("bob", constant(1))
     assert (first.created, again.created) == (True, False)
     assert again.manifest == first.manifest
     assert len(registry.name("reward").history) == 2
@@ -112,23 +112,23 @@ async def test_submitting_twice_is_submitting_once(opened: Open) -> None:
 
 async def test_the_same_content_submitted_at_once_by_many_is_one_version(opened: Open) -> None:
     registry = await opened()
-    found = await asyncio.gather(*(registry.submit(constant(1), str(n)) for n in range(5)))
+    found = await asyncio.gather(*(registry.submit(str(n), constant(1)) for n in range(5)))
     assert len({a.manifest.hash for a in found}) == 1
     assert len(registry.name("reward").history) == 2
 
 
 async def test_another_name_does_not_touch_the_run(opened: Open) -> None:
     registry = await opened()
-    await registry.submit(constant(7, name="other"), "ann")
+    await registry.submit("ann", constant(7, name="other"))
     assert await scored(registry) == [(-1.0, registry.base)]
     assert [s.score for s in await registry.score("other", "", [sample()])] == [7.0]
 
 
 async def test_everything_is_there_after_a_restart(opened: Open, tmp_path: Path) -> None:
     registry = await opened()
-    one = (await registry.submit(constant(1), "ann")).manifest.hash
-    await registry.submit(constant(2), "ann")
-    await registry.roll_back("reward", one, "ann")
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    await registry.submit("ann", constant(2))
+    await registry.roll_back("ann", "reward", one)
     before = registry.names()
     with pytest.raises(UserError, match="in use by another reward service"):
         await opened()
@@ -200,7 +200,7 @@ async def test_what_fails_when_run_is_refused_in_one_line_and_nothing_stays(
     registry = await opened()
     for submission, line in REFUSED:
         with pytest.raises((UserError, ConfigError), match=line) as refused:
-            await registry.submit(submission, "ann")
+            await registry.submit("ann", submission)
         assert "\n" not in str(refused.value)
     assert list((tmp_path / "rewards" / "versions").iterdir()) == []
     assert registry.names() == []
@@ -209,20 +209,20 @@ async def test_what_fails_when_run_is_refused_in_one_line_and_nothing_stays(
 
 async def test_what_is_retired_scores_no_more(opened: Open) -> None:
     registry = await opened()
-    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    one = (await registry.submit("ann", constant(1))).manifest.hash
     with pytest.raises(ConflictError, match="roll back or submit another first"):
-        await registry.retire("reward", one, "ann")
-    await registry.submit(constant(2), "ann")
-    await registry.retire("reward", one, "ann")
-    await registry.retire("reward", one, "ann")
-    for attempt in (registry.roll_back("reward", one, "ann"), registry.submit(constant(1), "ann")):
+        await registry.retire("ann", "reward", one)
+    await registry.submit("ann", constant(2))
+    await registry.retire("ann", "reward", one)
+    await registry.retire("ann", "reward", one)
+    for attempt in (registry.roll_back("ann", "reward", one), registry.submit("ann", constant(1))):
         with pytest.raises(ConflictError, match=f"{one} of reward 'reward' was retired"):
             await attempt
 
 
 async def test_unknown_names_and_versions_are_named_with_what_there_is(opened: Open) -> None:
     registry = await opened()
-    one = (await registry.submit(constant(1), "ann")).manifest.hash
+    one = (await registry.submit("ann", constant(1))).manifest.hash
     with pytest.raises(NotFoundError, match=r"'rewart'; did you mean 'reward'\?"):
         registry.resolve("rewart")
     with pytest.raises(NotFoundError, match=f"no version that start with 'zz'; it has {one}"):
@@ -233,15 +233,15 @@ async def test_unknown_names_and_versions_are_named_with_what_there_is(opened: O
 
 async def test_more_versions_than_allowed_are_refused(opened: Open) -> None:
     registry = await opened(max_versions=1)
-    await registry.submit(constant(1), "ann")
+    await registry.submit("ann", constant(1))
     with pytest.raises(CapacityError, match="no room for another"):
-        await registry.submit(constant(2), "ann")
+        await registry.submit("ann", constant(2))
 
 
 async def test_a_diff_shows_what_changed(opened: Open) -> None:
     registry = await opened()
-    one = (await registry.submit(constant(1), "ann")).manifest.hash
-    await registry.submit(constant(2), "ann")
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    await registry.submit("ann", constant(2))
     lines = registry.diff("reward", one, "").splitlines()
     assert lines[-2:] == ["-    return 1", "+    return 2"]
 
@@ -254,14 +254,14 @@ def compute_score_batched(data_sources, solution_strs, ground_truths, extra_info
 
 async def test_a_batch_function_is_called_with_lists(opened: Open) -> None:
     registry = await opened()
-    await registry.submit(constant(1, source=BATCH, kind=Kind.BATCH), "ann")
+    await registry.submit("ann", constant(1, source=BATCH, kind=Kind.BATCH))
     assert [s for s, _ in await scored(registry, sample("x", 0), sample("y", 1))] == [1.0, 0.0]
 
 
 async def test_a_process_function_gives_step_scores_whose_sum_is_the_reward(opened: Open) -> None:
     registry = await opened()
     source = HEAD + "    return [1, 0.5, -0.25]\n"
-    await registry.submit(constant(1, source=source, kind=Kind.PROCESS), "ann")
+    await registry.submit("ann", constant(1, source=source, kind=Kind.PROCESS))
     (score,) = await registry.judge.score([sample()])
     assert score.score == 1.25
     wanted = {"compute_score": 1.25, "steps": 3.0, "step_min": -0.25, "step_mean": 1.25 / 3}
@@ -271,8 +271,8 @@ async def test_a_process_function_gives_step_scores_whose_sum_is_the_reward(open
 async def test_a_version_gets_the_limits_that_it_asks_for(opened: Open) -> None:
     registry = await opened()
     source = "import time\n" + HEAD + "    time.sleep(float(solution_str))\n    return 1\n"
-    plain = await registry.submit(constant(1, source=source), "ann")
-    asked = await registry.submit(constant(1, source=source, limits={"deadline_s": 0.2}), "ann")
+    plain = await registry.submit("ann", constant(1, source=source))
+    asked = await registry.submit("ann", constant(1, source=source, limits={"deadline_s": 0.2}))
     assert plain.manifest.hash != asked.manifest.hash  # the limits are part of the version
     registry = await opened(restart=True)
     (score,) = await registry.score("reward", "", [sample("30")])
@@ -294,7 +294,7 @@ async def test_limits_that_the_operator_does_not_allow_are_named(
 ) -> None:
     registry = await opened()
     with pytest.raises(UserError) as refused:
-        await registry.submit(constant(1, limits=limits), "ann")
+        await registry.submit("ann", constant(1, limits=limits))
     assert str(refused.value).startswith(line)
     assert registry.names() == []
 
@@ -302,7 +302,7 @@ async def test_limits_that_the_operator_does_not_allow_are_named(
 async def test_a_kind_that_returns_another_shape_gives_a_fault_that_says_so(opened: Open) -> None:
     registry = await opened()
     source = HEAD + "    return 1.0\n"
-    await registry.submit(constant(1, source=source, kind=Kind.PROCESS), "ann")
+    await registry.submit("ann", constant(1, source=source, kind=Kind.PROCESS))
     (score,) = await registry.judge.score([sample()])
     assert score.outcome is Outcome.INFRA_FAULT
     assert "returned float; want a list of step scores" in score.reason
@@ -322,7 +322,7 @@ async def test_a_wheel_scores_through_its_entry_point(opened: Open) -> None:
     body = "from judge.help import ANSWER\n" + HEAD + "    return ANSWER\n"
     packed = wheel({**helper, "judge/score.py": body})
     submission = Submission(name="reward", wheel=packed, entry_point="judge.score:compute_score")
-    await registry.submit(submission, "ann")
+    await registry.submit("ann", submission)
     assert [score for score, _ in await scored(registry)] == [3.0]
 
 
@@ -343,10 +343,10 @@ def test_a_wheel_is_looked_into_before_it_is_taken(files: dict[str, str], line: 
 
 async def test_a_watched_version_is_compared_and_not_used(opened: Open) -> None:
     registry = await opened()
-    one = (await registry.submit(constant(1), "ann")).manifest.hash
-    two = (await registry.submit(constant(3, point=False), "ann")).manifest.hash
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    two = (await registry.submit("ann", constant(3, point=False))).manifest.hash
     assert registry.name("reward").current == one
-    await registry.watch("reward", two, 1.0, "ann")
+    await registry.watch("ann", "reward", two, 1.0)
     rows = [sample("x", n) for n in range(10)]
     assert await scored(registry, *rows) == [(1.0, one)] * 10
     found = registry.judge.differences
@@ -360,9 +360,9 @@ async def test_a_watched_version_is_compared_and_not_used(opened: Open) -> None:
 
 async def test_a_share_of_the_rows_is_watched_and_always_the_same(opened: Open) -> None:
     registry = await opened()
-    await registry.submit(constant(1), "ann")
-    two = (await registry.submit(constant(1.5, point=False), "ann")).manifest.hash
-    await registry.watch("reward", two, 0.25, "ann")
+    await registry.submit("ann", constant(1))
+    two = (await registry.submit("ann", constant(1.5, point=False))).manifest.hash
+    await registry.watch("ann", "reward", two, 0.25)
     rows = [sample("x", n) for n in range(400)]
     counts = []
     for _ in range(2):
@@ -380,8 +380,8 @@ async def test_a_share_of_the_rows_is_watched_and_always_the_same(opened: Open) 
 
 async def test_two_versions_are_compared_on_given_and_on_recent_samples(opened: Open) -> None:
     registry = await opened()
-    one = (await registry.submit(constant(1), "ann")).manifest.hash
-    await registry.submit(constant(2, source=HEAD + "    return len(solution_str)\n"), "ann")
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    await registry.submit("ann", constant(2, source=HEAD + "    return len(solution_str)\n"))
     found = await registry.compare("reward", one, "", [sample("x", 0), sample("yyy", 1)])
     assert (found.compared, found.equal, found.mean_a, found.mean_b) == (2, 1, 1.0, 2.0)
     assert found.most == [(2.0, "run/task/1.0", 1.0, 3.0)]

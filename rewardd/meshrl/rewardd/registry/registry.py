@@ -54,6 +54,20 @@ class Accepted:
     name: Name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Every name, and what scores the run."""
+
+    names: Sequence[Name]
+    followed: str
+    """The name that the run follows."""
+    scoring: str
+    """Hash of the version that scores the run now."""
+    base: str
+    """Hash of the recipe's own functions."""
+    watch: Differences | None
+
+
 class Registry:
     """One per reward service. Whoever calls it is `by`, for the history."""
 
@@ -108,6 +122,16 @@ class Registry:
         """Every name, sorted."""
         return [self._names[name] for name in sorted(self._names)]
 
+    def listing(self) -> Listing:
+        """Every name, and what scores the run."""
+        return Listing(
+            names=self.names(),
+            followed=self.followed,
+            scoring=self._judge.reward_hash,
+            base=self._base,
+            watch=self._judge.differences,
+        )
+
     def name(self, name: str) -> Name:
         """One name. Raises NotFoundError with the nearest, UserError for what cannot be a name."""
         if checked_name(name) not in self._names:
@@ -139,6 +163,11 @@ class Registry:
             )
         return matching[0]
 
+    def version(self, name: str, version: str) -> tuple[Manifest, bytes, tuple[Case, ...]]:
+        """One version with what was submitted and the tests that came with it. Raises NotFoundError."""
+        found = self.resolve(name, version)
+        return self.manifest(found), self.content(found), self._store.cases(found)
+
     def manifest(self, version: str) -> Manifest:
         """Of a version. Raises NotFoundError."""
         return self._store.manifest(version)
@@ -146,10 +175,6 @@ class Registry:
     def content(self, version: str) -> bytes:
         """What was submitted. Raises NotFoundError."""
         return self._store.content(version)
-
-    def cases(self, version: str) -> tuple[Case, ...]:
-        """The tests that came with it. Raises NotFoundError."""
-        return self._store.cases(version)
 
     def diff(self, name: str, old: str, new: str) -> str:
         """A unified diff of two sources. Raises NotFoundError, UserError for wheels."""
@@ -162,7 +187,7 @@ class Registry:
         labels = [f"{name}@{version}" for version in versions]
         return "".join(difflib.unified_diff(texts[0], texts[1], labels[0], labels[1]))
 
-    async def submit(self, submission: Submission, by: str) -> Accepted:
+    async def submit(self, by: str, submission: Submission) -> Accepted:
         """Accept a version, or refuse it with one line and keep nothing of it.
 
         Raises:
@@ -195,7 +220,7 @@ class Registry:
             name=name,
         )
 
-    async def roll_back(self, name: str, version: str, by: str) -> Name:
+    async def roll_back(self, by: str, name: str, version: str) -> Name:
         """Point `name` to `version`, or to the one before the current one when it is empty.
 
         Raises:
@@ -215,7 +240,7 @@ class Registry:
                     found = await self._move(found, moved)
             return found
 
-    async def retire(self, name: str, version: str, by: str) -> Name:
+    async def retire(self, by: str, name: str, version: str) -> Name:
         """`version` may not score under `name` any more; twice is once.
 
         Raises:
@@ -234,7 +259,7 @@ class Registry:
                 found = await self._move(found, _event(Action.RETIRE, wanted, by))
             return found
 
-    async def watch(self, name: str, version: str, share: float, by: str) -> Name:
+    async def watch(self, by: str, name: str, version: str, share: float) -> Name:
         """Score `share` of the run's rows with `version` too and compare; 1 is a shadow, 0 ends it.
 
         Raises:

@@ -1,1 +1,1 @@
-"""The reward service's registry for callers elsewhere: who may call, the desk behind both doors, the HTTP door."""
+"""The reward service's registry over HTTP: app, models, errors, metrics."""

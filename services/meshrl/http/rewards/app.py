@@ -12,6 +12,7 @@ from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
 from meshrl.http.rewards.body_limit import BodyLimit
 from meshrl.http.rewards.errors import AsciiJSON, install
+from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -36,14 +37,14 @@ def _caller(
     return Caller(
         authorization=f"{token.scheme} {token.credentials}" if token else "",
         peer=request.client.host if request.client else "unknown",
-        door="http",
+        transport="http",
     )
 
 
 Who = Annotated[Caller, Depends(_caller)]
 
 
-def build_app(desk: GuardedRegistry, max_body_bytes: int) -> FastAPI:
+def build_app(registry: GuardedRegistry, max_body_bytes: int) -> FastAPI:
     """The app; `max_body_bytes` bounds every request."""
     app = FastAPI(
         title="meshrl reward registry",
@@ -57,25 +58,25 @@ def build_app(desk: GuardedRegistry, max_body_bytes: int) -> FastAPI:
     @app.get("/health", tags=["service"])
     async def health() -> m.HealthModel:
         """Whether the service is up."""
-        return m.HealthModel(status="serving", scoring=desk.scoring)
+        return m.HealthModel(status="serving", scoring=registry.scoring)
 
     router = APIRouter(prefix="/v1/rewards", tags=["rewards"], responses=PROBLEMS)
     for add in (_add_versions, _add_changes, _add_trials):
-        add(router, desk)
+        add(router, registry)
     app.include_router(router)
     submission.declare(app)
     return app
 
 
-def _add_versions(router: APIRouter, desk: GuardedRegistry) -> None:
+def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
     """Submit, and read what there is."""
 
     @router.post("", status_code=201, openapi_extra=submission.CONTENT)
     async def submit_reward(request: Request, who: Who) -> m.AcceptedModel:
         """Accept a version and point its name to it."""
-        desk.expect(who)
+        registry.check_submitter(who)
         body = await submission.read(request)
-        accepted = await desk.submit(who, body.submission())
+        accepted = await registry.change(who, Registry.submit, body.submission())
         return m.AcceptedModel(
             hash=accepted.manifest.hash,
             created=accepted.created,
@@ -86,7 +87,7 @@ def _add_versions(router: APIRouter, desk: GuardedRegistry) -> None:
     @router.get("")
     async def list_rewards(who: Who) -> m.ListModel:
         """Every name, and what scores the run."""
-        found = desk.list(who)
+        found = registry.read(who, Registry.listing)
         return m.ListModel(
             names=[m.NameModel.of(name) for name in found.names],
             followed=found.followed,
@@ -98,52 +99,57 @@ def _add_versions(router: APIRouter, desk: GuardedRegistry) -> None:
     @router.get("/{name}")
     async def get_reward(name: str, who: Who) -> m.NameModel:
         """One name with its history."""
-        return m.NameModel.of(desk.name(who, name))
+        return m.NameModel.of(registry.read(who, Registry.name, name))
 
     @router.get("/{name}/versions/{version}")
     async def get_version(name: str, version: str, who: Who) -> m.VersionModel:
         """One version with its source; `current` is the current one."""
-        manifest, content, cases = desk.version(who, name, "" if version == "current" else version)
-        return m.VersionModel.of(manifest, content, tuple(cases))
+        wanted = "" if version == "current" else version
+        return m.VersionModel.of(*registry.read(who, Registry.version, name, wanted))
 
     @router.get("/{name}/diff", response_class=PlainTextResponse)
     async def diff_rewards(
         name: str, who: Who, old: Annotated[str, Query()], new: Annotated[str, Query()] = ""
     ) -> PlainTextResponse:
         """A unified diff of two sources."""
-        return PlainTextResponse(desk.diff(who, name, old, new).encode(errors="replace"))
+        text = registry.read(who, Registry.diff, name, old, new)
+        return PlainTextResponse(text.encode(errors="replace"))
 
 
-def _add_changes(router: APIRouter, desk: GuardedRegistry) -> None:
+def _add_changes(router: APIRouter, registry: GuardedRegistry) -> None:
     """Which version a name stands for, and what is watched beside it."""
 
     @router.post("/{name}/rollback")
     async def roll_back(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
         """Point the name to `version`, or to the one before the current one."""
-        return m.NameModel.of(await desk.roll_back(who, name, body.version))
+        return m.NameModel.of(await registry.change(who, Registry.roll_back, name, body.version))
 
     @router.post("/{name}/retire")
     async def retire(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
         """Bar a version from scoring under this name."""
-        return m.NameModel.of(await desk.retire(who, name, body.version))
+        return m.NameModel.of(await registry.change(who, Registry.retire, name, body.version))
 
     @router.post("/{name}/watch")
     async def watch(name: str, body: m.WatchBody, who: Who) -> m.NameModel:
         """Score a share of the run's rows with a further version and compare (canary, shadow)."""
-        return m.NameModel.of(await desk.watch(who, name, body.version, body.share))
+        return m.NameModel.of(
+            await registry.change(who, Registry.watch, name, body.version, body.share)
+        )
 
 
-def _add_trials(router: APIRouter, desk: GuardedRegistry) -> None:
+def _add_trials(router: APIRouter, registry: GuardedRegistry) -> None:
     """Score samples with any version; nothing of it enters a run."""
 
     @router.post("/{name}/score")
     async def score(name: str, body: m.ScoreBody, who: Who) -> list[m.ScoreModel]:
         """Try a version out; nothing of it enters a run."""
         samples = [one.sample(number) for number, one in enumerate(body.samples)]
-        return [m.ScoreModel.of(s) for s in await desk.score(who, name, body.version, samples)]
+        scores = await registry.read(who, Registry.score, name, body.version, samples)
+        return [m.ScoreModel.of(score) for score in scores]
 
     @router.post("/{name}/compare")
     async def compare(name: str, body: m.CompareBody, who: Who) -> m.DifferencesModel:
         """Two versions on the same samples."""
         samples = [one.sample(number) for number, one in enumerate(body.samples)]
-        return m.DifferencesModel.of(await desk.compare(who, name, body.a, body.b, samples))
+        differences = await registry.read(who, Registry.compare, name, body.a, body.b, samples)
+        return m.DifferencesModel.of(differences)

@@ -46,17 +46,17 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         # A function that cannot be loaded ends the service here, before any row waits for it.
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
         audit = stack.enter_context(closing(RewardAuditLog(directory / "audit.jsonl")))
-        desk = GuardedRegistry(registry, guard, audit)
+        guarded = GuardedRegistry(registry, guard, audit)
         queue = await stack.enter_async_context(queue_of(recipe, context))
         servicers: list[Servicer] = [RewardServicer(registry.judge, registry.judge)]
         if submissions:
-            servicers.append(RewardRegistryServicer(desk))
-        server = GrpcServer(settings, servicers, interceptors=[_scoring_needs_a_role(desk)])
+            servicers.append(RewardRegistryServicer(guarded))
+        server = GrpcServer(settings, servicers, interceptors=[_scoring_needs_a_role(guarded)])
         await stack.enter_async_context(server)
         server.registry.register(WatchMetrics(registry.judge))
         if submissions and config.http_port is not None:
-            app = build_app(desk, config.max_request_bytes)
-            desk.http_address = await stack.enter_async_context(
+            app = build_app(guarded, config.max_request_bytes)
+            guarded.http_address = await stack.enter_async_context(
                 serving_http(app, settings.host, config.http_port, settings.tls)
             )
         stage = RewardStage(
@@ -101,7 +101,7 @@ def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
     )
 
 
-def _scoring_needs_a_role(desk: GuardedRegistry) -> Interceptor:
+def _scoring_needs_a_role(guarded: GuardedRegistry) -> Interceptor:
     """Where tokens are asked for, the Reward door asks for them too; the registry's door does so by itself."""
 
     def around(method: str, behavior: Behavior) -> Behavior:
@@ -109,7 +109,7 @@ def _scoring_needs_a_role(desk: GuardedRegistry) -> Interceptor:
             return behavior
 
         async def run(request: Any, context: Context) -> Any:
-            desk.require(caller_of(context), Role.READ)
+            guarded.check(caller_of(context), Role.READ)
             return await behavior(request, context)
 
         return run

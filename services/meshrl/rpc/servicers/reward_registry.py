@@ -8,6 +8,7 @@ from typing import Final
 import grpc
 
 from meshrl.contract import codec
+from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc import reward_registry_codec as registry_codec
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 from meshrl.rpc.interceptors import Context
@@ -26,7 +27,7 @@ def caller_of(context: Context) -> Caller:
     peer = context.peer().rpartition(":")[
         0
     ]  # without the port, which changes with every connection
-    return Caller(authorization=authorization, peer=peer, door="grpc")
+    return Caller(authorization=authorization, peer=peer, transport="grpc")
 
 
 class RewardRegistryServicer(rpc.RewardRegistryServicer):
@@ -35,8 +36,8 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
     service: Final = full_name(pb.DESCRIPTOR, "RewardRegistry")
     waits: Final[frozenset[str]] = frozenset()
 
-    def __init__(self, desk: GuardedRegistry) -> None:
-        self._desk = desk
+    def __init__(self, registry: GuardedRegistry) -> None:
+        self._registry = registry
 
     def attach(self, server: grpc.aio.Server) -> None:
         rpc.add_RewardRegistryServicer_to_server(self, server)
@@ -45,7 +46,8 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
         self, request: pb.SubmitRewardRequest, context: Context
     ) -> pb.SubmitRewardResponse:
         submission = registry_codec.decode_submission(request)
-        accepted = await self._desk.submit(caller_of(context), submission)
+        caller = caller_of(context)
+        accepted = await self._registry.change(caller, Registry.submit, submission)
         return pb.SubmitRewardResponse(
             hash=accepted.manifest.hash,
             created=accepted.created,
@@ -54,19 +56,21 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
         )
 
     async def ListRewards(self, request: pb.ListRewardsRequest, context: Context) -> pb.RewardNames:
-        found = self._desk.list(caller_of(context))
+        found = self._registry.read(caller_of(context), Registry.listing)
         return pb.RewardNames(
             names=map(registry_codec.encode_name, found.names),
             followed=found.followed,
             scoring=found.scoring,
             base=found.base,
-            http_address=self._desk.http_address,
+            http_address=self._registry.http_address,
             watch=registry_codec.encode_differences(found.watch) if found.watch else None,
         )
 
     async def GetReward(self, request: pb.RewardRef, context: Context) -> pb.RewardVersion:
         caller = caller_of(context)
-        manifest, content, cases = self._desk.version(caller, request.name, request.version)
+        manifest, content, cases = self._registry.read(
+            caller, Registry.version, request.name, request.version
+        )
         return pb.RewardVersion(
             name=request.name,
             hash=manifest.hash,
@@ -80,20 +84,28 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
         )
 
     async def DiffRewards(self, request: pb.RewardPair, context: Context) -> pb.RewardDiff:
-        text = self._desk.diff(caller_of(context), request.name, request.old, request.new)
+        text = self._registry.read(
+            caller_of(context), Registry.diff, request.name, request.old, request.new
+        )
         return pb.RewardDiff(text=text)
 
     async def RollBackReward(self, request: pb.RewardRef, context: Context) -> pb.RewardName:
-        name = await self._desk.roll_back(caller_of(context), request.name, request.version)
+        name = await self._registry.change(
+            caller_of(context), Registry.roll_back, request.name, request.version
+        )
         return registry_codec.encode_name(name)
 
     async def RetireReward(self, request: pb.RewardRef, context: Context) -> pb.RewardName:
-        name = await self._desk.retire(caller_of(context), request.name, request.version)
+        name = await self._registry.change(
+            caller_of(context), Registry.retire, request.name, request.version
+        )
         return registry_codec.encode_name(name)
 
     async def WatchReward(self, request: pb.WatchRewardRequest, context: Context) -> pb.RewardName:
         caller = caller_of(context)
-        name = await self._desk.watch(caller, request.name, request.version, request.share)
+        name = await self._registry.change(
+            caller, Registry.watch, request.name, request.version, request.share
+        )
         return registry_codec.encode_name(name)
 
     async def TryReward(
@@ -101,7 +113,9 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
     ) -> reward_pb2.ScoreResponse:
         samples = registry_codec.decode_samples(request.samples)
         caller = caller_of(context)
-        scores = await self._desk.score(caller, request.name, request.version, samples)
+        scores = await self._registry.read(
+            caller, Registry.score, request.name, request.version, samples
+        )
         return reward_pb2.ScoreResponse(scores=map(codec.encode_score, scores))
 
     async def CompareRewards(
@@ -109,5 +123,7 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
     ) -> pb.RewardDifferences:
         samples = registry_codec.decode_samples(request.samples)
         caller = caller_of(context)
-        found = await self._desk.compare(caller, request.name, request.a, request.b, samples)
+        found = await self._registry.read(
+            caller, Registry.compare, request.name, request.a, request.b, samples
+        )
         return registry_codec.encode_differences(found)
