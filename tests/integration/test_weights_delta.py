@@ -285,10 +285,11 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
                 await rpc.WeightPatchesStub(channel).Fetch(pb.WeightPatchRequest()).read()
 
 
+@pytest.mark.parametrize("name", ["object", "disk"])
 async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_joins_late(
-    tmp_path: Path,
+    tmp_path: Path, name: str
 ) -> None:
-    async with opened("object", tmp_path) as fleet:
+    async with opened(name, tmp_path, directory=str(tmp_path / "objects")) as fleet:
         engines = await fleet.joined("one", "two")
         for step in range(100):
             if step == 47:

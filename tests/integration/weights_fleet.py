@@ -113,12 +113,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def opened(carrier: str, directory: Path, **options: object) -> AsyncIterator[Fleet]:
+async def opened(carrier: str, directory: Path, /, **options: object) -> AsyncIterator[Fleet]:
     # No GPU is needed: the carrier's processes speak through sockets here.
     options = {
         "nccl": {"library": "stub"},
         "ipc": {"library": "stub"},
-        "directory": str(directory / "objects"),
+        **({"directory": str(directory / "objects")} if carrier == "object" else {}),
         **options,
     }
     config = WeightsConfig.model_validate({"carrier": carrier, **options})

@@ -48,8 +48,8 @@ class WeightsConfig(Config):
 
     carrier: str = "gloo"
     """A module of `meshrl.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
-    cuda_ipc on one host, delta for what changed, disk and object through a directory; auto chooses for each class of
-    rollout processes, by what both ends can do and what was measured."""
+    cuda_ipc on one host, delta for what changed, disk and object through a directory or a store; auto chooses for
+    each class of rollout processes, by what both ends can do and what was measured."""
     among: tuple[str, ...] = ("cuda_ipc", "shm", "nccl", "gloo", "delta")
     """What `auto` chooses among; those that an end cannot run are left out there. With a fixed `port` they listen on
     that one and the ones after it, in this order."""
@@ -86,7 +86,7 @@ class WeightsConfig(Config):
     late_s: NonNegativeFloat = 1.0
     """Shortest time that the first half of the replicas waits for the others."""
     keep: int = Field(default=2, ge=2)
-    """Versions that the carriers disk and shm keep."""
+    """Versions that the carriers disk, object and shm keep."""
     nccl: NcclConfig = NcclConfig()
     """The processes of the `nccl` carrier."""
     ipc: IpcConfig = IpcConfig()
@@ -96,9 +96,11 @@ class WeightsConfig(Config):
     max_density: float = Field(default=0.15, gt=0.0, le=1.0)
     """Share of changed words above which a bucket is sent whole instead of as a patch."""
     directory: str = ""
-    """Where the carrier object keeps versions: a path or URL that fsspec opens (s3://bucket/prefix, /mnt/shared)."""
+    """Where the carriers object and disk keep versions: a path or URL that fsspec opens (s3://bucket/prefix,
+    /mnt/shared). Empty: disk writes whole versions to <run.dir>/weights; object needs a directory."""
     anchor_every: PositiveInt = Field(default=10, le=10)
-    """Versions from one whole copy in `directory` to the next; those between hold what changed."""
+    """Versions from one whole copy in `directory` to the next; those between hold what changed. In <run.dir>/weights
+    every version is whole."""
 
     @model_validator(mode="after")
     def _object_needs_a_directory(self) -> Self:

@@ -1,163 +1,162 @@
-"""Weights through a directory that trainer and replicas share: one safetensors checkpoint per version.
+"""Weights through a directory that both ends see: the run's own, or any path or URL that fsspec opens.
 
-<run dir>/weights/<epoch>.<step>/    model-00001-of-00003.safetensors …, model.safetensors.index.json, and
-the config and tokenizer of the model, so that any engine loads the directory as it is. A version is written
-beside its place, flushed to disk and renamed, so whoever sees the directory sees all of it. Bytes are checked
-by the receiver, against the manifest. No torch: a bucket is one file, written and read as raw bytes.
+The trainer writes a version once; every replica reads it from there, so the number of replicas costs the trainer's
+machine nothing. Without `weights.directory` that is <run.dir>/weights, and every version is a safetensors checkpoint
+that any engine loads as it is. In `weights.directory` (s3://bucket/prefix, /mnt/shared/weights …) patches follow a
+whole version: a joiner reads that and the patches after it, the others only the newest patch. See version_store.py
+for what lies where. The receiver checks the bytes against the manifest. No torch.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from pathlib import Path
-
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
-from meshrl.contract.files import sync
+from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Link, Place
-from meshrl.weights.checkpoint_files import (
-    INDEX,
-    companions,
-    file_name,
-    index_text,
-    read_tensors,
-    write_tensors,
-)
+from meshrl.weights.carrier import Cell, Link, Place
+from meshrl.weights.deadlines import within
+from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
 from meshrl.weights.worker_thread import WorkerThread
 
 REACH = "directory"
 RATE = 0.5e9
 
 FOLDER = "weights"
+"""In the run's directory."""
 
 
 class Carrier:
-    """Writes versions, keeps the newest, and gives out cells that read them."""
+    """On the trainer's side the writer of versions; on a replica's, what it holds."""
 
     def __init__(self, config: WeightsConfig, place: Place) -> None:
+        """Raises ConfigError when the store cannot be opened here, or `object` has no directory."""
         self._config = config
-        self._place = place
-        self._lane = WorkerThread("weights-disk")
+        in_run = config.carrier != "object" and not config.directory
+        self._store = VersionStore(place.directory / FOLDER if in_run else config.directory)
+        self.writer = VersionWriter(config, self._store, place.model_path)
+        self.lane = WorkerThread("weights-disk")
+        self._held = Held()
 
     async def listen(self) -> str:
-        """The folder, relative to the run's directory."""
-        root = self._place.directory / FOLDER
-        root.mkdir(parents=True, exist_ok=True)
-        for left in root.glob(".*"):  # half-written by a trainer that died
-            shutil.rmtree(left, ignore_errors=True)
-        return FOLDER
+        """Returns the store's path or URL.
+
+        Raises:
+            ConfigError: it cannot be written.
+            WaitTimeoutError: it does not answer.
+        """
+        try:
+            write = self.lane.run(self._store.write, MARK, b"{}\n")
+            await within(write, self._config.deadline_s(0), f"writing to {self._store.url}")
+        except CapacityError as error:
+            raise ConfigError(f"weights.directory: {error}") from error
+        return self._store.url
 
     async def stage(self, source: WeightSource) -> None:
-        """Write the whole version once, for all replicas. Raises CapacityError when the disk refuses it."""
-        try:
-            await self._lane.run(self._stage, source)
-        except OSError as error:
-            raise CapacityError(
-                f"cannot write weights {source.manifest.version} under {self._place.directory}: {error}"
-            ) from error
+        """Write the version, once for all replicas.
 
-    def cell(self, link: Link) -> DiskChannel:
-        """One end of a cell; it has a thread of its own, so that a slow disk delays only this replica."""
-        return DiskChannel(self._place.directory / link.endpoint, link)
+        Raises:
+            CapacityError: the store refuses it.
+            UnavailableError: the store cannot be reached.
+            WaitTimeoutError: it takes longer than `min_bytes_per_s` allows.
+        """
+        nbytes = source.manifest.total_bytes
+        write = self.lane.run(self.writer.write, source)
+        await within(write, self._config.deadline_s(nbytes), f"writing to {self._store.url}")
+
+    def cell(self, link: Link) -> Cell:
+        """One end of a cell."""
+        if link.rank == 0:
+            return Sender(self)
+        return Receiver(self._config, link, self._store, self._held)
 
     async def close(self) -> None:
-        """Nothing stays open; the newest versions remain on disk."""
-        self._lane.close()
-
-    def _stage(self, source: WeightSource) -> None:
-        manifest = source.manifest
-        root = self._place.directory / FOLDER
-        target, temporary = root / str(manifest.version), root / f".{manifest.version}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for index in range(len(manifest.bucket_bytes)):
-            write_bucket(temporary, manifest, index, source.bucket(index))
-        self._write_companions(temporary, manifest)
-        sync(temporary)
-        # A version is written twice only if a publish is repeated; then the bytes are the same.
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        sync(root)
-        self._prune(root)
-
-    def _write_companions(self, folder: Path, manifest: WeightManifest) -> None:
-        (folder / INDEX).write_text(index_text(manifest))
-        for path in companions(self._place.model_path):
-            shutil.copyfile(path, folder / path.name)
-
-    def _prune(self, root: Path) -> None:
-        versions = sorted(Version.parse(path.name) for path in root.iterdir() if path.is_dir())
-        for version in versions[: -self._config.keep]:
-            shutil.rmtree(root / str(version), ignore_errors=True)
+        """Nothing stays open; the newest versions stay where they are."""
+        self.lane.close()
 
 
-class DiskChannel:
-    """Reads a version bucket by bucket; on the trainer's end, rewrites a bucket that was read corrupted."""
+class Sender:
+    """The trainer's end: nothing to do but to repair."""
 
-    def __init__(self, root: Path, link: Link) -> None:
-        self._root = root
-        self._lane = WorkerThread(f"weights-disk-{link.generation}")
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
         self._sent: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:
-        """See the folder. Raises UnavailableError when this process does not."""
-        if not await self._lane.run(self._root.is_dir):
-            raise UnavailableError(
-                f"{self._root} does not exist here: the disk carrier needs a shared run.dir"
-            )
+        """Does nothing: the version lies in the store."""
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Nothing the first time, because the version is staged; a second time, write the bucket again."""
-        key = (manifest.version, index)
+        """Does nothing the first time, because the version is staged; a second time, writes the bucket whole."""
+        key = manifest.version, index
         if key in self._sent:
-            folder = self._root / str(manifest.version)
             try:
-                await self._lane.run(write_bucket, folder, manifest, index, bucket)
-            except OSError as error:
-                raise UnavailableError(
-                    f"cannot rewrite bucket {index} in {folder}: {error}"
-                ) from error
+                await self._carrier.lane.run(self._carrier.writer.repair, manifest, index, bucket)
+            except CapacityError as error:
+                raise UnavailableError(str(error)) from error
         self._sent.add(key)
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Read one file into `into`; padding between tensors is zero."""
-        await self._lane.run(read_bucket, self._root / str(manifest.version), manifest, index, into)
+        """Only replicas receive."""
+        raise UnavailableError("the trainer's end of a cell does not receive")
 
     def committed(self, version: Version) -> None:
-        """Nothing: every version is sent whole."""
+        """Does nothing: each replica knows what it holds."""
+
+    def abort(self) -> None:
+        """Does nothing: nothing is held."""
+
+    async def close(self) -> None:
+        """Does nothing: nothing is held."""
+
+
+class Receiver:
+    """A replica's end: reads what it lacks, in a thread of its own, so that a slow disk delays only this replica."""
+
+    def __init__(self, config: WeightsConfig, link: Link, store: VersionStore, held: Held) -> None:
+        self._config = config
+        self._held = held
+        self._reader = VersionReader(store, link.run, held)
+        self._lane = WorkerThread(f"weights-disk-{link.generation}")
+        self._asked: set[tuple[Version, int]] = set()
+
+    async def open(self, deadline_s: float) -> None:
+        """Look for the trainer's store. Raises UnavailableError when this process does not see it."""
+        await within(self._lane.run(self._reader.check), deadline_s, "a look at the weights' store")
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Only the trainer sends."""
+        raise UnavailableError("a replica's end of a cell does not send")
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        """Fill `into`; asked a second time, from the whole bucket that the trainer has written there.
+
+        Raises:
+            CorruptError: something is missing or cannot be read.
+            UnavailableError: the store fails.
+            WaitTimeoutError: it does not move.
+        """
+        key = manifest.version, index
+        again = key in self._asked
+        self._asked.add(key)
+        if again:
+            self._held.forget()
+
+        def read() -> None:
+            self._reader.read(manifest, index, into, again=again)
+
+        deadline_s = self._config.deadline_s(manifest.total_bytes)  # a joiner reads a chain
+        await within(self._lane.run(read), deadline_s, f"bucket {index} of weights {key[0]}")
+        if self._config.directory:  # else every version is whole, and none is the base of a patch
+            self._held.arrived(manifest, index, into)
+
+    def committed(self, version: Version) -> None:
+        """What arrived of `version` is what the next patches are applied to."""
+        self._held.commit(version)
 
     def abort(self) -> None:
         """Leave; a read that is stuck ends in its own thread."""
         self._lane.close()
 
     async def close(self) -> None:
-        """The same."""
+        """The same; what is held stays, for the next cell."""
         self._lane.close()
-
-
-def write_bucket(folder: Path, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-    """Write one bucket as a safetensors file, durable and atomic."""
-    path = folder / file_name(manifest, index)
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
-        write_tensors(file, manifest, index, bucket)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_bucket(folder: Path, manifest: WeightManifest, index: int, into: Uint8) -> None:
-    """Read what `write_bucket` wrote, laid out as the manifest says.
-
-    Raises:
-        CorruptError: the file is missing, cut short or not laid out as the manifest says.
-    """
-    path = folder / file_name(manifest, index)
-    try:
-        with path.open("rb") as file:
-            read_tensors(file, path.stat().st_size, str(path), manifest, index, into)
-    except OSError as error:
-        raise CorruptError(f"{path}: cannot be read ({error!r})") from error

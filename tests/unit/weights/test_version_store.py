@@ -17,8 +17,8 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.types import Uint8, Version
 from meshrl.testing.weights import StubSource
-from meshrl.weights.chain import MARK, ChainReader, ChainWriter, Store, read_chain
 from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
 
 RUN = "a run/with a slash"
 BUCKETS = 2
@@ -62,12 +62,14 @@ def made(step: int, density: float = 0.01, epoch: int = 1, run: str = RUN) -> St
     )
 
 
-def writer(url: str, **options: Any) -> ChainWriter:
-    return ChainWriter(WeightsConfig.model_validate(options), Store(url), None)
+def writer(url: str, **options: Any) -> VersionWriter:
+    return VersionWriter(
+        WeightsConfig.model_validate({"directory": url, **options}), VersionStore(url), None
+    )
 
 
 def read(url: str, source: StubSource, held: Held | None = None) -> list[Uint8]:
-    reader = ChainReader(Store(url), source.manifest.run, held or Held())
+    reader = VersionReader(VersionStore(url), source.manifest.run, held or Held())
     found = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
     for index, into in enumerate(found):
         reader.read(source.manifest, index, into, again=False)
@@ -79,7 +81,7 @@ def same(found: list[Uint8], source: StubSource) -> bool:
 
 
 def chain_of(url: str, source: StubSource) -> list[int]:
-    chain = read_chain(Store(url), source.manifest.run, source.manifest.version)
+    chain = VersionStore(url).chain(source.manifest.run, source.manifest.version)
     return [version.step for version in chain]
 
 
@@ -93,11 +95,11 @@ def test_every_version_that_is_kept_can_be_read_by_a_joiner_at_any_moment(url: s
 
 
 def test_what_no_kept_version_needs_is_removed(url: str) -> None:
-    chain, store = writer(url, keep=2, anchor_every=5), Store(url)
+    chain, store = writer(url, keep=2, anchor_every=5), VersionStore(url)
     left = {}
     for step in range(7):
         chain.write(made(step))
-        left[step] = sorted(store.folders("a%20run%2Fwith%20a%20slash"))
+        left[step] = sorted(store.folders(RUN))
     assert left[4] == [f"1.{each}" for each in range(5)]
     assert left[5] == [f"1.{each}" for each in range(6)]  # 1.4 is kept, and needs all before it
     assert left[6] == ["1.5", "1.6"]
@@ -107,7 +109,9 @@ def test_a_patch_is_small_and_an_anchor_a_checkpoint(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    chain = ChainWriter(WeightsConfig(), Store(str(tmp_path / "store")), model)
+    chain = VersionWriter(
+        WeightsConfig(directory="store"), VersionStore(str(tmp_path / "store")), model
+    )
     for step in range(2):
         chain.write(made(step, run="r"))
     anchor, patch = tmp_path / "store/r/1.0", tmp_path / "store/r/1.1"
@@ -160,20 +164,20 @@ def test_a_replica_reads_only_what_it_lacks(url: str, monkeypatch: pytest.Monkey
     held.commit(Version(1, 1))
     chain.write(made(3))
     paths: list[str] = []
-    original = Store.read
+    original = VersionStore.read
 
-    def spy(store: Store, path: str) -> bytes:
+    def spy(store: VersionStore, path: str) -> bytes:
         paths.append(path.partition("/1.")[2])
         return original(store, path)
 
-    monkeypatch.setattr(Store, "read", spy)
+    monkeypatch.setattr(VersionStore, "read", spy)
     assert same(read(url, made(3), held), made(3))
     assert {path[0] for path in paths} == {"2", "3"}
     assert same(first, made(1))  # what the engine may hold is not written to
 
 
 def test_a_version_without_its_last_object_does_not_exist_and_is_removed(url: str) -> None:
-    store, chain = Store(url), writer(url)
+    store, chain = VersionStore(url), writer(url)
     chain.write(made(0))
     folder = "a%20run%2Fwith%20a%20slash/1.1"
     store.write(f"{folder}/model-00001-of-00002.patch", b"half")  # killed here
@@ -181,7 +185,7 @@ def test_a_version_without_its_last_object_does_not_exist_and_is_removed(url: st
         read(url, made(1))
     resumed = writer(url)
     resumed.write(made(1, epoch=2))
-    assert "1.1" not in store.folders("a%20run%2Fwith%20a%20slash")
+    assert "1.1" not in store.folders(RUN)
     assert same(read(url, made(0)), made(0))
 
 
@@ -205,12 +209,12 @@ def test_after_a_write_that_failed_half_way_comes_an_anchor() -> None:
 
 
 def test_a_spoiled_patch_is_repaired_whole_and_an_anchor_follows(url: str) -> None:
-    chain, store = writer(url), Store(url)
+    chain, store = writer(url), VersionStore(url)
     for step in range(2):
         chain.write(made(step))
     store.write("a%20run%2Fwith%20a%20slash/1.1/model-00001-of-00002.patch", b"mdp1 spoiled")
     source = made(1)
-    reader, into = ChainReader(store, RUN, Held()), np.empty(1 << 13, dtype=np.uint8)
+    reader, into = VersionReader(store, RUN, Held()), np.empty(1 << 13, dtype=np.uint8)
     with pytest.raises(CorruptError, match="patch"):
         reader.read(source.manifest, 0, into, again=False)
     chain.repair(source.manifest, 0, source.bucket(0))
@@ -226,7 +230,7 @@ def test_a_spoiled_patch_is_repaired_whole_and_an_anchor_follows(url: str) -> No
 def test_a_version_file_that_makes_no_sense_is_corrupt_in_one_line(content: bytes) -> None:
     url = f"memory://{secrets.token_hex(4)}"
     writer(url).write(made(0))
-    Store(url).write("a%20run%2Fwith%20a%20slash/1.0/version.json", content)
+    VersionStore(url).write("a%20run%2Fwith%20a%20slash/1.0/version.json", content)
     with pytest.raises(CorruptError, match=r"version\.json cannot be read") as caught:
         read(url, made(0))
     assert "\n" not in str(caught.value)
@@ -242,9 +246,9 @@ def test_runs_do_not_mix_in_one_directory(url: str) -> None:
 
 def test_stores_that_cannot_be_used_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"weights\.directory: nfs4://x: Protocol not known"):
-        Store("nfs4://x")
+        VersionStore("nfs4://x")
     with pytest.raises(ConfigError, match="needs a path or a URL"):
-        Store("")
+        VersionStore("")
     with pytest.raises(ValueError, match=r"carrier 'object' needs weights\.directory"):
         WeightsConfig(carrier="object")
 
@@ -253,13 +257,50 @@ def test_stores_that_cannot_be_used_are_told_in_one_line(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("fsspec.core.url_to_fs", absent)
     with pytest.raises(ConfigError, match=r"Install s3fs to access S3 .*'meshrl\[s3\]'"):
-        Store("s3://bucket/weights")
+        VersionStore("s3://bucket/weights")
 
 
 def test_a_replica_that_sees_another_store_is_told_so() -> None:
     url = f"memory://{secrets.token_hex(4)}"
-    reader = ChainReader(Store(url), RUN, Held())
+    reader = VersionReader(VersionStore(url), RUN, Held())
     with pytest.raises(UnavailableError, match="trainer and rollout need the same store"):
         reader.check()
-    Store(url).write(MARK, b"{}")
+    VersionStore(url).write(MARK, b"{}")
     reader.check()
+
+
+def test_in_the_directory_of_a_run_every_version_is_a_whole_checkpoint(tmp_path: Path) -> None:
+    store = VersionStore(tmp_path / "weights")
+    chain = VersionWriter(WeightsConfig(anchor_every=10, keep=3), store, None)
+    for step in range(5):
+        chain.write(made(step))
+    folders = sorted((tmp_path / "weights").iterdir())
+    assert [folder.name for folder in folders] == ["1.2", "1.3", "1.4"]
+    for step, folder in zip(range(2, 5), folders, strict=True):
+        content = (folder / "model-00001-of-00002.safetensors").read_bytes()
+        tensor = made(step).manifest.tensors[1]
+        sent = made(step).bucket(0)[tensor.offset : tensor.offset + tensor.nbytes]
+        assert dict(deserialize(content))[tensor.name]["data"] == sent.tobytes()
+
+
+def test_a_local_version_has_no_name_before_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, seen = VersionStore(tmp_path), []
+    original = VersionStore.write
+
+    def spy(store: VersionStore, path: str, content: bytes) -> None:
+        original(store, path, content)
+        seen.append(sorted(each.name for each in tmp_path.iterdir()))
+        if len(seen) == 5:
+            raise KeyboardInterrupt  # killed with one bucket of 1.1 written
+
+    monkeypatch.setattr(VersionStore, "write", spy)
+    chain = VersionWriter(WeightsConfig(), store, None)
+    chain.write(made(0))
+    with pytest.raises(KeyboardInterrupt):
+        chain.write(made(1))
+    assert seen == [[".1.0"]] * 4 + [[".1.1", "1.0"]]
+    monkeypatch.setattr(VersionStore, "write", original)
+    VersionWriter(WeightsConfig(), store, None).write(made(0, epoch=2))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["1.0", "2.0"]

@@ -1,0 +1,386 @@
+"""Versions of the weights in a directory that fsspec opens: whole ones (anchors), and patches between them.
+
+    <directory>/<run>/1.10/   model-00001-of-00004.safetensors …, index, config, tokenizer, version.json    an anchor
+                      1.11/   model-00001-of-00004.patch …, version.json                                    changes
+                      1.12/   …
+    <run.dir>/weights/1.12/   an anchor: in the run's own directory every version is one
+
+An object store cannot rename or lock: `version.json` names the chain (anchor first) and is written last, so a folder
+without one does not exist yet; nothing is changed afterwards. In a local directory each file is also flushed to disk,
+and a version's folder is written under a hidden name and renamed. A chain begins with an anchor: on a start or a
+resume, after `anchor_every` versions, when more than `max_density` has changed, and after a bucket was found
+corrupted. An anchor loads as a checkpoint of its own. What the newest `keep` versions need is kept.
+
+Everything here blocks: it runs in a thread of the carrier.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import fsspec.core
+from fsspec.implementations.local import LocalFileSystem
+
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
+from meshrl.contract.files import sync
+from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Uint8, Version, WeightManifest
+from meshrl.weights.checkpoint_files import (
+    INDEX,
+    companions,
+    file_name,
+    index_text,
+    read_tensors,
+    write_tensors,
+)
+from meshrl.weights.delta import apply, head, whole
+from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.delta.patches import patch_between, word_bytes
+
+logger = logging.getLogger(__name__)
+
+MARK: Final = "meshrl-weights.json"
+"""A file in the directory itself: a replica that finds it sees the trainer's store."""
+_VERSION_FILE: Final = "version.json"
+
+
+class VersionStore:
+    """A directory that fsspec opens. Whatever its library raises becomes one of our errors, in one line."""
+
+    def __init__(self, location: str | Path) -> None:
+        """Opens nothing yet.
+
+        Args:
+            location: a path or URL, where each run has a folder of its own (`weights.directory`); or the path of a
+                directory that belongs to one run.
+
+        Raises:
+            ConfigError: no such store can be opened here.
+        """
+        if not location:
+            raise ConfigError("weights.directory: the carrier object needs a path or a URL")
+        self._shared = isinstance(location, str)
+        self.url = str(location)
+        if isinstance(location, Path):
+            self._files, self._root = LocalFileSystem(), str(location.absolute())
+        else:
+            self._files, self._root = _opened(location)
+        self._local = isinstance(self._files, LocalFileSystem)
+
+    def folder(self, run: str, version: Version) -> str:
+        """Where a version lies."""
+        return f"{self._runs_folder(run)}/{version}".lstrip("/")
+
+    def draft(self, folder: str) -> str:
+        """Where a version is written before `publish`: a hidden folder where folders can be renamed."""
+        parent, slash, name = folder.rpartition("/")
+        return f"{parent}{slash}.{name}" if self._local else folder
+
+    def publish(self, folder: str) -> None:
+        """Give a version that is complete its name. Raises CapacityError."""
+        if not self._local:
+            return
+        target, draft = Path(self._root, folder), Path(self._root, self.draft(folder))
+        try:
+            sync(draft)
+            # A version is written twice only if a publish is repeated; then the bytes are the same.
+            shutil.rmtree(target, ignore_errors=True)
+            draft.rename(target)
+            sync(target.parent)
+        except OSError as error:
+            raise CapacityError(f"cannot rename {draft}: {_line(error)}") from error
+
+    def write(self, path: str, content: bytes) -> None:
+        """One object, with the folder that it lies in; in a local directory durable and atomic.
+
+        Raises:
+            CapacityError: the store refuses.
+        """
+        full = f"{self._root}/{path}"
+        try:
+            if self._local:
+                _write_file(Path(full), content)
+                return
+            if (
+                not self._files.async_impl
+            ):  # object stores have no folders; s3fs would make a bucket
+                self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(full, content)
+        except Exception as error:  # every store has errors of its own
+            raise CapacityError(f"cannot write {path} to {self.url}: {_line(error)}") from error
+
+    def read(self, path: str) -> bytes:
+        """One object. Raises CorruptError when there is none, UnavailableError when the store fails."""
+        try:
+            content: bytes = self._files.cat_file(f"{self._root}/{path}")
+        except FileNotFoundError as error:
+            raise CorruptError(f"{self.url}: {path} is missing") from error
+        except Exception as error:
+            raise UnavailableError(f"cannot read {path} from {self.url}: {_line(error)}") from error
+        return content
+
+    def has(self, path: str) -> bool:
+        """Whether there is such an object. Raises UnavailableError when the store fails."""
+        try:
+            self._files.invalidate_cache()
+            return bool(self._files.exists(f"{self._root}/{path}"))
+        except Exception as error:
+            raise UnavailableError(f"cannot see {path} in {self.url}: {_line(error)}") from error
+
+    def folders(self, run: str) -> list[str]:
+        """The names of the folders of a run, complete or not. Raises UnavailableError."""
+        path = f"{self._root}/{self._runs_folder(run)}"
+        try:
+            self._files.invalidate_cache()
+            paths: list[str] = self._files.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise UnavailableError(f"cannot list {path} in {self.url}: {_line(error)}") from error
+        return [name.rstrip("/").rpartition("/")[2] for name in paths]
+
+    def remove(self, folder: str) -> None:
+        """A folder; `version.json` first, so that nobody sees half of it. Raises UnavailableError."""
+        full = f"{self._root}/{folder}"
+        try:
+            if self._files.exists(f"{full}/{_VERSION_FILE}"):
+                self._files.rm_file(f"{full}/{_VERSION_FILE}")
+            self._files.rm(full, recursive=True)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise UnavailableError(
+                f"cannot remove {folder} in {self.url}: {_line(error)}"
+            ) from error
+
+    def chain(self, run: str, version: Version) -> tuple[Version, ...]:
+        """The versions that `version` is made of: its anchor first, itself last.
+
+        Raises:
+            CorruptError: the version is not there, or only in part.
+            UnavailableError: the store fails.
+        """
+        path = f"{self.folder(run, version)}/{_VERSION_FILE}"
+        try:
+            about: Any = json.loads(self.read(path))
+            chain = tuple(Version.parse(name) for name in about["chain"])
+            if about["run"] != run or not chain or chain[-1] != version:
+                raise ValueError("it is of something else")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptError(f"{self.url}: {path} cannot be read ({error})") from error
+        return chain
+
+    def _runs_folder(self, run: str) -> str:
+        return quote(run, safe="") if self._shared else ""
+
+
+class VersionWriter:
+    """The trainer's end: writes each version once, for all replicas."""
+
+    def __init__(self, config: WeightsConfig, store: VersionStore, model_path: Path | None) -> None:
+        """Nothing is written before `write`.
+
+        Args:
+            config: `keep`, `max_density`, and, for a store in `directory`, `anchor_every`.
+            store: where to.
+            model_path: the checkpoint whose config and tokenizer are copied into each anchor.
+        """
+        self._config = config
+        self._anchor_every = config.anchor_every if config.directory else 1
+        self._store = store
+        self._model_path = model_path
+        self._last: WeightSource | None = None
+        self._chain: tuple[Version, ...] = ()
+        """From the newest anchor to `_last`; empty: the next one is an anchor."""
+
+    def write(self, source: WeightSource) -> None:
+        """Write a version, then remove what is no longer needed.
+
+        Raises:
+            CapacityError: the store refuses.
+        """
+        manifest = source.manifest
+        if self._chain and manifest.version == self._chain[-1]:
+            return  # published twice
+        patches = self._patches(source)
+        chain = (*(self._chain if patches is not None else ()), manifest.version)
+        self._chain = ()  # what fails half-way is no base: an anchor follows it
+        folder = self._store.folder(manifest.run, manifest.version)
+        draft = self._store.draft(folder)
+        if patches is None:
+            self._write_anchor(draft, source)
+        else:
+            for index, patch in enumerate(patches):
+                self._store.write(f"{draft}/{_patch_name(manifest, index)}", patch)
+        about = {"run": manifest.run, "chain": [str(version) for version in chain]}
+        self._store.write(f"{draft}/{_VERSION_FILE}", json.dumps(about).encode())
+        self._store.publish(folder)
+        self._chain, self._last = chain, source if self._anchor_every > 1 else None
+        try:
+            self.prune(manifest.run)
+        except UnavailableError as error:  # the version is there; the next one prunes again
+            logger.warning("%s", error)
+
+    def repair(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """Write a bucket that was read corrupted into the version's folder, whole. Raises CapacityError."""
+        folder = self._store.folder(manifest.run, manifest.version)
+        self._write_whole(folder, manifest, index, bucket)
+        self._chain = ()  # something in it is spoiled
+
+    def prune(self, run: str) -> None:
+        """Remove what the newest `keep` versions do not need, and what a trainer that died has left unfinished.
+
+        Raises:
+            UnavailableError: the store fails.
+        """
+        versions = set()
+        for name in self._store.folders(run):
+            try:
+                version = Version.parse(name.removeprefix("."))
+            except ValueError:
+                continue  # not ours
+            if name.startswith("."):
+                self._store.remove(self._store.draft(self._store.folder(run, version)))
+            else:
+                versions.add(version)
+        needed: set[Version] = set()
+        complete = 0
+        for version in sorted(versions, reverse=True):
+            if complete == self._config.keep:
+                break
+            if version in needed:
+                complete += 1
+                continue
+            try:
+                needed.update(self._store.chain(run, version))
+                complete += 1
+            except CorruptError:
+                continue  # not complete: it does not exist
+        for version in versions - needed:
+            self._store.remove(self._store.folder(run, version))
+
+    def _patches(self, source: WeightSource) -> list[bytes] | None:
+        """One for each bucket; None when an anchor is due."""
+        manifest, last = source.manifest, self._last
+        if last is None or not 0 < len(self._chain) < self._anchor_every:
+            return None
+        if manifest.run != last.manifest.run or manifest.tensors != last.manifest.tensors:
+            return None
+        allowed = self._config.max_density * manifest.total_bytes
+        patches = []
+        for index in range(len(manifest.bucket_bytes)):
+            bucket, width = source.bucket(index), word_bytes(manifest, index)
+            patch = patch_between(last, manifest, index, bucket, self._config.max_density)
+            allowed -= bucket.nbytes if patch is None else width * head(patch).changed
+            if allowed < 0:
+                return None
+            patches.append(whole(bucket, word_bytes=width) if patch is None else patch)
+        return patches
+
+    def _write_anchor(self, folder: str, source: WeightSource) -> None:
+        manifest = source.manifest
+        for index in range(len(manifest.bucket_bytes)):
+            self._write_whole(folder, manifest, index, source.bucket(index))
+        self._store.write(f"{folder}/{INDEX}", index_text(manifest).encode())
+        for path in companions(self._model_path):
+            self._store.write(f"{folder}/{path.name}", path.read_bytes())
+
+    def _write_whole(
+        self, folder: str, manifest: WeightManifest, index: int, bucket: Uint8
+    ) -> None:
+        content = io.BytesIO()
+        write_tensors(content, manifest, index, bucket)
+        self._store.write(f"{folder}/{file_name(manifest, index)}", content.getvalue())
+
+
+class VersionReader:
+    """A replica's end: reads an anchor and patches, or only the patches after what the replica holds."""
+
+    def __init__(self, store: VersionStore, run: str, held: Held) -> None:
+        self._store = store
+        self._run = run
+        self._held = held
+        self._chain: tuple[Version, ...] = ()
+        """Of the version that was read last."""
+
+    def check(self) -> None:
+        """Raises UnavailableError when this is not the trainer's store."""
+        if not self._store.has(MARK):
+            raise UnavailableError(
+                f"{self._store.url} holds no {MARK}: trainer and rollout need the same store "
+                "(weights.directory, or without one a shared run.dir)"
+            )
+
+    def read(self, manifest: WeightManifest, index: int, into: Uint8, *, again: bool) -> None:
+        """Fill `into`.
+
+        Args:
+            manifest: of the version.
+            index: of the bucket.
+            into: uint8[bucket_bytes[index]].
+            again: what the chain gave was wrong, and the trainer has written the bucket there whole.
+
+        Raises:
+            CorruptError: something is missing or cannot be read.
+            UnavailableError: the store fails.
+        """
+        if again:
+            self._read_whole(manifest, manifest.version, index, into)
+            return
+        if not self._chain or self._chain[-1] != manifest.version:
+            self._chain = self._store.chain(self._run, manifest.version)
+        held = self._held.base(manifest, index)
+        if held is not None and held[0] in self._chain:
+            start = self._chain.index(held[0])
+            into[:] = held[1]
+        else:
+            start = 0
+            self._read_whole(manifest, self._chain[0], index, into)
+        for version in self._chain[start + 1 :]:
+            folder = self._store.folder(self._run, version)
+            apply(into, self._store.read(f"{folder}/{_patch_name(manifest, index)}"), into)
+
+    def _read_whole(
+        self, manifest: WeightManifest, version: Version, index: int, into: Uint8
+    ) -> None:
+        path = f"{self._store.folder(self._run, version)}/{file_name(manifest, index)}"
+        content = self._store.read(path)
+        read_tensors(io.BytesIO(content), len(content), path, manifest, index, into)
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise ConfigError(
+            f"weights.directory: {url}: {error} (for S3: pip install 'meshrl[s3]')"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"weights.directory: {url}: {error}") from error
+    return files, root
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _patch_name(manifest: WeightManifest, index: int) -> str:
+    return file_name(manifest, index).replace(".safetensors", ".patch")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
