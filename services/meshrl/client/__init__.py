@@ -1,4 +1,4 @@
-"""The transfer queue for programs of your own, without the rest of the mesh and without torch.
+"""The client of the transfer queue, for your own programs. It needs neither the rest of the mesh nor torch.
 
     async with Queue.connect("127.0.0.1:7001") as queue:
         run = await queue.open_run(RunSpec(run="mine", group_size=8, batch_groups=4, max_staleness=1))
@@ -8,7 +8,7 @@
     trainer    async for batch in run.batches(groups=4): ...
 
 `meshrl.client.sync` has the same classes without `await`; `meshrl.client.dataset` has an IterableDataset for PyTorch.
-`Queue.port` is the whole port (`meshrl.contract.ports.Queue`), of which these are the convenient part.
+`Queue.port` is the full port (`meshrl.contract.ports.Queue`) with every operation.
 """
 
 from meshrl.client.batches import Batches, Checkpoint, TrainBatch

@@ -1,12 +1,12 @@
-"""Batches for a trainer of your own, each trained once in the history that survives.
+"""Batches for your own trainer. In the surviving history each batch is trained once.
 
     async for batch in (batches := run.batches(groups=4, step=resumed_at)):
         ...one optimizer step...                       asking for the next batch settles this one
         async with batches.checkpoint() as step:       settles it now
-            save(step)                                 at its good end, what came before is trained for good
+            save(step)                                 at the end without an error: commits the earlier steps
 
-A trainer that dies comes back with the step of its last checkpoint: what was settled at or after that step, and what
-was taken and not settled, comes again in the same order; what came before does not.
+A trainer that died resumes with the step of its last checkpoint. Batches settled at or after that step, and batches
+taken and not settled, come again in the same order. Earlier ones do not come again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshrl.contract.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Complete groups with their payload, in the manifest's order: siblings stand next to each other."""
+    """Complete groups with their payload, in the manifest's order. Rows of one group stand together."""
 
     epoch: int
     step: int
@@ -51,17 +51,17 @@ class TrainBatch:
 
     @cached_property
     def columns(self) -> tuple[Columns, ...]:
-        """One mapping a row: column name to a read-only array. Raises CorruptError."""
+        """For each row a mapping from column name to a read-only array. Raises CorruptError."""
         return tuple(row for group in self.groups for row in group.columns())
 
     def column(self, name: str) -> Flat:
-        """One column of all rows on end, copied once. Raises CorruptError where a row lacks it."""
+        """One column of all rows, concatenated (copied once). Raises CorruptError if a row lacks it."""
         if not self.groups:
             raise UserError(f"this share of the batch has no rows, so no column {name!r}")
         return gathered(self.groups, name)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """The rows as Trajectories, for runs with the standard stages. Raises CorruptError."""
+        """The rows as Trajectory objects, for runs with the standard stages. Raises CorruptError."""
         pairs = zip(self.rows, self.columns, strict=True)
         return tuple(trajectory(row.uid, columns) for row, columns in pairs)
 
@@ -69,7 +69,7 @@ class TrainBatch:
 async def take(
     port: Queue, run: str, *, epoch: int, step: int, groups: int, wait_s: float
 ) -> Batch:
-    """The batch of a step. Every rank and every worker that asks in one epoch gets the same one."""
+    """The batch of a step. Every rank and worker that asks in one epoch gets the same batch."""
     return await port.take(
         run, epoch=epoch, step=step, groups=groups, batch_id=f"{epoch}-{step}", wait_s=wait_s
     )
@@ -80,10 +80,10 @@ async def fetch(
 ) -> TrainBatch:
     """The payload of a rank's share of a batch."""
     rows = share.rows_of(batch)
-    found = await port.fetch_packed(
+    groups = await port.fetch_packed(
         batch.run, siblings(batch.run, (row.uid for row in rows)), columns
     )
-    return TrainBatch(epoch=epoch, step=batch.step, rows=rows, groups=tuple(found))
+    return TrainBatch(epoch=epoch, step=batch.step, rows=rows, groups=tuple(groups))
 
 
 def all_columns(state: RunState) -> tuple[str, ...]:
@@ -92,12 +92,12 @@ def all_columns(state: RunState) -> tuple[str, ...]:
 
 
 def this_process() -> str:
-    """host:pid, for people who ask who has a run or a row."""
+    """`host:pid`: the default name of a row's holder or a run's trainer."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Batches:
-    """An async iterator over a run's batches, by its one trainer. Made by `Run.batches`."""
+    """An async iterator over a run's batches, for its one trainer. `Run.batches` makes it."""
 
     def __init__(
         self,
@@ -128,28 +128,28 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """The trainer's epoch; an older trainer of the run is fenced. Raises UserError before `start`."""
+        """The trainer's epoch. Trainers of older epochs are fenced. Raises UserError before `start`."""
         if self._epoch is None:
             raise UserError("the run has not been taken over yet: iterate, or call `start`")
         return self._epoch
 
     @property
     def step(self) -> int:
-        """Optimizer steps settled so far, those before a resume included."""
+        """Optimizer steps settled so far, including those before a resume."""
         if self._step is None:
             raise UserError("the run has not been taken over yet: iterate, or call `start`")
         return self._step
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are fetched, known after `start`."""
+        """The columns that are fetched. Known after `start`."""
         return tuple(self._columns or ())
 
     async def start(self) -> None:
-        """Take the run over and go back to the step to resume at; done by the first iteration; idempotent.
+        """Take the run over and rewind it to the step to resume at. The first iteration does this. Idempotent.
 
         Raises:
-            ConflictError: `step` is older than what was committed.
+            ConflictError: `step` is older than the last committed step.
         """
         if self._epoch is not None:
             return
@@ -163,7 +163,7 @@ class Batches:
         self._epoch, self._step = state.epoch, step
 
     def __aiter__(self) -> Self:
-        """A loop that was left without settling its batch gets it once more."""
+        """A loop that continues after `break` first gets its unsettled batch again."""
         self._again = self._open is not None
         return self
 
@@ -190,7 +190,7 @@ class Batches:
         return self._open
 
     async def settle(self) -> None:
-        """The current batch went into its optimizer step. Without one: nothing.
+        """Declare that the current batch was trained. Does nothing without a current batch.
 
         Raises:
             FencedError: another trainer has taken the run over.
@@ -202,30 +202,30 @@ class Batches:
             self._done += 1
 
     async def filter(self, uids: Sequence[Uid], reason: str) -> None:
-        """Rows of the current batch leave the run untrained, counted under `reason`."""
+        """Remove rows of the current batch from the run untrained, counted under `reason`."""
         await self._port.filter(self._run, epoch=self.epoch, uids=uids, reason=reason)
 
     def checkpoint(self) -> Checkpoint:
-        """A block that saves the trainer's state: settles at its start, commits at its good end."""
+        """A block that saves the trainer's state. Settles at its start, commits at its end if it raises nothing."""
         return Checkpoint(self)
 
     async def commit(self, step: int) -> None:
-        """A checkpoint with `step` optimizer steps is durable: rows settled before it are trained for good."""
+        """Declare that a checkpoint with `step` optimizer steps is durable. Earlier rows never come again."""
         await self._port.commit(self._run, epoch=self.epoch, step=step)
 
 
 class Checkpoint:
     """`async with batches.checkpoint() as step: save(step)`.
 
-    Settling comes before the save, so that a trainer killed in between finds the rows of its checkpoint settled, and
-    committing after it, so that one killed before the save finds them ready again.
+    It settles before the save, so that a trainer killed between the two finds the rows of its checkpoint settled. It
+    commits after the save, so that a trainer killed before the save finds them ready again.
     """
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
     async def __aenter__(self) -> int:
-        """Optimizer steps that the checkpoint will hold: what `step=` takes on resume."""
+        """Returns the optimizer steps that the checkpoint will hold: the value for `step=` on resume."""
         await self._batches.start()
         await self._batches.settle()
         return self._batches.step
@@ -241,7 +241,7 @@ class Checkpoint:
 
 
 async def settle(port: Queue, run: str, epoch: int, step: int, *, publish: bool) -> None:
-    """The batch of `step` was trained, which makes version `step + 1`."""
+    """Declare that the batch of `step` was trained. With `publish`, publish version `step + 1`."""
     await port.settle(run, epoch=epoch, step=step, batch_id=f"{epoch}-{step}")
     if publish:
         await port.publish(run, Version(epoch, step + 1))

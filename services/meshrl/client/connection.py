@@ -1,4 +1,4 @@
-"""A connection to one queue, or to the shards of one, that does not outlive a fork unnoticed."""
+"""Connects to a queue or to all its shards, and refuses to work in a fork."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from meshrl.contract.ports import Queue
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
 from meshrl.rpc.clients.queue import QueueClient
 
-Wire = TypeVar("Wire", bound=QueueClient)
+Client = TypeVar("Client", bound=QueueClient)
 
 PATIENCE_S: Final = STAGE_PATIENCE_S
-"""How long a restart of the queue may take before calls fail with UnavailableError."""
+"""Seconds that a restart of the queue may take before calls fail with UnavailableError."""
 
-# Wires that live, closed or not: gRPC ends its threads when the last channel is freed, not when it is closed.
-_living: weakref.WeakSet[QueueClient] = weakref.WeakSet()
-_forked_beside_a_wire = False
+# Clients that are not freed yet, closed or not: gRPC ends its threads when the last channel is freed, not when it is
+# closed.
+_clients: weakref.WeakSet[QueueClient] = weakref.WeakSet()
+_forked_beside_a_client = False
 
 
 def _after_fork() -> None:
-    global _forked_beside_a_wire
-    _forked_beside_a_wire = _forked_beside_a_wire or len(_living) > 0
-    _living.clear()
+    global _forked_beside_a_client
+    _forked_beside_a_client = _forked_beside_a_client or len(_clients) > 0
+    _clients.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def require_no_fork() -> None:
-    """Raises UserError in a process that was forked beside a connection: gRPC would hang there."""
-    if _forked_beside_a_wire:
+    """Raises UserError in a process that was forked while a connection existed: gRPC would hang there."""
+    if _forked_beside_a_client:
         raise UserError(
             f"process {os.getpid()} was forked from one with a queue connection, and gRPC does not survive that:"
             ' start it with "spawn" or "forkserver", or close and drop the connection before the fork'
@@ -43,7 +44,7 @@ def require_no_fork() -> None:
 
 
 def check_address(address: str) -> str:
-    """`host:port` or `unix:/path`, as it came. Raises UserError."""
+    """Return `address` unchanged. Raises UserError unless it is `host:port` or `unix:/path`."""
     host, colon, port = address.rpartition(":")
     if address.startswith(("unix:", "unix-abstract:")):
         return address
@@ -56,29 +57,29 @@ def check_address(address: str) -> str:
 async def connected(
     addresses: Sequence[str], patience_s: float, compression: Mode
 ) -> AsyncIterator[Queue]:
-    """The queue at one address, or the sharded one at several (the order is the same for everybody)."""
+    """The queue at one address, or the sharded queue at several. All clients must use the same order."""
     require_no_fork()
     async with AsyncExitStack() as stack:
         if len(addresses) == 1:
             yield await stack.enter_async_context(
-                _living_wire(
+                _registered(
                     QueueClient(addresses[0], patience_s=patience_s, compression=compression)
                 )
             )
             return
-        # Only who has shards loads the router.
+        # Imported here, so that clients of a queue without shards need not load the router.
         from meshrl.rpc.clients.shard import ShardClient
         from meshrl.transferqueue.sharding.router import ShardedQueue
 
         async def dial(address: str) -> ShardClient:
-            wire = ShardClient(address, patience_s=patience_s, compression=compression)
-            return await stack.enter_async_context(_living_wire(wire))
+            client = ShardClient(address, patience_s=patience_s, compression=compression)
+            return await stack.enter_async_context(_registered(client))
 
         router = ShardedQueue([await dial(address) for address in addresses], addresses, dial)
         stack.push_async_callback(router.close)
         yield router
 
 
-def _living_wire(wire: Wire) -> Wire:
-    _living.add(wire)
-    return wire
+def _registered(client: Client) -> Client:
+    _clients.add(client)
+    return client

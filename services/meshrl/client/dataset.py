@@ -1,4 +1,4 @@
-"""Batches of a run as an IterableDataset for PyTorch, taken in workers, settled in the main process.
+"""Batches of a run as a PyTorch IterableDataset. Workers take them, the main process settles them.
 
     with QueueDataset("127.0.0.1:7001", run="mine", groups=4, step=resumed_at) as dataset:
         for batch in DataLoader(dataset, batch_size=None, num_workers=2):
@@ -7,12 +7,12 @@
             with dataset.checkpoint() as step: save(step)
 
       main process         worker 0                worker 1
-      open: acquire        take 0 ─ turn ────────▶ take 1 ─ turn ─▶ …     each has a connection of its own
+      open: acquire        take 0 ─ turn ────────▶ take 1 ─ turn ─▶ …     each has its own connection
       train 0 ◀─────────── fetch 0, tensors        fetch 1, tensors
       settle 0             take 2 …
 
-Workers take ahead of the main process (`prefetch_factor`); what they took and nobody settled comes again after a
-crash. A worker that waits is ended by the DataLoader, or by the death of the main process.
+Workers take ahead of the main process (`prefetch_factor`). Batches that were taken and not settled come again after a
+crash. A waiting worker ends when the DataLoader ends it or the main process dies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from meshrl.client import batches
 from meshrl.client.connection import PATIENCE_S
-from meshrl.client.portal import EventLoopThread
+from meshrl.client.event_loop_thread import EventLoopThread
 from meshrl.client.queue import DAY_S, Queue
 from meshrl.client.ranks import Share
 from meshrl.client.tensors import TensorBatch, to_tensors
@@ -48,16 +48,16 @@ _NEVER: Final = 1 << 62
 
 
 class Position(NamedTuple):
-    """What the ranks of one trainer have in common."""
+    """The position of training, equal on all ranks of one trainer."""
 
     epoch: int
     step: int
-    """Where training starts: optimizer steps of the checkpoint."""
+    """Where training starts: the optimizer steps of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """What a worker must know."""
+    """The settings that a worker needs."""
 
     addresses: tuple[str, ...]
     patience_s: float
@@ -69,23 +69,23 @@ class _Source:
 
 
 class QueueDataset(IterableDataset[TensorBatch]):
-    """The batches of one run, for its one trainer. Give it to a DataLoader with `batch_size=None`.
+    """The batches of one run, for its one trainer. Pass it to a DataLoader with `batch_size=None`.
 
     Args:
-        addresses: Of the queue, or of all its shards.
-        run: A run that is open.
+        addresses: The address of the queue, or of all its shards.
+        run: The name of an open run.
         groups: Groups of one optimizer step, over all ranks.
-        columns: What to fetch; all by default.
-        step: Optimizer steps of the checkpoint that training starts from; by default the last committed.
-        steps: End after so many batches; without it when the feed is closed and empty.
-        share: This process's rank, the number of ranks, and whether siblings stay together. Every rank gets a batch
-            for each step, which has no rows where there are fewer groups than ranks.
-        position: Of rank 0, for the other ranks. Not needed under an initialised `torch.distributed` with as many
-            ranks: then rank 0 tells it.
-        owner: Who trains, for people to read.
+        columns: Columns to fetch; all by default.
+        step: Optimizer steps of the checkpoint to start from; by default the last committed step.
+        steps: End after this many batches; by default when the feed is closed and empty.
+        share: This process's rank, the number of ranks, and whether groups stay on one rank. Every rank gets a batch
+            for each step; it has no rows if there are fewer groups than ranks.
+        position: For ranks other than 0, the `position` of rank 0. Not needed if `torch.distributed` is initialised
+            with as many ranks: then rank 0 broadcasts it.
+        owner: The trainer's name, for people to read.
         publish: As in `Run.batches`.
-        wait_s: Seconds to wait for each batch; then WaitTimeoutError.
-        patience_s: How long a restart of the queue may take.
+        wait_s: Seconds to wait for each batch before WaitTimeoutError.
+        patience_s: Seconds for which calls are repeated while the queue restarts.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
         wait_s: float = DAY_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        Queue.connect(*addresses)  # refuses a bad address here, not in a worker
+        Queue.connect(*addresses)  # raises for a bad address here rather than in a worker
         self._source = _Source(
             addresses=addresses,
             patience_s=patience_s,
@@ -129,7 +129,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
 
     @property
     def step(self) -> int:
-        """Optimizer steps settled so far, those before a resume included."""
+        """Optimizer steps settled so far, including those before a resume."""
         return self._settled
 
     def __enter__(self) -> Self:
@@ -145,13 +145,13 @@ class QueueDataset(IterableDataset[TensorBatch]):
         self.close()
 
     def open(self) -> None:
-        """Take the run over (rank 0) and go back to the step to resume at.
+        """Take the run over (rank 0) and rewind it to the step to resume at.
 
-        Leaves no connection open, so that DataLoader may fork its workers.
+        No connection stays open, so that DataLoader may fork its workers.
 
         Raises:
-            ConflictError: `step` is older than what was committed.
-            UserError: another rank than 0 without a position.
+            ConflictError: `step` is older than the last committed step.
+            UserError: this rank is not 0 and has no position.
         """
         share = self._source.share
         if self._position is None and share.rank == 0:
@@ -161,12 +161,12 @@ class QueueDataset(IterableDataset[TensorBatch]):
             self._columns = batches.all_columns(state)
         self.close()
         if share.world_size > 1 and dist.is_initialized():
-            told: list[Position | None] = [self._position]
-            dist.broadcast_object_list(told, src=0)
-            self._position = told[0]
+            position: list[Position | None] = [self._position]
+            dist.broadcast_object_list(position, src=0)
+            self._position = position[0]
         if self._position is None:
             raise UserError(
-                f"rank {share.rank} must know what rank 0 took over: pass position=, or initialise torch.distributed"
+                f"rank {share.rank} needs the position of rank 0: pass position=, or initialise torch.distributed"
             )
         self._settled = self._position.step
         self._turns = _Turns(self._position.step)
@@ -188,7 +188,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
         return Position(run.epoch, run.step)
 
     def close(self) -> None:
-        """Hang up; idempotent. The next call connects again."""
+        """Close the connection. Idempotent. The next call connects again."""
         main, self._main = self._main, None
         if main is not None:
             main.close()
@@ -201,28 +201,28 @@ class QueueDataset(IterableDataset[TensorBatch]):
         return self._main
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker connects by itself."""
+        """A worker makes its own connection."""
         return {**self.__dict__, "_main": None}
 
     def __iter__(self) -> Iterator[TensorBatch]:
         position, info = self.position, get_worker_info()
         workers, number = (info.num_workers, info.id) if info else (1, 0)
-        mine = itertools.count(self._settled + number, workers)
+        steps = itertools.count(self._settled + number, workers)
         if info is None:
-            yield from self._batches(self._connection(), position, mine)
+            yield from self._batches(self._connection(), position, steps)
             return
-        self._main = None  # a fork's copy of the main process's
+        self._main = None  # in a fork: a copy of the main process's connection
         _end_with_parent()
-        own = _Connection(self._source)
+        own_connection = _Connection(self._source)
         try:
-            yield from self._batches(own, position, mine)
+            yield from self._batches(own_connection, position, steps)
         finally:
-            own.close()
+            own_connection.close()
 
     def _batches(
         self, queue: _Connection, position: Position, steps: Iterator[int]
     ) -> Iterator[TensorBatch]:
-        """The batches of `steps`. The queue hears of the steps in order, whoever asks."""
+        """The batches of `steps`. All workers together take them in the order of the steps."""
         source, columns, epoch = self._source, tuple(self._columns or ()), position.epoch
 
         def take(step: int) -> Ask[Batch]:
@@ -251,7 +251,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
             yield to_tensors(queue.call(fetch(batch)), columns)
 
     def settle(self, step: int) -> None:
-        """The batch of `step` went into its optimizer step, on every rank. On other ranks than 0: nothing.
+        """Declare that all ranks have trained the batch of `step`. Only rank 0 tells the queue.
 
         Raises:
             FencedError: another trainer has taken the run over.
@@ -265,9 +265,9 @@ class QueueDataset(IterableDataset[TensorBatch]):
 
     @contextmanager
     def checkpoint(self) -> Iterator[int]:
-        """A block that saves the trainer's state; gives the steps settled so far, what `step=` takes on resume.
+        """A block that saves the trainer's state. Yields the steps settled so far: the value for `step=` on resume.
 
-        At its good end everything before that step is trained for good.
+        If it raises nothing, rank 0 commits: rows of earlier steps never come again.
         """
         step = self._settled
         yield step
@@ -277,38 +277,37 @@ class QueueDataset(IterableDataset[TensorBatch]):
 
 
 class _Connection:
-    """A queue and the thread that talks to it."""
+    """A queue client and its event-loop thread."""
 
     def __init__(self, source: _Source) -> None:
-        self._portal = EventLoopThread()
+        self._thread = EventLoopThread()
         self._queue = Queue.connect(*source.addresses, patience_s=source.patience_s)
-        self._portal.call(self._queue.__aenter__())
+        self._thread.call(self._queue.__aenter__())
 
     def call(self, ask: Ask[T]) -> T:
-        return self._portal.call(ask(self._queue.port))
+        return self._thread.call(ask(self._queue.port))
 
     def close(self) -> None:
-        self._portal.call(self._queue.close())
-        self._portal.close()
+        self._thread.call(self._queue.close())
+        self._thread.close()
 
 
 class _Turns:
-    """Lets workers take one after the other: step s + 1 when s is taken.
+    """Lets workers take in turn: step s + 1 when s is taken.
 
-    consumes: nothing. waits for: the worker of the step before. unblocked by: `pass_on`, `end`; a worker that dies
-    holding its turn makes DataLoader end the others.
+    consumes: nothing. waits for: the worker of the step before. unblocked by: `pass_on`, `end`. If a worker dies
+    during its turn, DataLoader ends the others.
     """
 
     def __init__(self, first: int) -> None:
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # may be forked as well; a fork's could not be spawned
+        # These primitives survive a fork too; those of a "fork" context cannot be sent to a spawned process.
+        context = multiprocessing.get_context("spawn")
         self._next = context.Value("q", first)
         self._end = context.Value("q", _NEVER)
         self._changed = context.Condition()
 
     def wait(self, step: int) -> bool:
-        """True when `step` may be taken; False when there will be no such step."""
+        """Returns True when `step` may be taken, False if there is no such step."""
         with self._changed:
             self._changed.wait_for(lambda: self._next.value >= step or step >= self._end.value)
             return bool(step < self._end.value)
@@ -320,14 +319,14 @@ class _Turns:
             self._changed.notify_all()
 
     def end(self, step: int) -> None:
-        """Nobody shall take `step` or a later one."""
+        """Make `wait` return False for `step` and later steps."""
         with self._changed:
             self._end.value = min(self._end.value, step)
             self._changed.notify_all()
 
 
 def _end_with_parent() -> None:
-    """End this worker when the main process is killed: it would wait for rows that nobody trains."""
+    """End this worker when the main process dies; it would wait for rows that nobody trains."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

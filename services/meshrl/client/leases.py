@@ -1,12 +1,12 @@
-"""A lease that keeps itself alive while its body runs.
+"""A lease that is renewed while its `async with` block runs.
 
     async with run.lease("reward", limit=64) as lease:     waits for rows
-        ...                                                they are renewed, however busy the event loop is
+        ...                                                a thread renews them, even if the event loop is busy
         await lease.write(rows)                            durable on return
-                                                           the rest is released, or failed if the body raised
+                                                           the other rows are released, or failed if the block raised
 
-When every row is lost (a pause longer than the time to live, a step that no longer wants them) the body is cancelled
-and the block ends with LeaseLostError.
+When every row is lost (a pause longer than the time to live, or a step that needs them no more), the block is
+cancelled and ends with LeaseLostError.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, Uid
 log = logging.getLogger(__name__)
 
 GIVE_BACK_S: Final = 10.0
-"""For giving rows back at the end of a block; after that their leases expire by themselves."""
+"""Seconds to give rows back at the end of a block. After that their leases expire."""
 
 
 class LeaseLostError(FencedError):
-    """No row of the lease is ours any more: somebody else works on them, or nobody wants them."""
+    """This process holds no row of the lease any more: others hold them, or the run needs them no more."""
 
 
 class HeldLease:
-    """Rows of one stage, held for the length of its `async with` block."""
+    """Rows of one stage, held while its `async with` block runs."""
 
     def __init__(self, port: Queue, ask: Callable[[], Coroutine[Any, Any, Lease]]) -> None:
         self._port = port
         self._ask = ask
         self._lease: Lease | None = None
         self._rows: dict[Uid, LeasedRow] = {}
-        """All that were granted."""
+        """All granted rows."""
         self._held: dict[Uid, int] = {}
         self._writing: set[Uid] = set()
         self._lost: LeaseLostError | None = None
@@ -50,42 +50,42 @@ class HeldLease:
 
     @property
     def rows(self) -> tuple[LeasedRow, ...]:
-        """The rows that were granted, siblings together."""
+        """The granted rows; rows of one group stand together."""
         return self._granted.rows
 
     @property
     def held(self) -> tuple[Uid, ...]:
-        """The rows that are still ours and not yet written."""
+        """The rows that are still held and not written yet."""
         return tuple(self._held)
 
     @property
     def _granted(self) -> Lease:
         if self._lease is None:
-            raise UserError("a lease holds rows inside its `with` block only")
+            raise UserError("a lease holds rows only inside its `with` block")
         return self._lease
 
     async def __aenter__(self) -> Self:
-        """Raises WaitTimeoutError; EndOfDataError when the feed is closed and no row is left."""
+        """Wait for rows. Raises WaitTimeoutError, or EndOfDataError when the feed is closed and no row is left."""
         if self._lease is not None:
-            raise UserError("a lease is entered once; ask the run for another one")
+            raise UserError("a lease is entered only once; ask the run for another one")
         self._lease = await self._ask()
         self._rows = {row.uid: row for row in self._lease.rows}
         self._held = {uid: row.token for uid, row in self._rows.items()}
         self._body = asyncio.current_task()
         self._cancelling = self._body.cancelling() if self._body else 0
         self._holding = HeldLeases(self._lease.stage, self._lease.worker, self._forget)
-        self._keeper = asyncio.create_task(
-            self._port.keep(self._holding), name=f"{self._lease.stage}-keep"
+        self._renewing = asyncio.create_task(
+            self._port.keep(self._holding), name=f"{self._lease.stage}-renew"
         )
-        self._keeper.add_done_callback(self._refused)
+        self._renewing.add_done_callback(self._refused)
         self._holding.add(self._lease.rows, self._lease.ttl_s)
         return self
 
     async def write(self, rows: Sequence[RowWrite]) -> tuple[Uid, ...]:
-        """Write columns of leased rows; returns those that were lost and are somebody else's now.
+        """Write columns of leased rows. Returns the rows that were not written because another worker holds them now.
 
         Raises:
-            LeaseLostError: all of the lease is lost.
+            LeaseLostError: every row of the lease is lost.
             UserError: a column does not belong to the stage, or a row to this lease.
         """
         if self._lost is not None:
@@ -94,24 +94,24 @@ class HeldLease:
         for row in rows:
             if row.uid not in self._rows:
                 raise UserError(f"row {row.uid} is not in this lease", uid=row.uid)
-        mine = {row.uid: row for row in rows if row.uid in self._held}
-        self._writing |= mine.keys()
+        still_held = {row.uid: row for row in rows if row.uid in self._held}
+        self._writing |= still_held.keys()
 
         async def write(tokens: Mapping[Uid, int]) -> None:
-            chosen = [mine[uid] for uid in tokens]
+            chosen = [still_held[uid] for uid in tokens]
             await self._port.write(chosen[0].uid.run, stage, tokens, chosen)
 
         try:
-            written = await _without_fenced({uid: self._held[uid] for uid in mine}, write)
+            written = await _without_fenced({uid: self._held[uid] for uid in still_held}, write)
         finally:
-            self._writing -= mine.keys()
-        for uid in mine:
+            self._writing -= still_held.keys()
+        for uid in still_held:
             self._held.pop(uid, None)
-        self._holding.drop(self._rows[uid] for uid in mine)
+        self._holding.drop(self._rows[uid] for uid in still_held)
         return tuple(row.uid for row in rows if row.uid not in written)
 
     async def fail(self, uid: Uid, reason: str, *, outcome: Outcome = Outcome.INFRA_FAULT) -> None:
-        """Give one row back as failed: it is tried again elsewhere, up to the run's `max_attempts`."""
+        """Give one row back as failed. Another worker tries it again, up to the run's `max_attempts`."""
         token = self._held.pop(uid, None)
         if token is not None:
             await self._port.fail(uid.run, self._granted.stage, uid, token, outcome, reason)
@@ -127,11 +127,11 @@ class HeldLease:
                 await self._give_back(error)
         except (MeshError, TimeoutError) as failure:
             log.warning("rows were not given back, their leases will expire: %s", failure)
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
-        # As asyncio.timeout does it: our cancellation becomes our error, somebody else's goes on.
-        ours = self._body if self._cancelled_body else None
-        if ours is not None and ours.uncancel() > self._cancelling:
+        self._renewing.cancel()
+        await asyncio.gather(self._renewing, return_exceptions=True)
+        # As in asyncio.timeout: a cancellation of our own becomes our error, any other one is passed on.
+        cancelled = self._body if self._cancelled_body else None
+        if cancelled is not None and cancelled.uncancel() > self._cancelling:
             return
         if self._lost is not None and (error is None or isinstance(error, asyncio.CancelledError)):
             raise self._lost from error
@@ -146,17 +146,19 @@ class HeldLease:
             return
         reason = f"{type(error).__name__}: {error}"
         for uid, token in held.items():
-            with suppress(FencedError):  # its sibling's failure may have ended the group
+            with suppress(
+                FencedError
+            ):  # the failure of a row of its group may have ended the group
                 await self._port.fail(run, stage, uid, token, Outcome.INFRA_FAULT, reason)
 
     def _forget(self, lost: Held) -> None:
-        """A row that is being written may be ours no more because the write has arrived."""
+        """Called with lost rows. A row that is being written may be lost because its write has arrived."""
         gone = [uid for uid in lost if uid not in self._writing and self._held.pop(uid, 0)]
         if gone and not self._held:
             self._lose(f"every row of the lease is lost, {gone[0]} among them")
 
-    def _refused(self, keeper: asyncio.Task[None]) -> None:
-        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+    def _refused(self, renewing: asyncio.Task[None]) -> None:
+        if not renewing.cancelled() and (error := renewing.exception()) is not None:
             self._lose(f"the lease could not be renewed: {error}")
 
     def _lose(self, why: str) -> None:
@@ -169,7 +171,7 @@ class HeldLease:
 async def _without_fenced(
     token_of: Mapping[Uid, int], call: Callable[[Mapping[Uid, int]], Awaitable[None]]
 ) -> set[Uid]:
-    """Call for all rows, without those that the queue says are not ours; returns the others."""
+    """Repeat `call`, each time without the row that the queue says is not held. Returns the rows of the last call."""
     left = dict(token_of)
     while left:
         try:

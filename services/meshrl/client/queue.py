@@ -1,4 +1,4 @@
-"""The queue and a run on it, from outside: `async with Queue.connect("host:port") as queue`."""
+"""A transfer queue and its runs, for other programs: `async with Queue.connect("host:port") as queue`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from meshrl.contract.types import (
 )
 
 DAY_S: Final = 86_400.0
-"""How long calls wait for rows, or for room, unless told otherwise."""
+"""Default seconds that calls wait for rows, or for room."""
 
 
 class Queue:
-    """A transfer queue elsewhere. Everything written is durable on return, and writing twice is writing once."""
+    """A transfer queue in another process. A write is durable on return, and writing twice is writing once."""
 
     def __init__(self, addresses: Sequence[str], patience_s: float, compression: Mode) -> None:
         self._addresses = tuple(check_address(address) for address in addresses)
@@ -43,21 +43,23 @@ class Queue:
     def connect(
         cls, *addresses: str, patience_s: float = PATIENCE_S, compression: Mode = "auto"
     ) -> Self:
-        """A queue to be entered: `host:port`, or those of all its shards, in the same order for everybody.
+        """A queue to enter with `async with`.
 
-        Calls outlive a restart of the queue that takes no longer than `patience_s` seconds. Payload is compressed,
-        without loss, by `compression`: `auto` between hosts, `off`, `zstd` always.
+        Args:
+            addresses: `host:port`, or one for each shard, in the same order in every program.
+            patience_s: Seconds for which calls are repeated while the queue restarts.
+            compression: Of payload, lossless: `auto` compresses between hosts, `off` never, `zstd` always.
 
         Raises:
-            UserError: no address, or none of the form.
+            UserError: there is no address, or one is not `host:port` or `unix:/path`.
         """
         if not addresses:
-            raise UserError("connect wants the address of a queue: host:port")
+            raise UserError("connect needs the address of a queue: host:port")
         return cls(addresses, patience_s, compression)
 
     @property
     def port(self) -> ports.Queue:
-        """The whole port, for what has no verb here. Raises UserError when not connected."""
+        """The full port, for operations that this class lacks. Raises UserError when not connected."""
         if self._port is None:
             raise UserError("the queue is not connected: use it inside `with Queue.connect(...)`")
         return self._port
@@ -77,17 +79,17 @@ class Queue:
         await self.close()
 
     async def close(self) -> None:
-        """Hang up; idempotent."""
+        """Close the connection. Idempotent."""
         self._port = None
         await self._closing.aclose()
 
     async def open_run(self, spec: RunSpec) -> Run:
-        """Declare a run; idempotent. Raises ConflictError, naming the field, if it exists with another spec."""
+        """Declare a run. Idempotent. Raises ConflictError, naming the field, if it exists with another spec."""
         await self.port.open_run(spec)
         return Run(self.port, spec.run)
 
     def run(self, name: str) -> Run:
-        """A run that somebody has opened or will open; its calls raise NotFoundError until then."""
+        """A run that another program opens. Its calls raise NotFoundError until it is open."""
         return Run(self.port, name)
 
 
@@ -100,20 +102,20 @@ class Run:
 
     @property
     def name(self) -> str:
-        """As in its RunSpec."""
+        """The name in its RunSpec."""
         return self._name
 
     async def state(self) -> RunState:
-        """Spec, epoch, published version, the feeder's cursor. Raises NotFoundError."""
+        """Spec, epoch, published version and the feeder's cursor. Raises NotFoundError."""
         return await self._port.run_state(self._name)
 
     async def put(self, tasks: Sequence[Task], *, cursor: str = "", wait_s: float = DAY_S) -> None:
-        """Admit all of `tasks`, each at the latest `wait_s` after the one before; a task put twice is there once.
+        """Admit all of `tasks`. Waits at most `wait_s` for each; putting a task twice admits it once.
 
-        `cursor` is stored in one transaction with the last of them: where a feeder that dies goes on.
+        `cursor` is stored in one transaction with the last task. A feeder that died continues from it.
 
         Raises:
-            WaitTimeoutError: there was no room. What got in stays in; putting the same tasks again is safe.
+            WaitTimeoutError: there was no room. Admitted tasks stay admitted; putting the same tasks again is safe.
         """
         rest = list(tasks)
         while rest:
@@ -121,7 +123,7 @@ class Run:
             rest = rest[added:]
 
     async def close_feed(self) -> None:
-        """No more tasks will come: whoever waits for rows or batches ends when the last has gone."""
+        """Declare that no more tasks will come. Waits for rows and batches end with EndOfDataError after the last."""
         await self._port.close_feed(self._name)
 
     def lease(
@@ -134,9 +136,10 @@ class Run:
         version: Version | None = None,
         wait_s: float = DAY_S,
     ) -> HeldLease:
-        """Rows that `stage` can work on, held and renewed for the length of its `async with` block.
+        """Rows that `stage` can work on, held and renewed while its `async with` block runs.
 
-        `version` is what a rollout engine samples with. `worker` names the holder (default: host and pid).
+        `version` is the weights' version that a rollout engine samples with. `worker` names the holder (default:
+        `host:pid`).
         """
 
         def ask() -> Coroutine[Any, Any, Lease]:
@@ -163,17 +166,17 @@ class Run:
         publish: bool = True,
         wait_s: float = DAY_S,
     ) -> Batches:
-        """Batches of `groups` complete groups, as the run's one trainer; fewer only in the last.
+        """Batches of `groups` complete groups, for the one trainer of the run. Only the last may be smaller.
 
         Args:
             groups: Groups of one optimizer step.
-            columns: What to fetch; all by default.
+            columns: Columns to fetch; all by default.
             step: Optimizer steps of the checkpoint that the trainer starts from; by default the last committed.
-            steps: End after so many batches; without it when the feed is closed and empty.
-            owner: Who trains, for people to read (default: host and pid).
-            publish: Tell the queue with each settled step that the next version is out, which is what admission
-                and rollout leases follow. False where somebody else does, when the engines have it.
-            wait_s: Seconds to wait for each batch; then WaitTimeoutError.
+            steps: End after this many batches; by default when the feed is closed and empty.
+            owner: The trainer's name, for people to read (default: `host:pid`).
+            publish: Tell the queue with each settled step that the next version is published; admission and rollout
+                leases follow it. False if another process publishes once the engines have the version.
+            wait_s: Seconds to wait for each batch before WaitTimeoutError.
         """
         return Batches(
             self._port,
@@ -188,11 +191,11 @@ class Run:
         )
 
     async def publish(self, version: Version) -> None:
-        """The engines have `version`: admission and rollout leases move on."""
+        """Declare that the engines have `version`. Admission and rollout leases follow it."""
         await self._port.publish(self._name, version)
 
     async def ledger(self) -> Ledger:
-        """Where every admitted row is; exact at every instant."""
+        """The counts of all admitted rows by state; exact at every instant."""
         return await self._port.ledger(self._name)
 
     async def why_waiting(self) -> Sequence[Waiting]:
@@ -200,7 +203,7 @@ class Run:
         return await self._port.why_waiting(self._name)
 
     async def dead_letters(self) -> Sequence[DeadLetter]:
-        """The rows that were given up, with the last reason."""
+        """The rows that were given up, each with its last failure reason."""
         return await self._port.dead_letters(self._name)
 
     async def replay(self, uids: Sequence[Uid]) -> int:

@@ -1,4 +1,4 @@
-"""A batch as tensors: rows on end, copied once from the frames that came over the wire."""
+"""A batch as tensors: concatenated rows, copied once from the received frames."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RaggedTensor:
 
     @property
     def offsets(self) -> Tensor:
-        """int64[B + 1]: what `torch.nested.nested_tensor_from_jagged` and varlen attention take."""
+        """int64[B + 1], as `torch.nested.nested_tensor_from_jagged` and varlen attention take it."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def padded(self, fill: float = 0) -> Tensor:
-        """[B, T, ...], T the longest row: each row at the left, `fill` behind it."""
+        """[B, T, ...], T the length of the longest row. Rows are padded on the right with `fill`."""
         longest = int(self.lengths.max()) if len(self.lengths) else 0
         shape = (len(self.lengths), longest, *self.values.shape[1:])
         padded = self.values.new_full(shape, fill)
@@ -37,11 +37,11 @@ class RaggedTensor:
 
     def padding_mask(self, length: int) -> Tensor:
         """bool[B, length]: True where a row has an entry."""
-        places = torch.arange(length, device=self.lengths.device)
-        return places < self.lengths[:, None]
+        positions = torch.arange(length, device=self.lengths.device)
+        return positions < self.lengths[:, None]
 
     def split(self) -> tuple[Tensor, ...]:
-        """Each row, uncopied."""
+        """The rows as views."""
         return torch.split(self.values, self.lengths.tolist())
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RaggedTensor:
@@ -52,7 +52,7 @@ class RaggedTensor:
         )
 
     def pin_memory(self) -> RaggedTensor:
-        """The same in pinned memory; a DataLoader with `pin_memory=True` asks for it."""
+        """The same in pinned memory. A DataLoader with `pin_memory=True` calls this."""
         return RaggedTensor(values=self.values.pin_memory(), lengths=self.lengths.pin_memory())
 
 
@@ -62,13 +62,13 @@ class TensorBatch:
 
     epoch: int
     step: int
-    """The optimizer step that the batch is for: what `settle` takes."""
+    """The optimizer step that the batch is for: the argument of `settle`."""
     rows: tuple[BatchRow, ...]
-    """Uid, versions, outcome and true group size of each row."""
+    """Uid, versions, outcome and actual group size of each row."""
     groups: Tensor
-    """int64[B]: 0, 1, … in order; siblings share a number."""
+    """int64[B]: 0, 1, … in order; rows of one group share a number."""
     columns: Mapping[str, RaggedTensor]
-    """Empty where this rank has no row."""
+    """Empty if this rank has no row."""
 
     def __getitem__(self, name: str) -> RaggedTensor:
         return self.columns[name]
@@ -89,7 +89,7 @@ class TensorBatch:
 
 
 def to_tensors(batch: TrainBatch, names: tuple[str, ...]) -> TensorBatch:
-    """The columns `names` of a batch; a row-less share has none. Raises CorruptError where a row lacks one."""
+    """The columns `names` of a batch, none if it has no rows. Raises CorruptError if a row lacks one."""
     number: dict[str, int] = {}
     groups = [number.setdefault(row.group, len(number)) for row in batch.rows]
     return TensorBatch(

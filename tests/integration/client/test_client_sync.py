@@ -64,7 +64,7 @@ def test_a_lease_that_is_lost_in_the_block_is_told_at_the_write(run: Run) -> Non
     with pytest.raises(LeaseLostError), run.lease("rollout", limit=GROUP) as lease:
         tokens = {row.uid: row.token for row in lease.rows}
         release = run._wrapped._port.release(run.name, "rollout", tokens)
-        run._portal.call(release)
+        run._thread.call(release)
         while lease.held:
             threading.Event().wait(0.05)
         lease.write([answer(row) for row in lease.rows])

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none: what `meshrl.client.sync` runs on."""
+"""An event loop in its own thread, for callers without one. `meshrl.client.sync` runs on it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshrl.contract.errors import UserError
 T = TypeVar("T")
 
 LEAVE_S: Final = 15.0
-"""A call that Ctrl-C interrupts gets this long to give back what it holds."""
+"""Seconds that a call gets to give back its rows after Ctrl-C has interrupted it."""
 
 
 class EventLoopThread:
-    """Runs coroutines for one thread or several. Starts with the first call, ends with `close`."""
+    """Runs coroutines for one or several calling threads. Starts at the first call and ends with `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,10 +26,12 @@ class EventLoopThread:
         self._pid = os.getpid()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, or what it raises. An exception here (Ctrl-C) cancels it and waits for its end.
+        """Run the coroutine; return its result or raise its error.
+
+        An exception in the calling thread (Ctrl-C) cancels the coroutine and waits up to LEAVE_S for its end.
 
         Raises:
-            UserError: this process was forked from the one that connected.
+            UserError: this process is a fork of the one that connected.
         """
         try:
             loop = self._running()
@@ -69,7 +71,7 @@ class EventLoopThread:
             return self._loop
 
     def close(self) -> None:
-        """Cancel what runs and end the thread; idempotent. The next call starts another."""
+        """Cancel running calls and end the thread. Idempotent. The next call starts a new thread."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
@@ -83,10 +85,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         asyncio.set_event_loop(None)
