@@ -159,8 +159,12 @@ def make_mesh(
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     head_dim: int = 24,
+    reference: bool = False,
 ) -> Mesh:
-    """Model, prompts and recipe under `directory`; `changes` are merged into the recipe's sections."""
+    """Model, prompts and recipe under `directory`; `changes` are merged into the recipe's sections.
+
+    A KL loss, and with it the service of the reference model, costs a process that imports torch: `reference` asks.
+    """
     write_tiny_model(directory / "model", head_dim=head_dim)
     (directory / "reward.py").write_text(REWARD)
     for name, held_out, count in (("train", False, 64), ("held_out", True, 6)):
@@ -177,7 +181,7 @@ def make_mesh(
             "max_response_length": 16,
             "train_batch_size": 4,
         },
-        "actor": {"optim": {"lr": 1e-3}, "use_kl_loss": True},
+        "actor": {"optim": {"lr": 1e-3}, "use_kl_loss": reference},
         "rollout": {"n": 4, "slots": 16},
         "reward": {"custom_reward_function": {"path": str(directory / "reward.py")}},
         "queue": {"max_staleness": 1, "lease_ttl_s": 5},

@@ -38,7 +38,7 @@ async def test_a_run_survives_kill_9_of_its_services(
     tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
     changes = {"trainer": {"total_training_steps": STEPS, "save_freq": 3, "test_freq": -1}}
-    mesh = make_mesh(tmp_path, changes)
+    mesh = make_mesh(tmp_path, changes, reference="reference" in victims)
     with mesh.up() as process:
         for step, victim in enumerate(victims, start=1):
             mesh.wait_for_step(process, step)

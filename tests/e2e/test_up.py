@@ -12,7 +12,7 @@ from ..mesh import make_mesh
 
 
 def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
-    mesh = make_mesh(tmp_path)
+    mesh = make_mesh(tmp_path, reference=True)
     mesh.run()
     assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
     assert [m["step"] for m in mesh.metrics() if "val/score/mean" in m] == [0, 2, 4]
@@ -31,7 +31,7 @@ def test_on_policy_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         changes = {"queue": {"max_staleness": 0}, "rollout": {"on_update": "drain"}}
-        mesh = make_mesh(tmp_path / name, changes)
+        mesh = make_mesh(tmp_path / name, changes, reference=True)
         mesh.run("trainer.test_freq=-1", "trainer.val_before_train=false")
         weights.append(load_file(mesh.export / "model.safetensors"))
     before = load_file(tmp_path / "first" / "model" / "model.safetensors")
