@@ -11,8 +11,9 @@ import torch
 from meshrl.contract import stage_worker
 from meshrl.contract.errors import FencedError, InfraError, UserError
 from meshrl.contract.types import TrainerPhase, Version
-from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.policy import load_hf
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

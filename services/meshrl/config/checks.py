@@ -203,7 +203,7 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
     try:
         algorithm_rules.check(recipe.algorithm, recipe.actor)
     except ConfigError as error:
-        yield ("algorithm", "adv_estimator"), str(error)
+        yield tuple(error.details.get("key", "algorithm.adv_estimator").split(".")), str(error)
     if algorithm_needs(recipe).greedy and recipe.queue.group_policy != "all":
         yield (
             ("queue", "group_policy"),

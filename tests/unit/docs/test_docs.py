@@ -124,21 +124,28 @@ def python_blocks() -> list[tuple[str, str]]:
     return re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("file", "code"), python_blocks(), ids=[name for name, _ in python_blocks()]
-)
-def test_an_example_of_an_extension_is_found_by_its_dotted_name(
-    file: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def my_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """All examples as modules of a package `my_package`, as the page says."""
+    root = tmp_path_factory.mktemp("outside")
+    for file, code in python_blocks():
+        target = root / "my_package" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root))
+        yield
+
+
+@pytest.mark.usefixtures("my_package")
+@pytest.mark.parametrize("file", [name for name, _ in python_blocks()])
+def test_an_example_of_an_extension_is_found_by_its_dotted_name(file: str) -> None:
     from meshrl.contract import plugins
 
     attributes = {"estimators": "compute", "losses": "compute", "samplers": "Sampler"}
     attributes |= {"stores": "build", "programs": "run", "carriers": "Carrier", "engines": "build"}
-    kind = Path(file).stem.partition("_")[0]
-    package = tmp_path / f"docs_example_{Path(file).stem}"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / Path(file).name).write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = plugins.load("meshrl.rollout", f"{package.name}.{Path(file).stem}", attributes[kind])
+    attributes |= {"_options": "Options", "readers": "read"}
+    parts = Path(file).with_suffix("").parts
+    kind = parts[0] if len(parts) > 1 else parts[0].partition("_")[0]
+    found = plugins.load("meshrl.rollout", ".".join(("my_package", *parts)), attributes[kind])
     assert callable(found)

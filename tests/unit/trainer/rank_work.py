@@ -22,10 +22,11 @@ from meshrl.contract.types import (
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
-from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, OptimConfig
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import build_policy, load_hf
 

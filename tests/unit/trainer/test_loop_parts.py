@@ -11,10 +11,11 @@ import torch
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import TrainerPhase, TrainerStatus, Version, Waiting
 from meshrl.trainer.compute import Compute
-from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OptimConfig, PolicyLossConfig
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json, schedule
 from meshrl.trainer.learner.optimizer import learning_rate, norms_of
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.metrics import MetricsLog, TensorBoardSink
 from meshrl.trainer.model.logprob import linear_argmax, linear_sum_pi_squared

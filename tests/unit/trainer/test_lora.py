@@ -12,9 +12,10 @@ from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
-from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model import lora
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.packing import pack

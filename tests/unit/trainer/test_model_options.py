@@ -17,9 +17,10 @@ from transformers import (
 
 from meshrl.contract.types import Int32, Version
 from meshrl.trainer.checkpoint.export import export_policy
-from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers, move_state
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
 from meshrl.trainer.model.snapshot import take_snapshot

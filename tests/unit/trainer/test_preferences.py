@@ -22,7 +22,8 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Message, Outcome, Sample, Uid
 from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judges._building import build_part
-from meshrl.trainer.config import ModelConfig, OptimConfig, PolicyLossConfig
+from meshrl.trainer.config import ModelConfig, PolicyLossConfig
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.offline import dpo, reward_training
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 from meshrl.trainer.offline.loop import Progress

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer.config import ModelConfig, OptimConfig
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.loop import shuffled

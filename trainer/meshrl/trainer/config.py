@@ -1,13 +1,18 @@
-"""Configuration of the workshop, in verl's words. Imports no torch, so that a recipe is checked in milliseconds."""
+"""The trainer's sections of a recipe, in verl's words. Imports no torch, so that a recipe is checked in milliseconds.
+
+An option that only one estimator or loss reads is defined beside it; see `algorithms.options`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
+from meshrl.trainer.algorithms.options import with_options
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 
 
 class ModelConfig(Config):
@@ -98,39 +103,11 @@ class RolloutCorrectionConfig(Config):
 Conventions = Literal["meshrl", "verl"]
 
 
-class OptimConfig(Config):
-    """The optimizer and its schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon on hidden matrices, AdamW on the rest, at one learning rate."""
-    lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.01
-    clip_grad: PositiveFloat = 1.0
-    """Largest global gradient norm."""
-    lr_warmup_steps: NonNegativeInt = 0
-    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    min_lr_ratio: NonNegativeFloat = 0.0
-    offload: bool = False
-    """Keep the optimizer's state in the CPU's memory but for the moment of a step, when activations are gone: it
-    travels to the device and back at every step, and no number changes. `model.param_offload` keeps it there."""
-
-
 class PfPpoConfig(Config):
     """How PF-PPO resamples the rows of a batch."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     weight_pow: float = 2.0
-
-
-class GigpoConfig(Config):
-    """GiGPO: groups of steps that start from the same observation."""
-
-    step_advantage_w: float = 1.0
-    """Weight of the step advantage beside the episode's."""
-    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
-    """Subtract the group mean, or also divide by the group's standard deviation."""
 
 
 class FilterGroupsConfig(Config):
@@ -161,87 +138,46 @@ class OverlongBufferConfig(Config):
     """The penalty at the limit."""
 
 
-class PrimeConfig(Config):
-    """PRIME: process rewards from an implicit reward model."""
-
-    beta_train: PositiveFloat = 0.05
-    """β of r_t = β (log π_φ - log π_ref)."""
-    reward_dpo_coef: float = 5.0
-    """Weight of the implicit process reward."""
-    reward_gt_coef: float = 5.0
-    """Weight of the verifier's outcome."""
-    optim: OptimConfig = OptimConfig(lr=1e-6, clip_grad=10.0)
-    """Of the implicit reward model π_φ, which starts as the policy does."""
-    update: Literal["before", "after"] = "before"
-    """Train π_φ on a batch before or after it scores the batch."""
-
-
-class VapoConfig(Config):
-    """VAPO: two λ, one for the critic and a length-adaptive one for the actor."""
-
-    lam_critic: float = 1.0
-    """λ of the returns that the critic learns."""
-    alpha: PositiveFloat = 0.05
-    """λ of the actor is 1 - 1/(α · response length)."""
-
-
+@with_options("meshrl.trainer.algorithms.advantages")
 class AlgorithmConfig(Config):
-    """From rewards to advantages."""
+    """From rewards to advantages.
+
+    At run time it also has the options of each estimator in `meshrl.trainer.algorithms.advantages`; read them with
+    `algorithms.options.options`.
+    """
 
     name: str | None = None
     """A module of `meshrl.trainer.algorithms.recipes`, or a dotted path: its settings become defaults here."""
     adv_estimator: str = "grpo"
     """A module of `meshrl.trainer.algorithms.advantages`, or a dotted path."""
-    norm_adv_by_std_in_grpo: bool = True
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of an estimator named by a dotted path, checked by its own class (docs/how-to/extend.md)."""
     gamma: float = 1.0
-    lam: float = 1.0
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
     kl_ctrl: KlControlConfig = KlControlConfig()
-    gdpo_reward_keys: list[str] = Field(default_factory=list)
-    """Reward components that GDPO normalises one by one; none takes the reward itself."""
-    gdpo_reward_weights: list[float] = Field(default_factory=list)
-    """One weight per key; none weighs each 1."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     conventions: Conventions = "meshrl"
     """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
-    otb_handle_zero_tail: bool = True
-    """No baseline behind the second longest row of a group (optimal token baseline)."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     use_pf_ppo: bool = False
     """Draw the rows of a batch anew, with replacement, by how far their reward can be trusted."""
     pf_ppo: PfPpoConfig = PfPpoConfig()
-    gigpo: GigpoConfig = GigpoConfig()
-    prime: PrimeConfig = PrimeConfig()
-    vapo: VapoConfig = VapoConfig()
-    sppo_beta: NonNegativeFloat = 1.0
-    """Inverse temperature of the soft mean that SPPO subtracts; 0 takes the mean."""
 
 
+@with_options("meshrl.trainer.algorithms.losses")
 class PolicyLossConfig(Config):
-    """Which policy loss, and the knobs that only some losses read."""
+    """Which policy loss, and its options.
+
+    At run time it also has the options of each loss in `meshrl.trainer.algorithms.losses`; read them with
+    `algorithms.options.options`.
+    """
 
     loss_mode: str = "vanilla"
     """A module of `meshrl.trainer.algorithms.losses` (verl's names), or a dotted path."""
-    clip_cov_ratio: float = 2e-4
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-    kl_cov_ratio: float = 2e-4
-    ppo_kl_coef: float = 0.1
-    tau_pos: float = 1.0
-    """SAPO's gate for positive advantages."""
-    tau_neg: float = 1.05
-    """SAPO's gate for the others."""
-    dro_beta: PositiveFloat | None = None
-    """Required by `dro`."""
-    sppo_eta: PositiveFloat = 1.0
-    dpo_beta: PositiveFloat = 0.1
-    """β of `dpo` and `ipo`."""
-    dpo_label_smoothing: NonNegativeFloat = 0.0
-    """Probability that a preference is the wrong way round (conservative DPO)."""
-    dpo_reference_free: bool = False
-    """Leave the reference model out of `dpo` and `ipo`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a loss named by a dotted path, checked by its own class (docs/how-to/extend.md)."""
     positive_nll_coef: NonNegativeFloat = 0.0
     """Weight of the NLL on rows with positive advantage or correct answer (VAPO uses 0.1)."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

@@ -55,7 +55,8 @@ def warm_start(
         tokenizer: As for `write_tiny_model`.
     """
     # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.
-    from meshrl.trainer.config import ModelConfig, OptimConfig
+    from meshrl.trainer.config import ModelConfig
+    from meshrl.trainer.learner.optimizer_config import OptimConfig
     from meshrl.trainer.offline import sft
     from meshrl.trainer.offline.config import SftConfig
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.trainer.algorithms.advantages._options.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.needs import rollout_is_old
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -66,7 +68,7 @@ def _critic(recipe: Recipe, setting: TrainerSettings, world: World) -> ValueLear
 def _rewarder(recipe: Recipe, setting: TrainerSettings, world: World) -> RewardLearner:
     # It starts as the reference does: before its first update every process reward is 0.
     model = build_policy(load_hf(recipe.reference_model.path), world, recipe.model)
-    config = recipe.algorithm.prime
+    config = options(recipe.algorithm, PrimeOptions).prime
     return RewardLearner(
         model,
         Optimizers(model, config.optim),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.losses._options.dpo import Options as DpoOptions
+from meshrl.trainer.algorithms.options import check_options, options
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 
 ADVANTAGES = "meshrl.trainer.algorithms.advantages"
@@ -60,7 +62,7 @@ def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
     estimator = estimator_needs(algorithm)
     loss = loss_name(algorithm, actor)
     reads = set(plugins.constant(LOSSES, loss, "NEEDS", ()))
-    if actor.policy_loss.dpo_reference_free:
+    if options(actor.policy_loss, DpoOptions).dpo_reference_free:
         reads.discard("ref_logprobs")
     implicit = "implicit_rewards" in estimator
     return Needs(
@@ -132,8 +134,11 @@ def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
     """Refuse what no part of the mesh can provide.
 
     Raises:
-        ConfigError: an estimator with a need that nobody fills.
+        ConfigError: an estimator with a need that nobody fills, or wrong options.
     """
+    loss = actor.policy_loss
+    check_options(algorithm.adv_estimator, algorithm.options, where="algorithm.options")
+    check_options(loss.loss_mode, loss.options, where="actor.policy_loss.options")
     missing = [need for need in estimator_needs(algorithm) if need not in PROVIDED]
     if missing:
         raise ConfigError(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from meshrl.trainer.algorithms.advantages._options.prime import PrimeConfig
 from meshrl.trainer.algorithms.implicit_reward import process_rewards, row_cross_entropy
-from meshrl.trainer.config import PrimeConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Experience
 from meshrl.trainer.learner.metric_sums import Tally

@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
-from meshrl.trainer.config import ModelConfig, OptimConfig, PolicyLossConfig
+from meshrl.trainer.config import ModelConfig, PolicyLossConfig
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 
 
 class OfflineConfig(Config):

@@ -17,7 +17,9 @@ from transformers import AutoTokenizer
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import constant, load
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.dpo import Options as DpoOptions
 from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, ModelConfig
@@ -73,7 +75,7 @@ def run(config: DpoConfig, report: Report | None = None) -> Progress:
         torch.manual_seed(config.seed)
         both = [*train, *measured]
         known = None
-        if not config.policy_loss.dpo_reference_free:
+        if not options(config.policy_loss, DpoOptions).dpo_reference_free:
             known = reference_logprobs(config, both, world)
         policy = build_policy(load_hf(config.model.path), world, config.model)
         optimizers = Optimizers(policy, config.optim)

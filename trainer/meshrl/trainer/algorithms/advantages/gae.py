@@ -15,7 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshrl.trainer.algorithms.advantages._options.gae import Options
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, need
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged, whiten
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -30,8 +32,9 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     """
     ragged = batch.ragged
     values = need(batch.values, "values", "gae")
-    lam = torch.full((ragged.num_rows,), config.lam, device=values.device)
-    A = gae(ragged, batch.token_rewards, values, gamma=config.gamma, lam=lam)
+    lam = options(config, Options).lam
+    lam_B = torch.full((ragged.num_rows,), lam, device=values.device)
+    A = gae(ragged, batch.token_rewards, values, gamma=config.gamma, lam=lam_B)
     returns = torch.where(ragged.mask, A + values, 0.0)
     return Advantages(advantages=whiten(ragged, A), returns=returns)
 

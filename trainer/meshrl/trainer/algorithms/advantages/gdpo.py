@@ -12,8 +12,11 @@ from __future__ import annotations
 import torch
 
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.advantages._options.gdpo import Options
+from meshrl.trainer.algorithms.advantages._options.grpo import Options as GrpoOptions
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, group_metrics
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import whiten
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -26,7 +29,8 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     Raises:
         ConfigError: a key that no reward reports, or weights that do not match the keys.
     """
-    keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights
+    own = options(config, Options)
+    keys, weights = own.gdpo_reward_keys, own.gdpo_reward_weights
     missing = [key for key in keys if key not in batch.reward_components]
     if missing:
         known = ", ".join(sorted(batch.reward_components)) or "none"
@@ -39,13 +43,14 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         )
     components = [batch.reward_components[key] for key in keys] or [batch.scores]
     w = weights if weights and keys else [1.0] * len(components)
+    divide = options(config, GrpoOptions).norm_adv_by_std_in_grpo
     ragged = batch.ragged
     row_advantages = torch.zeros(ragged.num_rows, dtype=torch.float64, device=ragged.mask.device)
     for w_k, r_k in zip(w, components, strict=True):
         row_advantages += w_k * group_relative(
             ragged,
             r_k,
-            divide_by_std=config.norm_adv_by_std_in_grpo,
+            divide_by_std=divide,
             conventions=config.conventions,
         )
     A = whiten(ragged, ragged.to_tokens(row_advantages).float())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshrl.trainer.algorithms.advantages._options.gigpo import Options
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
@@ -27,6 +28,7 @@ from meshrl.trainer.algorithms.advantages._types import (
 )
 from meshrl.trainer.algorithms.advantages.grpo import EPSILON, group_relative
 from meshrl.trainer.algorithms.agent_steps import Steps
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -45,18 +47,20 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     episodes = need(batch.trajectories, "trajectories", "gigpo")
     anchors = need(batch.anchors, "anchors", "gigpo")
     rewards = batch.scores if batch.step_rewards is None else batch.step_rewards
+    gigpo = options(config, Options).gigpo
     R = step_returns(rewards, episodes, gamma=config.gamma)
-    divide = config.gigpo.mode == "mean_std_norm"
+    divide = gigpo.mode == "mean_std_norm"
     A_episode = group_relative(
         ragged, batch.scores, divide_by_std=divide, conventions=config.conventions
     )
     A_step = step_relative(ragged, R, anchors, divide_by_std=divide)
-    return broadcast(batch, A_episode + config.gigpo.step_advantage_w * A_step)
+    return broadcast(batch, A_episode + gigpo.step_advantage_w * A_step)
 
 
 def _of_episodes(batch: AdvantageBatch, steps: Steps, config: AlgorithmConfig) -> Advantages:
     """Rows are episodes of `steps`, S in all."""
-    ragged, divide = batch.ragged, config.gigpo.mode == "mean_std_norm"
+    ragged, gigpo = batch.ragged, options(config, Options).gigpo
+    divide = gigpo.mode == "mean_std_norm"
     counts = torch.bincount(steps.rows, minlength=ragged.num_rows)
     ones = torch.ones(len(steps.rows), dtype=torch.bool)
     layout = Ragged.from_lengths(counts, ones)
@@ -70,7 +74,7 @@ def _of_episodes(batch: AdvantageBatch, steps: Steps, config: AlgorithmConfig) -
         ragged, batch.scores, divide_by_std=divide, conventions=config.conventions
     )
     tokens = ragged.to_tokens(A_episode.double())
-    tokens = tokens + config.gigpo.step_advantage_w * A_step[steps.of_token.clamp(min=0)]
+    tokens = tokens + gigpo.step_advantage_w * A_step[steps.of_token.clamp(min=0)]
     found = torch.where(ragged.mask, tokens, 0.0).float()
     shared = _shared(of_prompt, steps)
     metrics = {**group_metrics(batch), "advantages/steps_with_shared_observation": shared}

@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshrl.trainer.algorithms.advantages._options.grpo import Options
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig, Conventions
 
@@ -25,7 +27,8 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
 
     Where `batch.trajectories` says that several rows belong to one episode, its last row is judged.
     """
-    divide, conventions = config.norm_adv_by_std_in_grpo, config.conventions
+    divide = options(config, Options).norm_adv_by_std_in_grpo
+    conventions = config.conventions
     if batch.trajectories is None:
         A = group_relative(
             batch.ragged, batch.scores, divide_by_std=divide, conventions=conventions

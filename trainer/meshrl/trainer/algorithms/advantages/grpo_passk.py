@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.advantages._options.grpo import Options
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
 from meshrl.trainer.algorithms.advantages.grpo import EPSILON
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -31,9 +33,8 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     if config.conventions == "verl" and bool(ragged.alone.any()):
         group = int(ragged.groups[ragged.alone][0])
         raise ConfigError(f"grpo_passk needs two rows per group, group {group} has one")
-    return broadcast(
-        batch, lead(ragged, batch.scores, divide_by_std=config.norm_adv_by_std_in_grpo)
-    )
+    divide = options(config, Options).norm_adv_by_std_in_grpo
+    return broadcast(batch, lead(ragged, batch.scores, divide_by_std=divide))
 
 
 def lead(ragged: Ragged, s: Tensor, *, divide_by_std: bool) -> Tensor:

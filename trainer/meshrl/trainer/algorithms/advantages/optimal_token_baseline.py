@@ -16,12 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshrl.trainer.algorithms.advantages._options.optimal_token_baseline import Options
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
     group_metrics,
     need,
 )
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -37,7 +39,9 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     """
     ragged = batch.ragged
     G, W = energies(batch, "optimal_token_baseline")
-    b = baseline(ragged, G, W, alone=ragged.alone, zero_tail=config.otb_handle_zero_tail)
+    b = baseline(
+        ragged, G, W, alone=ragged.alone, zero_tail=options(config, Options).otb_handle_zero_tail
+    )
     return finish(batch, G, b, config)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshrl.trainer.algorithms.advantages._options.prime import Options
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
@@ -20,6 +21,7 @@ from meshrl.trainer.algorithms.advantages._types import (
     need,
     outcome_rewards,
 )
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged, whiten
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -34,7 +36,7 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     Raises:
         ConfigError: no implicit rewards.
     """
-    ragged, prime = batch.ragged, config.prime
+    ragged, prime = batch.ragged, options(config, Options).prime
     r = need(batch.implicit_rewards, "implicit_rewards", "prime")
     acc = batch.reward_components.get(ACCURACY, batch.scores)
     outcome = outcome_rewards(ragged, acc)

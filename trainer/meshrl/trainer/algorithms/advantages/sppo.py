@@ -13,7 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshrl.trainer.algorithms.advantages._options.sppo import Options
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -26,7 +28,7 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     g = torch.zeros_like(batch.ragged.groups) if whole else batch.ragged.groups
     groups = Ragged(offsets=batch.ragged.offsets, mask=batch.ragged.mask, groups=g)
     s = batch.scores.double()
-    return broadcast(batch, s - soft_mean(groups, s, config.sppo_beta)[g])
+    return broadcast(batch, s - soft_mean(groups, s, options(config, Options).sppo_beta)[g])
 
 
 def soft_mean(groups: Ragged, s: Tensor, b: float) -> Tensor:

@@ -8,8 +8,10 @@ nobody's siblings.
 
 from __future__ import annotations
 
+from meshrl.trainer.algorithms.advantages._options.optimal_token_baseline import Options
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
 from meshrl.trainer.algorithms.advantages.optimal_token_baseline import baseline, energies, finish
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS = ("old_logprobs", "sum_pi_squared")
@@ -29,6 +31,6 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         G[ragged.mask],
         W[ragged.mask],
         alone=alone,
-        zero_tail=config.otb_handle_zero_tail,
+        zero_tail=options(config, Options).otb_handle_zero_tail,
     )
     return finish(batch, G, ragged.from_valid(squeezed), config)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import torch
 
+from meshrl.trainer.algorithms.advantages._options.vapo import Options
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, need
 from meshrl.trainer.algorithms.advantages.gae import gae
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import whiten
 from meshrl.trainer.config import AlgorithmConfig
 
@@ -31,8 +33,9 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     ragged, r, gamma = batch.ragged, batch.token_rewards, config.gamma
     V = need(batch.values, "values", "vapo")
     L = ragged.valid_lengths.double()
-    lam_actor = (1 - 1 / (config.vapo.alpha * L.clamp(min=1))).clamp(min=0)
-    lam_critic = torch.full_like(lam_actor, config.vapo.lam_critic)
+    vapo = options(config, Options).vapo
+    lam_actor = (1 - 1 / (vapo.alpha * L.clamp(min=1))).clamp(min=0)
+    lam_critic = torch.full_like(lam_actor, vapo.lam_critic)
     A = gae(ragged, r, V, gamma=gamma, lam=lam_actor)
     R = torch.where(ragged.mask, gae(ragged, r, V, gamma=gamma, lam=lam_critic) + V, 0.0)
     metrics = {"advantages/vapo_lambda_mean": float(lam_actor.mean())}

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from meshrl.contract.errors import InfraError
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.dpo import Options
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, need
-from meshrl.trainer.config import PolicyLossConfig
 
 
 def compute_with(
     pair_loss: Callable[[Tensor], Tensor],
     inputs: LossInputs,
-    config: PolicyLossConfig,
+    config: Options,
     aggregate: Aggregator,
     name: str,
 ) -> LossOutput:
@@ -55,7 +55,7 @@ def compute_with(
     )
 
 
-def margins(inputs: LossInputs, config: PolicyLossConfig, sign: Tensor, name: str) -> Tensor:
+def margins(inputs: LossInputs, config: Options, sign: Tensor, name: str) -> Tensor:
     """H [G]; 0 for a group without a pair."""
     ratio = inputs.logprobs
     if not config.dpo_reference_free:

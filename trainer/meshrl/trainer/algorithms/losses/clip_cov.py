@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.clip_cov import Options
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -23,6 +24,7 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig
 
@@ -38,7 +40,7 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
     plain = -A * rho
     clipped = -A * rho.clamp(1 - eps_low, 1 + eps_high)
 
-    p = config.policy_loss
+    p = options(config.policy_loss, Options)
     with torch.no_grad():
         cov = covariance(ragged, A, inputs.logprobs)
         left_alone = ragged.mask & ~(clipped > plain)

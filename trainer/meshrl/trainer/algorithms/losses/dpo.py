@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.dpo import Options
 from meshrl.trainer.algorithms.losses._pairs import compute_with
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS = ("ref_logprobs",)
@@ -23,7 +25,7 @@ WHOLE_GROUPS = True
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
     """Preference loss; see `_pairs` for what is raised."""
-    p = config.policy_loss
+    p = options(config.policy_loss, Options)
 
     def of_margin(h: Tensor) -> Tensor:
         return pair_loss(h, beta=p.dpo_beta, label_smoothing=p.dpo_label_smoothing)

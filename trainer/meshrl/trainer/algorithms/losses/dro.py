@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.dro import Options
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -18,6 +19,7 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS: tuple[str, ...] = ()
@@ -29,7 +31,7 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
     Raises:
         ConfigError: no β.
     """
-    beta = config.policy_loss.dro_beta
+    beta = options(config.policy_loss, Options).dro_beta
     if beta is None:
         raise ConfigError("loss_mode dro needs actor.policy_loss.dro_beta, a positive number")
     d = log_ratio(inputs, clamp=False)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.dpo import Options
 from meshrl.trainer.algorithms.losses._pairs import compute_with
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS = ("ref_logprobs",)
@@ -21,7 +23,7 @@ WHOLE_GROUPS = True
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
     """Preference loss; see `_pairs` for what is raised."""
-    p = config.policy_loss
+    p = options(config.policy_loss, Options)
 
     def of_margin(h: Tensor) -> Tensor:
         return pair_loss(h, beta=p.dpo_beta)

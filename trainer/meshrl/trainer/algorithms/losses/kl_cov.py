@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.kl_cov import Options
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -20,6 +21,7 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS: tuple[str, ...] = ()
@@ -27,7 +29,8 @@ NEEDS: tuple[str, ...] = ()
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
     """Policy loss with the penalty on the chosen tokens."""
-    ragged, A, p = inputs.ragged, inputs.advantages, config.policy_loss
+    ragged, A = inputs.ragged, inputs.advantages
+    p = options(config.policy_loss, Options)
     d = log_ratio(inputs, clamp=False)
     with torch.no_grad():
         A_valid, log_pi = A[ragged.mask], inputs.logprobs[ragged.mask]

@@ -15,6 +15,7 @@ import dataclasses
 import torch
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.sapo import Options
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -22,6 +23,7 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS: tuple[str, ...] = ()
@@ -32,7 +34,8 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
     ragged, A = inputs.ragged, inputs.advantages
     if config.conventions == "verl":
         aggregate = dataclasses.replace(aggregate, mode="seq-mean-token-mean")
-    tau = torch.where(A > 0, config.policy_loss.tau_pos, config.policy_loss.tau_neg)
+    p = options(config.policy_loss, Options)
+    tau = torch.where(A > 0, p.tau_pos, p.tau_neg)
     d = log_ratio(inputs)
     gate = torch.sigmoid(tau * (d.exp() - 1)) * (4 / tau)
     loss = -gate * A

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses import dpo
+from meshrl.trainer.algorithms.losses._options.dpo import Options
 from meshrl.trainer.algorithms.losses._pairs import compute_with
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS: tuple[str, ...] = ()
@@ -27,7 +29,7 @@ WHOLE_GROUPS = True
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
     """Preference loss; see `_pairs` for what is raised."""
-    p = config.policy_loss.model_copy(update={"dpo_reference_free": False})
+    p = options(config.policy_loss, Options).model_copy(update={"dpo_reference_free": False})
     against_old = dataclasses.replace(inputs, ref_logprobs=inputs.old_logprobs)
 
     def of_margin(h: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ A_i comes from `adv_estimator: sppo`; η is `policy_loss.sppo_eta`. `loss_agg_mo
 from __future__ import annotations
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._options.sppo import Options
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
     log_ratio,
     mean_metrics,
 )
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS: tuple[str, ...] = ()
@@ -26,7 +28,8 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
     ragged = inputs.ragged
     d = log_ratio(inputs, clamp=False)
     A = ragged.row_mean(inputs.advantages)
-    loss = (ragged.row_sum(d) - config.policy_loss.sppo_eta * A).square()
+    eta = options(config.policy_loss, Options).sppo_eta
+    loss = (ragged.row_sum(d) - eta * A).square()
     return LossOutput(
         loss=aggregate.over_rows(loss, ragged), metrics=mean_metrics(ragged, ppo_kl=-d)
     )

@@ -1,0 +1,14 @@
+"""Options of `dro`."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat
+
+from meshrl.contract.config import Config
+
+
+class Options(Config):
+    """Keys of `actor.policy_loss`."""
+
+    dro_beta: PositiveFloat | None = None
+    """Required by `dro`."""
