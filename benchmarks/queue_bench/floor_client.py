@@ -21,7 +21,7 @@ from child import Timer, in_order, serve
 from floor_server import SERVICE
 from work import BATCH, GROUP, annotate, group
 
-from meshrl.rpc.process_memory import keep_memory, set_aside_start
+from meshrl.rpc.process_memory import freeze_startup_objects, reuse_freed_memory
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 
 PAGE = 16
@@ -138,10 +138,10 @@ ROLES = {"producer": Producer, "annotator": Annotator, "consumer": Consumer}
 
 async def main(role: str, number: str, address: str, seed: str, tuning: str) -> None:
     client = ROLES[role](int(number), address, int(seed), json.loads(tuning))
-    set_aside_start()
+    freeze_startup_objects()
     await serve(client)
 
 
 if __name__ == "__main__":
-    keep_memory()
+    reuse_freed_memory()
     uvloop.run(main(*sys.argv[1:]))

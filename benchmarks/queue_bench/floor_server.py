@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from meshrl.rpc.process_memory import collect_rarely, keep_memory
+from meshrl.rpc.process_memory import collect_garbage_rarely, reuse_freed_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
 
 SERVICE = "Floor"
@@ -70,7 +70,7 @@ class Floor:
 
 
 async def main() -> None:
-    collect_rarely()
+    collect_garbage_rarely()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((Floor().handlers(),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -81,5 +81,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    keep_memory()
+    reuse_freed_memory()
     uvloop.run(main())

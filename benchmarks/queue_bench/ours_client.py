@@ -20,7 +20,7 @@ from child import Timer, in_order, serve
 from work import BATCH, GROUP, digest, digests, group
 
 from meshrl.contract.types import Version
-from meshrl.rpc.process_memory import keep_memory, set_aside_start
+from meshrl.rpc.process_memory import freeze_startup_objects, reuse_freed_memory
 
 WAIT_S = 300.0
 
@@ -174,10 +174,10 @@ ROLES = {"producer": Producer, "annotator": Annotator, "consumer": Consumer}
 
 async def main(role: str, number: str, address: str, seed: str, tuning: str) -> None:
     client = ROLES[role](int(number), address, int(seed), json.loads(tuning))
-    set_aside_start()
+    freeze_startup_objects()
     await serve(client)
 
 
 if __name__ == "__main__":
-    keep_memory()  # this and what `main` sets aside: as every service does
+    reuse_freed_memory()  # this and what `main` sets aside: as every service does
     uvloop.run(main(*sys.argv[1:]))

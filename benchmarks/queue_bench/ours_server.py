@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from meshrl.rpc.process_memory import collect_rarely, share_heaps
+from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
@@ -24,8 +24,8 @@ from meshrl.transferqueue.sharding.shard import ShardQueue
 
 
 async def main(path: Path, section: str) -> None:
-    collect_rarely()
-    share_heaps()
+    collect_garbage_rarely()
+    limit_malloc_arenas()
     queue = await ShardQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
     servicers = [QueueServicer(queue), ShardServicer(queue)]
     try:

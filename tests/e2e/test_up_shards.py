@@ -13,7 +13,7 @@ from pathlib import Path
 from meshrl.config import load_recipe
 from meshrl.contract.types import Ledger
 from meshrl.launcher.shards import grown
-from meshrl.rpc.queue_connection import build_store, stored_queue
+from meshrl.rpc.queue_connection import build_store, open_stored_queue
 from meshrl.transferqueue.sharding.shard import ShardQueue
 
 from ..mesh import Mesh, make_mesh
@@ -23,7 +23,7 @@ async def books(mesh: Mesh, shards: int) -> tuple[Ledger, list[Ledger]]:
     """The ledger of the run, and that of each shard."""
     recipe = load_recipe(mesh.run_dir / "recipe.yaml", check=False)
     assert recipe.queue.shards == shards
-    async with stored_queue(recipe) as queue:
+    async with open_stored_queue(recipe) as queue:
         whole = await queue.ledger("tiny")
     parts = []
     for number in range(shards):

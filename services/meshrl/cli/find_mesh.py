@@ -14,7 +14,7 @@ from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook, is_up, newest_run_dir, run_lock
 from meshrl.rpc import tls
-from meshrl.rpc.queue_connection import connect_queue, stored_queue
+from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 
 PATIENCE_S = 5.0
 """How long a person waits for a service that does not answer."""
@@ -44,7 +44,7 @@ class Mesh:
         async def ask() -> Answer:
             if self.stopped is not None:
                 with run_lock(self.stopped.run.path):
-                    async with stored_queue(self.stopped) as left:
+                    async with open_stored_queue(self.stopped) as left:
                         return await question(left)
             async with connect_queue(self.queue, patience_s=PATIENCE_S) as queue:
                 return await question(queue)

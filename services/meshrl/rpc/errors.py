@@ -1,8 +1,8 @@
-"""One table from exception to status, and the way of an exception over the wire: bytes in the trailing metadata.
+"""Maps exceptions to gRPC statuses, and carries exceptions to the caller in the trailing metadata.
 
     servicer raises ──▶ `as_status` (server) ──ErrorDetail──▶ `from_rpc` (client) ──▶ the same class and details
 
-What a proxy, a dead peer or gRPC itself says has no ErrorDetail; `from_rpc` names it by its status.
+An error of a proxy, a lost connection or gRPC itself has no ErrorDetail; `from_rpc` chooses a class by its status.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Status = TypeVar("Status")
 
 DETAIL_KEY: Final = "meshrl-error-bin"
 MAX_TEXT: Final = 2_000
-"""Characters of a message or of one detail: metadata is bounded, and a longer one belongs in a log."""
+"""Characters of a message or of one detail, because metadata is bounded. Longer texts belong in a log."""
 MAX_DETAILS: Final = 8
 
 STATUS: Mapping[type[MeshError], grpc.StatusCode] = {
@@ -59,16 +59,16 @@ STATUS: Mapping[type[MeshError], grpc.StatusCode] = {
     InfraError: grpc.StatusCode.INTERNAL,
     MeshError: grpc.StatusCode.UNKNOWN,
 }
-"""By class; a subclass has its parent's status."""
+"""By class. A subclass has its parent's status."""
 
 
 def by_class(table: Mapping[type[MeshError], Status], error: MeshError) -> Status:
-    """What a table that ends with MeshError has for the nearest class of `error`."""
+    """The entry for the nearest base class of `error`, in a table that contains MeshError."""
     return next(table[kind] for kind in type(error).__mro__ if kind in table)
 
 
 def status_of(error: MeshError) -> grpc.StatusCode:
-    """The status of the nearest class in the table."""
+    """The gRPC status of an error."""
     return by_class(STATUS, error)
 
 
@@ -83,13 +83,13 @@ def to_detail(error: MeshError) -> bytes:
 
 
 def as_status(method: str, behavior: Behavior) -> Behavior:
-    """Runs a handler; what it raises leaves as a status. The one place that catches everything."""
+    """Interceptor: converts errors of a handler to statuses. The only place that catches every exception."""
 
     async def run(request: Any, context: Context) -> Any:
         try:
             return await behavior(request, context)
         except grpc.aio.BaseError:
-            raise  # gRPC's own: aborted already, or the caller has left while it was written to
+            raise  # gRPC's own: already aborted, or the caller left during a write
         except MeshError as error:
             await _abort(context, error)
         except Exception as error:
@@ -100,29 +100,29 @@ def as_status(method: str, behavior: Behavior) -> Behavior:
 
 
 async def _abort(context: Context, error: MeshError) -> None:
-    line = printable(error.message[:MAX_TEXT])
-    await context.abort(status_of(error), line, ((DETAIL_KEY, to_detail(error)),))
+    message = printable(error.message[:MAX_TEXT])
+    await context.abort(status_of(error), message, ((DETAIL_KEY, to_detail(error)),))
 
 
-def from_rpc(error: grpc.RpcError, peer: str) -> MeshError:
-    """What the other side raised, or what kept us from hearing it. `peer` says who and where it is."""
+def from_rpc(error: grpc.RpcError, service: str) -> MeshError:
+    """The error that the service raised, or why it could not be reached. `service` is its name and address."""
     detail = _detail(error)
     if detail is not None:
         return from_detail(detail.code, detail.message, detail.details)
-    code, said = error.code(), error.details() or "no reason given"
+    code, reason = error.code(), error.details() or "no reason given"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return UnavailableError(f"{peer} cannot be reached: {said}")
+        return UnavailableError(f"{service} cannot be reached: {reason}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return WaitTimeoutError(f"{peer} did not answer in time")
+        return WaitTimeoutError(f"{service} did not answer in time")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return _too_large(peer, said)
+        return _too_large(service, reason)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return InfraError(f"{peer} does not know this method; is it that service? ({said})")
-    return InfraError(f"{peer} failed with {code.name}: {said}")
+        return InfraError(f"{service} does not know this method; is it that service? ({reason})")
+    return InfraError(f"{service} failed with {code.name}: {reason}")
 
 
 def _detail(error: grpc.RpcError) -> pb.ErrorDetail | None:
-    # grpc.aio hands out a Metadata, the synchronous API a tuple of pairs.
+    # grpc.aio returns a Metadata, the synchronous API a tuple of pairs.
     trailing = cast("Iterable[tuple[str, str | bytes]] | None", error.trailing_metadata())
     value = dict(trailing or ()).get(DETAIL_KEY)
     if not isinstance(value, bytes):
@@ -134,13 +134,13 @@ def _detail(error: grpc.RpcError) -> pb.ErrorDetail | None:
         return None
 
 
-def _too_large(peer: str, said: str) -> CapacityError:
-    sizes = re.search(r"\((\d+) vs\. (\d+)\)", said)
+def _too_large(service: str, reason: str) -> CapacityError:
+    sizes = re.search(r"\((\d+) vs\. (\d+)\)", reason)
     if not sizes:
-        return CapacityError(f"{peer} has no room: {said}")
+        return CapacityError(f"{service} has no room: {reason}")
     size, limit = sizes.groups()
     return CapacityError(
-        f"a message of {size} bytes between here and {peer} is larger than {limit}",
+        f"a message of {size} bytes to or from {service} is larger than {limit}",
         size=size,
         limit=limit,
     )

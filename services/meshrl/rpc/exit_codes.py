@@ -1,4 +1,4 @@
-"""What a process of the mesh says with its exit code."""
+"""The exit codes of the mesh's processes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import enum
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of `meshrl`; a death by signal N is -N to a parent and 128 + N to a shell."""
+    """Exit codes of `meshrl`; a process killed by signal N has -N for its parent and 128 + N in a shell."""
 
     DONE = 0
     FAILED = 1
-    """Something broke on our side."""
+    """An error of the mesh or of the machine."""
     USER_ERROR = 2
     """A recipe, an option or a file is wrong: the same command would fail again."""
     NO_PROGRESS = 69
-    """EX_UNAVAILABLE: what the service works with failed all the time, and nothing got done."""
+    """EX_UNAVAILABLE: the service's engine failed all the time, and nothing was done."""
     PORT_IN_USE = 75
-    """EX_TEMPFAIL: the port is somebody else's; another one would do."""
+    """EX_TEMPFAIL: another process has the port; another port would work."""

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a service: calls by method and status, their latency, and its own HTTP port."""
+"""Prometheus metrics of a service: calls by method and status, their latency, and the HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATUS_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class CallMetrics:
-    """Counts and times the calls of one server. `registry` is the server's own: several may live in one process."""
+    """Counts and times the calls of one server. Each has its own registry: a process may have several."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._calls = Counter(
@@ -46,8 +46,8 @@ class CallMetrics:
             "meshrl_rpc_running", "Calls running now.", ["method"], registry=registry
         )
 
-    def around(self, method: str, behavior: Behavior) -> Behavior:
-        """Outermost, so that it sees the status that the others have set."""
+    def interceptor(self, method: str, behavior: Behavior) -> Behavior:
+        """The outermost interceptor, so that it sees the status that the others have set."""
         running, latency = self._running.labels(method), self._latency.labels(method)
         ended = cache(partial(self._calls.labels, method))
 
@@ -71,17 +71,17 @@ class CallMetrics:
 
 
 def _status_name(context: Context) -> str:
-    # grpc.aio hands the number out, its stubs promise the enum.
+    # grpc.aio returns the number, although its type stubs promise the enum.
     code: object = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else _STATUS_NAMES.get(code, "UNKNOWN")
 
 
 class MetricsEndpoint:
-    """`/metrics` over HTTP while the context is open."""
+    """Serves `/metrics` over HTTP while the context is open."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.port = port
-        """0 picks a free one; the true one once it is open."""
+        """The port in use, once the context is entered. 0 picks a free one."""
         self._registry = registry
         self._host = host
         self._http: tuple[WSGIServer, threading.Thread] | None = None

@@ -1,4 +1,4 @@
-"""No orphans: a process that asks here is killed when its parent dies, however the parent died."""
+"""Prevents orphans: the kernel kills a process that calls this when its parent dies, in whatever way."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "MESHRL_PARENT_PID"
-"""Set by the supervisor: the process whose death is ours."""
+"""Set by the supervisor: its pid."""
 
 
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL at the parent's death, if a supervisor started this process.
 
-    Linux only; elsewhere the supervisor's watchdog alone sees to it.
+    Linux only. On other systems only the supervisor's watchdog kills orphans.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
-        # The parent died between our start and the line above: the signal will never come.
+        # The parent died before the line above, so the signal will never come.
         os._exit(128 + signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The queue of a mesh, whether it is one process or several shards: connecting to it, and the stores behind it."""
+"""Connects to the queue of a mesh (one process or several shards), and opens the stores behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.precision import Precision
-from meshrl.rpc.clients.disk_space import Shortage
+from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.clients.shard import ShardClient
@@ -29,63 +29,64 @@ async def connect_queue(
     patience_s: float = STAGE_PATIENCE_S,
     compression: Mode = "auto",
     logprob_precision: Precision = "fp32",
-    shortage: Shortage | None = None,
+    disk_full: DiskFullPolicy | None = None,
 ) -> AsyncIterator[Queue]:
-    """The queue at `addresses`: `host:port`, or those of all shards in their order, separated by commas.
+    """The queue at `addresses`: `host:port`, or the addresses of all shards in their order, separated by commas.
 
-    Shards that were added while runs went on need not be named: the first shard tells of them.
+    Shards that were added during a run need not be named: the first shard lists them.
     """
-    found = [address.strip() for address in addresses.split(",")]
-    manner: ClientOptions = {
+    shard_addresses = [address.strip() for address in addresses.split(",")]
+    options: ClientOptions = {
         "patience_s": patience_s,
         "compression": compression,
-        "shortage": shortage,
+        "disk_full": disk_full,
     }
-    if len(found) == 1:
-        async with QueueClient(found[0], **manner) as queue:
+    if len(shard_addresses) == 1:
+        async with QueueClient(shard_addresses[0], **options) as queue:
             queue.logprob_precision = logprob_precision
             yield queue
         return
     async with AsyncExitStack() as stack:
 
         async def dial(address: str) -> ShardClient:
-            return await stack.enter_async_context(ShardClient(address, **manner))
+            return await stack.enter_async_context(ShardClient(address, **options))
 
-        router = ShardedQueue([await dial(address) for address in found], found, dial)
+        shards = [await dial(address) for address in shard_addresses]
+        router = ShardedQueue(shards, shard_addresses, dial)
         stack.push_async_callback(router.close)
         router.logprob_precision = logprob_precision
         yield router
 
 
-def queue_of(
-    recipe: Recipe, context: ServiceContext, shortage: Shortage | None = None
+def connect_mesh_queue(
+    recipe: Recipe, context: ServiceContext, disk_full: DiskFullPolicy | None = None
 ) -> AbstractAsyncContextManager[Queue]:
-    """The queue of a service's own mesh, as its recipe says. While its disk is full, calls wait (see `shortage`)."""
+    """The queue of a service's own mesh, with the recipe's options. Calls wait while its disk is full."""
     return connect_queue(
         context.peer("queue"),
         compression=recipe.queue.compression,
         logprob_precision=recipe.queue.logprob_precision,
-        shortage=shortage or Shortage(),
+        disk_full=disk_full or DiskFullPolicy(),
     )
 
 
 def shard_number(recipe: Recipe, name: str) -> int:
-    """Which shard the service `name` is: `queue-1` is the second. Raises UserError."""
+    """The shard number of the service `name`: 1 for `queue-1`. Raises UserError."""
     shards = recipe.queue.shards
     number = re.search(r"-(\d+)$", name)
     if shards == 1 and number is None:
         return 0
     if number is None or int(number[1]) >= shards:
-        wanted = f"queue-0 to queue-{shards - 1}" if shards > 1 else "queue or queue-0"
-        raise UserError(f"{name} is no shard of queue.shards={shards}: want --name {wanted}")
+        names = f"queue-0 to queue-{shards - 1}" if shards > 1 else "queue or queue-0"
+        raise UserError(f"{name} is no shard of queue.shards={shards}: want --name {names}")
     return int(number[1])
 
 
 def build_store(recipe: Recipe, number: int) -> Store:
-    """The store of a shard: `queue` for the first, which may have been the only one, `queue-1` for the second.
+    """The store of a shard: directory `queue` for the first (or only) shard, `queue-1` for the second.
 
     Raises:
-        UserError: the store's directory cannot be made.
+        UserError: the store's directory cannot be created.
     """
     config, path = recipe.queue, recipe.queue_path
     if number:
@@ -100,8 +101,8 @@ def build_store(recipe: Recipe, number: int) -> Store:
 
 
 @asynccontextmanager
-async def stored_queue(recipe: Recipe) -> AsyncIterator[Queue]:
-    """The queue of a run whose processes have ended, opened here on its files."""
+async def open_stored_queue(recipe: Recipe) -> AsyncIterator[Queue]:
+    """Opens the queue's files in this process. For runs whose processes have ended."""
     async with AsyncExitStack() as stack:
         shards = []
         for number in range(recipe.queue.shards):

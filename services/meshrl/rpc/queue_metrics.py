@@ -1,7 +1,8 @@
-"""What Prometheus sees of the queue itself: rows, durations, bytes. Read when somebody asks."""
+"""Prometheus metrics of the queue: rows, durations, bytes, and the wanted number of rollout workers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from prometheus_client.core import (
@@ -12,25 +13,26 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from meshrl.rpc.fleet_metrics import FleetFamilies
 from meshrl.transferqueue.model.durations import Durations
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.operations import admission
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Store
 
 
 class QueueCollector(Collector):
-    """Asks the queue. It is called in the thread of the metrics' HTTP server, and reads single numbers only."""
+    """Reads the queue at each scrape, in the thread of the metrics' HTTP server. So it reads only single numbers."""
 
     def __init__(self, queue: TransferQueue, store: Store) -> None:
         self._queue = queue
         self._store = store
 
     def describe(self) -> list[Metric]:
-        """Nothing is known before the first run is open."""
+        """No metric is known before the first run is open."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The families."""
+        """Read all metrics."""
         resident = GaugeMetricFamily(
             "meshrl_queue_rows", "Resident rows by state.", labels=["run", "state"]
         )
@@ -49,7 +51,7 @@ class QueueCollector(Collector):
             "Per row, from the last column of its group to the batch that takes it.",
             labels=["run"],
         )
-        fleet = FleetFamilies()
+        fleet = _FleetGauges()
         for run in self._queue.open_runs:
             fleet.add(run)
             ledger = run.ledger.snapshot(run.name)
@@ -79,9 +81,60 @@ class QueueCollector(Collector):
         )
 
 
-def _add(family: HistogramMetricFamily, labels: list[str], found: Durations) -> None:
+def _add(family: HistogramMetricFamily, labels: list[str], durations: Durations) -> None:
     buckets = [
         ("+Inf" if bound == float("inf") else str(bound), count)
-        for bound, count in found.cumulative()
+        for bound, count in durations.cumulative()
     ]
-    family.add_metric(labels, buckets, sum_value=found.total_s)
+    family.add_metric(labels, buckets, sum_value=durations.total_s)
+
+
+class _FleetGauges:
+    """The gauges of the rollout stage, by run. An autoscaler reads them."""
+
+    def __init__(self) -> None:
+        self._ready = _gauge("ready_rows", "Rows that a rollout worker could lease now.")
+        self._held = _gauge("held_rows", "Rows that rollout workers hold.")
+        self._slots = _gauge("slots", "Rows that the workers heard of lately could hold.")
+        self._workers = _gauge("workers", "Rollout workers heard of lately.")
+        self._headroom = _gauge(
+            "headroom_rows", "Rows that may still come in before staleness or bytes bound it."
+        )
+        self._wanted = _gauge(
+            "wanted_workers", "As many as the rows that wait or run would fill; a hint."
+        )
+        self.families = (
+            *(self._ready, self._held, self._slots, self._workers, self._headroom, self._wanted),
+        )
+
+    def add(self, run: Run) -> None:
+        """Add the numbers of one run. Reads only single numbers, because another thread calls it."""
+        stage = next(stage for stage in run.stages if stage.first)
+        workers = run.fair_share.heard_of(now=run.clock(), silence_s=run.spec.lease_ttl_s)
+        ready, held = len(run.ready[stage.number]), sum(holder.rows for holder in workers)
+        slots = sum(holder.slots for holder in workers)
+        headroom = 0 if run.feed_closed else admission.free_groups(run) * run.spec.group_size
+        for family, value in (
+            (self._ready, ready),
+            (self._held, held),
+            (self._slots, slots),
+            (self._workers, len(workers)),
+            (self._headroom, headroom),
+            (self._wanted, wanted_workers(ready + held, slots, len(workers))),
+        ):
+            family.add_metric([run.name], value)
+
+
+def wanted_workers(rows: int, slots: int, workers: int) -> int:
+    """The number of workers that `rows` rows would fill, with the present slots per worker; 1 if there is no worker.
+
+    Staleness bounds the waiting rows, so it bounds this too. The number falls when the trainer is the bottleneck,
+    because then the admitted rows are sampled already.
+    """
+    if not rows:
+        return 0
+    return math.ceil(rows * workers / slots) if slots else 1
+
+
+def _gauge(name: str, help_: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"meshrl_rollout_{name}", help_, labels=["run"])

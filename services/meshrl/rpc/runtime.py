@@ -40,7 +40,7 @@ from meshrl.rpc.errors import as_status
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.interceptors import Behavior, Context, InterceptedHandlers, Interceptor
 from meshrl.rpc.metrics import CallMetrics, MetricsEndpoint
-from meshrl.rpc.process_memory import keep_memory
+from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class GrpcServer:
     async def __aenter__(self) -> Self:
         require_loopback(self.settings)
         interceptors = (
-            CallMetrics(self.registry).around,
+            CallMetrics(self.registry).interceptor,
             as_status,
             self._end_when_draining,
             *self._interceptors,
@@ -316,7 +316,7 @@ def _bind_error(settings: ServerSettings, address: str) -> UserError:
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run `main` on uvloop and return the exit code. A MeshError is printed as one line, without a traceback."""
-    keep_memory()
+    reuse_freed_memory()
     try:
         uvloop.run(main())
     except KeyboardInterrupt:

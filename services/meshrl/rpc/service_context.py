@@ -1,4 +1,4 @@
-"""Where one service stands: its name, where it listens, whom it can reach."""
+"""The context of one service process: its name, its listening address, the services that it calls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshrl.rpc.runtime import ServerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceContext:
-    """What `serve` hands to the assembly of a service."""
+    """What `meshrl serve` passes to a service."""
 
     name: str
-    """Unique in the mesh, the same after a restart: leases and replicas are known by it."""
+    """Unique in the mesh and the same after a restart; it identifies leases and replicas."""
     settings: ServerSettings
     peers: Mapping[str, str] = field(default_factory=dict)
-    """Kind (`queue`, `trainer`) to `host:port`."""
+    """Address (`host:port`) by kind of service (`queue`, `trainer`)."""
 
     def peer(self, kind: str) -> str:
-        """Where to reach a service. Raises UserError when nobody said."""
+        """The address of a service. Raises UserError if it is unknown."""
         if kind not in self.peers:
             raise UserError(
                 f"{self.name} must reach the {kind} service: give --{kind} HOST:PORT or --address-book FILE"

@@ -1,6 +1,6 @@
-"""TLS for every connection of the mesh: one section of the recipe, both ends of gRPC and the HTTP door.
+"""TLS for every connection of the mesh: both ends of gRPC, and HTTP, configured by one section of the recipe.
 
-`use` is called once, when a process starts; whoever dials later goes through `channel`.
+A process calls `use` once when it starts. Clients open connections with `channel`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _in_use = Certificates()
 
 
 def use(tls: Certificates) -> None:
-    """What this process dials with from now on; one that says nothing changes nothing.
+    """Set the certificates of this process's connections. Empty certificates change nothing.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -37,12 +37,12 @@ def use(tls: Certificates) -> None:
 
 
 def in_use() -> Certificates:
-    """What `use` was given: the certificates of this process."""
+    """The certificates of this process, as set by `use`."""
     return _in_use
 
 
 def channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-    """A channel to a service of the mesh, as `use` said, or else as the environment says (MESHRL_TLS_CA ...)."""
+    """A channel to a service of the mesh, with the certificates of `use` or the environment (MESHRL_TLS_CA, ...)."""
     credentials = _credentials()
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -50,7 +50,7 @@ def channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.C
 
 
 def blocking_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
-    """As `channel`, for a thread that has no event loop."""
+    """As `channel`, for a thread without an event loop."""
     credentials = _credentials()
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
@@ -58,7 +58,7 @@ def blocking_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> g
 
 
 def _credentials() -> grpc.ChannelCredentials | None:
-    tls = _in_use if _in_use.on else _of_environment()
+    tls = _in_use if _in_use.on else _from_environment()
     if not tls.on:
         return None
     return grpc.ssl_channel_credentials(
@@ -69,7 +69,7 @@ def _credentials() -> grpc.ChannelCredentials | None:
 
 
 def add_port(server: grpc.aio.Server, address: str, tls: Certificates) -> int:
-    """Bind `address`; as `add_secure_port` where there is a certificate."""
+    """Bind `address`, with TLS if there is a certificate. Returns the port, 0 on failure."""
     key, cert = _pem(tls, "key"), _pem(tls, "cert")
     if key is None or cert is None:
         return server.add_insecure_port(address)
@@ -80,17 +80,17 @@ def add_port(server: grpc.aio.Server, address: str, tls: Certificates) -> int:
 
 
 def call_metadata() -> tuple[tuple[str, str], ...]:
-    """What a client sends with every call: its token, when it has one."""
+    """The metadata that a client sends with every call: its token, if it has one."""
     token = os.environ.get(TOKEN_VARIABLE)
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-def _of_environment() -> Certificates:
+def _from_environment() -> Certificates:
     files = {name: os.environ.get(f"MESHRL_TLS_{name.upper()}") for name in ("ca", "cert", "key")}
     try:
         return Certificates(**{name: Path(file) for name, file in files.items() if file})
     except ValueError as error:
-        raise ConfigError("MESHRL_TLS_CERT and MESHRL_TLS_KEY go together") from error
+        raise ConfigError("MESHRL_TLS_CERT and MESHRL_TLS_KEY must be set together") from error
 
 
 def _pem(tls: Certificates, name: str) -> bytes | None:

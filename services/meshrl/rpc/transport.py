@@ -1,26 +1,26 @@
-"""What both ends of every connection agree on: message sizes, keepalive, and how long one question may wait."""
+"""Settings of every gRPC connection, for both ends: message sizes, keepalive, the longest wait of a call."""
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""Of one message, either way. Bulk travels in streams of much smaller ones."""
+"""Of one message, in both directions. Bulk data goes in streams of much smaller messages."""
 MAX_STREAM_BYTES: Final = 1 << 30
-"""Of all messages of one streamed request, because it is held until it is complete."""
+"""Of all messages of one streamed request, because the server holds it until it is complete."""
 MAX_METADATA_BYTES: Final = 64 << 10
-"""Room for an error with its details; gRPC's default of 8 KiB is less than a traceback."""
+"""Enough for an error with its details; gRPC's default of 8 KiB is less than a traceback."""
 MAX_WAIT_S: Final = 60.0
-"""The server's patience: no question waits longer, whatever it asks for; the asker asks again."""
+"""The longest wait in the server, whatever a call asks for; the client calls again."""
 
 _SIZES: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    # A page in one HTTP/2 frame instead of sixty-four.
+    # One page of payload in one HTTP/2 frame instead of sixty-four.
     ("grpc.http2.max_frame_size", 4 << 20),
 )
-# A peer that lost its power or its network sends no FIN: after 20 s of silence it is asked, after 10 s more given up.
+# A host that lost its power or its network sends no FIN: after 20 s of silence it is pinged, 10 s later given up.
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -29,27 +29,27 @@ _KEEPALIVE: Final = (
 CHANNEL_OPTIONS: Final = (
     *_SIZES,
     *_KEEPALIVE,
-    # Tried again soon: a service that restarts is back in a second or two, and gRPC's default grows to two minutes.
+    # Reconnect soon: a service restarts within a second or two, and gRPC's default grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # One wire, one connection: a closed wire leaves nothing behind that another one shares.
+    # One connection per client: a closed client leaves no connection behind that another client shares.
     ("grpc.use_local_subchannel_pool", 1),
 )
 SERVER_OPTIONS: Final = (
     *_SIZES,
     *_KEEPALIVE,
-    # Without this a second server on a taken port starts, and the two share its calls at random.
+    # Without this a second server can start on a taken port, and the two share its calls at random.
     ("grpc.so_reuseport", 0),
-    # The default answers a client's keepalive with "too_many_pings" and hangs up.
+    # By default the server answers a client's keepalive with "too_many_pings" and closes the connection.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
 
-class Sized(Protocol):
-    """A message, or one with its bulk beside it (contract/codec/bulk.py)."""
+class SizedMessage(Protocol):
+    """A protobuf message, or a message with its bulk data beside it (contract/codec/bulk.py)."""
 
     def ByteSize(self) -> int:
-        """On the wire."""
+        """The serialized size in bytes."""
         ...

@@ -16,7 +16,7 @@ from meshrl.cli import main
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
 from meshrl.launcher.address_book import BOOK_NAME, AddressBook, Entry
-from meshrl.rpc.queue_connection import stored_queue
+from meshrl.rpc.queue_connection import open_stored_queue
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def test_the_ledger_of_a_run_that_has_ended_is_read_from_its_queue(run: Run) -> 
 
     async def leave_a_row() -> None:
         loaded = load_recipe(recipe, check=False)
-        async with stored_queue(loaded) as queue:
+        async with open_stored_queue(loaded) as queue:
             await queue.open_run(train_spec(loaded))
             prompt = np.array([1, 2], dtype=np.int32)
             task = Task(run="demo", task_id="0-0", prompt_ids=prompt, group_size=8)

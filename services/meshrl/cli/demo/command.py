@@ -87,7 +87,7 @@ def _report(recipe: Recipe) -> None:
 
 async def _stored_ledger(recipe: Recipe) -> Ledger:
     """The ledger as the queue's files tell it, after the queue has ended."""
-    from meshrl.rpc.queue_connection import stored_queue
+    from meshrl.rpc.queue_connection import open_stored_queue
 
-    async with stored_queue(recipe) as queue:
+    async with open_stored_queue(recipe) as queue:
         return await queue.ledger(recipe.run.name)

@@ -9,7 +9,7 @@ from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunSpec
-from meshrl.rpc.process_memory import set_aside_start
+from meshrl.rpc.process_memory import freeze_startup_objects
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.transferqueue.sharding import membership
 from meshrl.transferqueue.sharding.router import ShardedQueue
@@ -75,7 +75,7 @@ async def work_until_stopped(
     Raises:
         Whatever `work` or `beside` raises.
     """
-    set_aside_start()
+    freeze_startup_objects()
     working = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(server.until_stopped())
     watched: set[asyncio.Future[None]] = {working, stopped}

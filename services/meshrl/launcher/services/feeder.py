@@ -7,7 +7,7 @@ import asyncio
 from meshrl.config.recipe import Recipe, train_sampling, train_spec
 from meshrl.launcher.prompts import read_prompts
 from meshrl.launcher.services._common import open_runs, work_until_stopped
-from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.trainer.data.feeder import Feeder
@@ -26,7 +26,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         deadline_s=recipe.rollout.deadline_s,
     )
     async with (
-        queue_of(recipe, context) as queue,
+        connect_mesh_queue(recipe, context) as queue,
         GrpcServer(context.settings, []) as server,
     ):
         await open_runs(queue, recipe)

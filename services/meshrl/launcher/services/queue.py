@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.rpc.process_memory import collect_rarely, share_heaps
+from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
 from meshrl.rpc.queue_connection import build_store, shard_number
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, Servicer
@@ -29,8 +29,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         UserError: the store's directory cannot be made, or the store is damaged: the same command would fail again.
         OwnerLostError: another queue took the store over.
     """
-    collect_rarely()
-    share_heaps()
+    collect_garbage_rarely()
+    limit_malloc_arenas()
     store = build_store(recipe, shard_number(recipe, context.name))
     try:
         queue = await ShardQueue.open(store)

@@ -6,7 +6,7 @@ import asyncio
 
 from meshrl.config.recipe import Recipe
 from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
-from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.reference import ReferenceServicer
@@ -29,7 +29,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     )
     try:
         async with (
-            queue_of(recipe, context) as queue,
+            connect_mesh_queue(recipe, context) as queue,
             GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
         ):
             await open_runs(queue, recipe)

@@ -25,7 +25,7 @@ from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Guard, Role, TokenBook
 from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.interceptors import Behavior, Context, Interceptor
-from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, is_loopback
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.reward import RewardServicer
@@ -47,7 +47,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
         audit = stack.enter_context(closing(RewardAuditLog(directory / "audit.jsonl")))
         guarded = GuardedRegistry(registry, guard, audit)
-        queue = await stack.enter_async_context(queue_of(recipe, context))
+        queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
         servicers: list[Servicer] = [RewardServicer(registry.judge, registry.judge)]
         if submissions:
             servicers.append(RewardRegistryServicer(guarded))

@@ -21,7 +21,7 @@ from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc import tls
-from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, NoProgressError
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.member import MemberServicer
@@ -50,7 +50,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             Programs(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
         )
         external = getattr(await programs.start(), "external", False)
-        queue = await stack.enter_async_context(queue_of(recipe, context))
+        queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
         max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,

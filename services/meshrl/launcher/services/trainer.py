@@ -31,9 +31,9 @@ from meshrl.launcher.prompts import eval_tasks, read_prompts
 from meshrl.launcher.services._common import open_run, open_runs, work_until_stopped
 from meshrl.launcher.services._ranks import is_rank, run_ranks
 from meshrl.launcher.services.learner import build_learner
-from meshrl.rpc.clients.disk_space import Shortage
+from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.reward import JudgeClient
-from meshrl.rpc.queue_connection import queue_of
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.trainer import TrainerServicer
@@ -71,14 +71,14 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     )
     compute = Compute(world.device)
     try:
-        shortage = Shortage()
-        async with queue_of(recipe, context, shortage) as queue:
+        disk_full = DiskFullPolicy()
+        async with connect_mesh_queue(recipe, context, disk_full) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, context)
             learner = await compute.run(partial(build_learner, recipe, setting, world))
             state = await resume(setting, queue, learner, compute)
             if world.is_main:
-                await _lead(recipe, context, setting, state, learner, compute, queue, shortage)
+                await _lead(recipe, context, setting, state, learner, compute, queue, disk_full)
             else:
                 rewards = _rewards(recipe, queue, None)
                 await _follow(
@@ -97,7 +97,7 @@ async def _lead(
     learner: Learner,
     compute: Compute,
     queue: Queue,
-    shortage: Shortage,
+    disk_full: DiskFullPolicy,
 ) -> None:
     """Rank 0: train, with doors open."""
     plane = WeightCoordinator(
@@ -128,14 +128,14 @@ async def _lead(
 
     def drain() -> None:
         trainer.drain()
-        shortage.leave()
+        disk_full.stop_waiting()
 
     servicers: list[Servicer] = [TrainerServicer(trainer.control), WeightsServicer(plane)]
     async with AsyncExitStack() as stack, GrpcServer(context.settings, servicers) as server, plane:
         if judge is not None:
             stack.push_async_callback(judge.close)
         await server.ready()
-        await work_until_stopped(server, _to_the_end(trainer, shortage), drain)
+        await work_until_stopped(server, _to_the_end(trainer, disk_full), drain)
         await asyncio.sleep(LAST_WORD_S)
 
 
@@ -153,11 +153,11 @@ async def _follow(trainer: Trainer) -> None:
     await trainer.run()
 
 
-async def _to_the_end(trainer: Trainer, shortage: Shortage) -> None:
+async def _to_the_end(trainer: Trainer, disk_full: DiskFullPolicy) -> None:
     try:
         await trainer.run()
     except CapacityError as error:
-        if not shortage.leaving:
+        if not disk_full.stopping:
             raise
         log.warning(
             "drained; the queue cannot put step %d on record, the last checkpoint is gone on from: %s",

@@ -28,15 +28,15 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.rpc import tls
-from meshrl.rpc.clients.disk_space import Shortage, SpaceWait, is_full
+from meshrl.rpc.clients.disk_full import DiskFullPolicy, DiskFullWait, is_full
 from meshrl.rpc.errors import from_rpc
-from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, Sized
+from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SizedMessage
 
 log = logging.getLogger(__name__)
 
 
-Question = TypeVar("Question", bound=Sized)
-Answer = TypeVar("Answer", bound=Sized)
+Question = TypeVar("Question", bound=SizedMessage)
+Answer = TypeVar("Answer", bound=SizedMessage)
 Noun = TypeVar("Noun")
 
 STAGE_PATIENCE_S: Final = 120.0
@@ -90,14 +90,14 @@ class Peer:
         patience_s: float,
         metadata: Sequence[tuple[str, str]] = (),
         *,
-        shortage: Shortage | None = None,
+        disk_full: DiskFullPolicy | None = None,
     ) -> None:
-        """With a `shortage`, what a full disk refuses is asked again until there is space (space.py)."""
+        """With a `disk_full`, what a full disk refuses is asked again until there is space (space.py)."""
         self.name = f"{service} at {address}"
         self.channel = tls.channel(address, CHANNEL_OPTIONS)
         self.metadata = (*tls.call_metadata(), *metadata)
         self.patience_s = patience_s
-        self._shortage = shortage
+        self._disk_full = disk_full
 
     async def close(self) -> None:
         """Cancel what runs and hang up; idempotent."""
@@ -185,7 +185,7 @@ class Peer:
     ) -> Noun:
         """The result of the first attempt that reaches the service."""
         patience = Patience(self.patience_s)
-        space = None if self._shortage is None else SpaceWait(self._shortage, wait_s)
+        space = None if self._disk_full is None else DiskFullWait(self._disk_full, wait_s)
         while True:
             try:
                 answer = await attempt()
@@ -221,7 +221,7 @@ class Peer:
         except UserError as error:
             raise CorruptError(f"{self.name} answered nonsense: {error}") from error
 
-    def check_size(self, message: Sized) -> int:
+    def check_size(self, message: SizedMessage) -> int:
         """Its bytes. Raises CapacityError for a message that gRPC would refuse to send."""
         size = message.ByteSize()
         if size > MAX_MESSAGE_BYTES:
@@ -243,9 +243,9 @@ class Wire:
         patience_s: float,
         metadata: Sequence[tuple[str, str]] = (),
         *,
-        shortage: Shortage | None = None,
+        disk_full: DiskFullPolicy | None = None,
     ) -> None:
-        self._peer = Peer(service, address, patience_s, metadata, shortage=shortage)
+        self._peer = Peer(service, address, patience_s, metadata, disk_full=disk_full)
 
     async def __aenter__(self) -> Self:
         return self

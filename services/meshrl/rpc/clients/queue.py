@@ -27,7 +27,7 @@ from meshrl.contract.types import (
     Waiting,
 )
 from meshrl.rpc.clients.bulk_calls import BulkCalls
-from meshrl.rpc.clients.disk_space import Shortage
+from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
@@ -42,7 +42,7 @@ class ClientOptions(TypedDict, total=False):
     """How long to wait for one that is away."""
     compression: Mode
     """Of payload on the way."""
-    shortage: Shortage | None
+    disk_full: DiskFullPolicy | None
     """Of space on its disk: with it calls wait while the disk is full, without they raise CapacityError."""
 
 
@@ -59,7 +59,7 @@ class QueueClient(Wire, RowMethods):
         squeezes = wanted(compression, address)
         super().__init__(
             *("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ()),
-            shortage=options.get("shortage"),
+            disk_full=options.get("disk_full"),
         )
         self._stub = rpc.QueueStub(self._peer.channel)
         self._keeper = LeaseRenewer(self._peer.name, address, self._peer.metadata)

@@ -10,10 +10,10 @@ from typing import TypeVar
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 
 from meshrl.contract.errors import CapacityError, UserError
-from meshrl.rpc.transport import MAX_STREAM_BYTES, MAX_WAIT_S, Sized
+from meshrl.rpc.transport import MAX_STREAM_BYTES, MAX_WAIT_S, SizedMessage
 
 Item = TypeVar("Item")
-Request = TypeVar("Request", bound=Sized)
+Request = TypeVar("Request", bound=SizedMessage)
 
 
 def full_name(file: FileDescriptor, service: str) -> str:

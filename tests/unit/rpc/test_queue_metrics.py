@@ -1,4 +1,4 @@
-"""What an autoscaler is told."""
+"""The metrics that an autoscaler reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from meshrl.contract.types import ROLLOUT_STAGE, Version
-from meshrl.rpc.fleet_metrics import wanted
-from meshrl.rpc.queue_metrics import QueueCollector
+from meshrl.rpc.queue_metrics import QueueCollector, wanted_workers
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -19,8 +18,8 @@ FIRST = Version(1, 0)
 @pytest.mark.parametrize(
     ("rows", "slots", "workers", "expected"),
     [
-        (0, 64, 2, 0),  # nothing to sample: the trainer is what is waited for
-        (10, 0, 0, 1),  # nobody there yet
+        (0, 64, 2, 0),  # nothing to sample: the trainer is the bottleneck
+        (10, 0, 0, 1),  # no worker yet
         (64, 64, 2, 2),
         (65, 64, 2, 3),
         (20, 64, 2, 1),
@@ -29,7 +28,7 @@ FIRST = Version(1, 0)
 def test_as_many_workers_are_wanted_as_the_rows_would_fill(
     rows: int, slots: int, workers: int, expected: int
 ) -> None:
-    assert wanted(rows, slots, workers) == expected
+    assert wanted_workers(rows, slots, workers) == expected
 
 
 async def test_prometheus_sees_depth_headroom_and_the_wanted_workers() -> None:
@@ -44,11 +43,11 @@ async def test_prometheus_sees_depth_headroom_and_the_wanted_workers() -> None:
     registry = CollectorRegistry()
     registry.register(QueueCollector(queue, store))
 
-    def told(name: str) -> float | None:
+    def gauge(name: str) -> float | None:
         return registry.get_sample_value(f"meshrl_rollout_{name}", {"run": "run"})
 
     names = ("ready_rows", "held_rows", "slots", "workers", "headroom_rows", "wanted_workers")
-    assert [told(name) for name in names] == [8, 4, 4, 2, 8, 6]
+    assert [gauge(name) for name in names] == [8, 4, 4, 2, 8, 6]
     await queue.close_feed("run")
-    assert told("headroom_rows") == 0
+    assert gauge("headroom_rows") == 0
     await queue.close()

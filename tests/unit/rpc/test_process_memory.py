@@ -1,4 +1,4 @@
-"""How a service's process treats its memory: what may gather, and how many heaps there are."""
+"""Memory settings of a service's process: garbage cycles stay few, and threads share two malloc arenas."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshrl.rpc.process_memory import collect_rarely
+from meshrl.rpc.process_memory import collect_garbage_rarely
 
-HEAPS = """
+ARENAS = """
 import ctypes, threading
-from meshrl.rpc.process_memory import share_heaps
+from meshrl.rpc.process_memory import limit_malloc_arenas
 
-share_heaps()
+limit_malloc_arenas()
 libc = ctypes.CDLL(None)
 libc.fdopen.restype = ctypes.c_void_p
 threads = 8
@@ -24,7 +24,7 @@ together = threading.Barrier(threads)
 
 def use() -> None:
     together.wait()
-    kept = [bytearray(5_000) for _ in range(100)]
+    blocks = [bytearray(5_000) for _ in range(100)]
     together.wait()
 
 workers = [threading.Thread(target=use) for _ in range(threads)]
@@ -39,7 +39,7 @@ libc.fflush(out)
 
 
 class Cycle:
-    """What gRPC leaves behind for each call, in small."""
+    """A small copy of the cycle that gRPC leaves behind for each call."""
 
     def __init__(self) -> None:
         self.me = self
@@ -53,17 +53,17 @@ def thresholds() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("thresholds")
-def test_cycles_of_calls_do_not_gather() -> None:
-    collect_rarely()
+def test_cycles_of_calls_do_not_accumulate() -> None:
+    collect_garbage_rarely()
     for _ in range(40_000):
         Cycle()
-    # By type: to ask other libraries' objects what they are may wake their warnings.
+    # Compares types, because isinstance on other libraries' objects may raise their warnings.
     assert sum(type(each) is Cycle for each in gc.get_objects()) <= 10_001
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="another libc")
-def test_threads_share_two_heaps() -> None:
+def test_threads_share_two_arenas() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", HEAPS], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", ARENAS], capture_output=True, text=True, timeout=120, check=True
     )
     assert 1 <= ran.stdout.count("<heap nr=") <= 2
