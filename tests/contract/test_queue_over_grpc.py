@@ -24,17 +24,15 @@ from .queue_suite import QueueSuite
 
 MANNERS: dict[str, ClientOptions] = {
     "plain": {"compression": "off"},
-    "squeezed": {"compression": "zstd"},
-    "squeezed with a dictionary": {"compression": "zstd"},
+    "compressed": {"compression": "zstd"},
 }
-DICTIONARY = bytes(range(256)) * 8
 
 
 @pytest.fixture(params=MANNERS)
 async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
-    door = QueueServicer(opened, DICTIONARY if "dictionary" in request.param else b"")
+    door = QueueServicer(opened)
     async with (
         GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server,
         QueueClient(server.address, patience_s=1, **MANNERS[request.param]) as wire,

@@ -106,8 +106,8 @@ async def recorded(address: str) -> dict[str, list[Request]]:
             )
             await until(lambda: "/meshrl.v1.Queue/Attend" in recorder.requests)
             keeping.cancel()
-        async with QueueClient(f"127.0.0.1:{port}", compression="zstd") as squeezing:
-            await squeezing.fetch("run", [], ["tokens"])
+        async with QueueClient(f"127.0.0.1:{port}", compression="zstd") as compressing:
+            await compressing.fetch("run", [], ["tokens"])
     finally:
         await proxy.stop(None)
         await recorder.close()

@@ -1,4 +1,4 @@
-"""Log-probs with fewer bits: a column stays float32, its values are exact in 16 bits, half the bytes squeezed."""
+"""Rounds log-probs so that a float32 column holds 16-bit values, which compress to half the bytes."""
 
 from __future__ import annotations
 

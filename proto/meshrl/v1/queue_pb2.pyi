@@ -412,41 +412,6 @@ class LeaseRequest(_message.Message):
 Global___LeaseRequest: _TypeAlias = LeaseRequest  # noqa: Y015
 
 @_typing.final
-class DictionaryRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DictionaryRequest: _TypeAlias = DictionaryRequest  # noqa: Y015
-
-@_typing.final
-class Dictionary(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DATA_FIELD_NUMBER: _builtins.int
-    data: _builtins.bytes
-    """As `meshrl queue train-dictionary` wrote it."""
-    def __init__(
-        self,
-        *,
-        data: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Dictionary: _TypeAlias = Dictionary  # noqa: Y015
-
-@_typing.final
 class LeaseResponse(_message.Message):
     """The first message of the stream, and only the first, has the header."""
 

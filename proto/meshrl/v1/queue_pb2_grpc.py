@@ -155,11 +155,6 @@ class QueueStub(object):
                 request_serializer=meshrl_dot_v1_dot_queue__pb2.RunRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_queue__pb2.WaitingList.FromString,
                 _registered_method=True)
-        self.GetDictionary = channel.unary_unary(
-                '/meshrl.v1.Queue/GetDictionary',
-                request_serializer=meshrl_dot_v1_dot_queue__pb2.DictionaryRequest.SerializeToString,
-                response_deserializer=meshrl_dot_v1_dot_queue__pb2.Dictionary.FromString,
-                _registered_method=True)
 
 
 class QueueServicer(object):
@@ -332,13 +327,6 @@ class QueueServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetDictionary(self, request, context):
-        """What frames may be squeezed with, by whoever asked for it; empty where the queue was given none.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_QueueServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -461,11 +449,6 @@ def add_QueueServicer_to_server(servicer, server):
                     servicer.WhyWaiting,
                     request_deserializer=meshrl_dot_v1_dot_queue__pb2.RunRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_queue__pb2.WaitingList.SerializeToString,
-            ),
-            'GetDictionary': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetDictionary,
-                    request_deserializer=meshrl_dot_v1_dot_queue__pb2.DictionaryRequest.FromString,
-                    response_serializer=meshrl_dot_v1_dot_queue__pb2.Dictionary.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1116,33 +1099,6 @@ class Queue(object):
             '/meshrl.v1.Queue/WhyWaiting',
             meshrl_dot_v1_dot_queue__pb2.RunRequest.SerializeToString,
             meshrl_dot_v1_dot_queue__pb2.WaitingList.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetDictionary(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/meshrl.v1.Queue/GetDictionary',
-            meshrl_dot_v1_dot_queue__pb2.DictionaryRequest.SerializeToString,
-            meshrl_dot_v1_dot_queue__pb2.Dictionary.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,8 +65,6 @@ class QueueStub:
     """Admit dead-lettered rows again as further attempts."""
     WhyWaiting: _aio.UnaryUnaryMultiCallable[_queue_pb2.RunRequest, _queue_pb2.WaitingList]
     """Everything that blocks now, the longest wait first."""
-    GetDictionary: _aio.UnaryUnaryMultiCallable[_queue_pb2.DictionaryRequest, _queue_pb2.Dictionary]
-    """What frames may be squeezed with, by whoever asked for it; empty where the queue was given none."""
 
 class QueueServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -259,13 +257,5 @@ class QueueServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_queue_pb2.RunRequest, _abc.Awaitable[_queue_pb2.WaitingList]],
     ) -> _abc.Awaitable[_queue_pb2.WaitingList]:
         """Everything that blocks now, the longest wait first."""
-
-    @_abc_1.abstractmethod
-    def GetDictionary(
-        self,
-        request: _queue_pb2.DictionaryRequest,
-        context: _aio.ServicerContext[_queue_pb2.DictionaryRequest, _abc.Awaitable[_queue_pb2.Dictionary]],
-    ) -> _abc.Awaitable[_queue_pb2.Dictionary]:
-        """What frames may be squeezed with, by whoever asked for it; empty where the queue was given none."""
 
 def add_QueueServicer_to_server(servicer: QueueServicer, server: _aio.Server) -> None: ...

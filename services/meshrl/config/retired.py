@@ -8,6 +8,7 @@ from typing import Any, Final
 from meshrl.config.explain import Loc
 
 KEYS: Final[Mapping[Loc, str]] = {
+    ("queue", "compression_dictionary"): "payload is compressed without a dictionary",
     ("queue", "shared_memory_bytes"): "payload always travels over gRPC",
 }
 """Keys that are ignored, and what holds instead."""

@@ -1,4 +1,4 @@
-"""Frames squeezed and expanded: the same bytes back, fewer on the way, no crash on any bytes."""
+"""Frames compressed and decompressed: the same bytes come back, fewer travel, and no input crashes it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from meshrl.contract.codec import compression
 from meshrl.contract.codec.compression import (
     FrameCompressor,
     Narrowing,
+    compressed,
+    decompressed,
     narrowed,
-    plain,
-    squeezed,
-    train_dictionary,
     wanted,
 )
 from meshrl.contract.errors import CorruptError
@@ -44,11 +43,11 @@ def frame(rows: int = 8, seed: int = 0) -> bytes:
 
 
 def test_a_frame_comes_back_to_the_byte() -> None:
-    plain = frame()
-    squeezed = COMPRESSOR.squeeze(plain)
-    assert squeezed is not None
-    assert len(squeezed) < 0.7 * len(plain)
-    assert COMPRESSOR.expand(squeezed) == plain
+    original = frame()
+    smaller = COMPRESSOR.compress(original)
+    assert smaller is not None
+    assert len(smaller) < 0.7 * len(original)
+    assert COMPRESSOR.decompress(smaller) == original
 
 
 DTYPES = st.sampled_from(["<i4", "|u1", "<f4", "<i8", "<f8", "<f2", "|i1", "<i2", "<u2", "|b1"])
@@ -68,9 +67,9 @@ def test_any_frame_comes_back_to_the_byte(
         {f"c{number}": data.draw(hnp.arrays(dtype, shape)) for number, dtype in enumerate(dtypes)}
         for shape in shapes
     ]
-    plain = pack(columns)
-    squeezed = COMPRESSOR.squeeze(plain)
-    assert squeezed is None or COMPRESSOR.expand(squeezed) == plain
+    original = pack(columns)
+    smaller = COMPRESSOR.compress(original)
+    assert smaller is None or COMPRESSOR.decompress(smaller) == original
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_a_column_is_narrowed_only_where_no_bit_is_lost(
 
 def test_noise_is_left_alone() -> None:
     noise = np.random.default_rng(0).integers(0, 1 << 62, 5000)
-    assert COMPRESSOR.squeeze(pack([{"noise": noise}])) is None
+    assert COMPRESSOR.compress(pack([{"noise": noise}])) is None
 
 
 @pytest.mark.parametrize(
@@ -116,48 +115,30 @@ def test_rounding_goes_to_the_nearest_with_ties_to_even_and_keeps_what_is_no_num
     assert rounded(given_, "bf16")[3] == -np.inf
 
 
-def test_a_dictionary_helps_small_frames_and_must_be_known() -> None:
-    small = [pack([row(seed, 40)]) for seed in range(400)]
-    dictionary = train_dictionary(small[:300])
-    with_it, without = FrameCompressor(dictionary=dictionary), FrameCompressor()
-    sizes = [sum(len(c.squeeze(f) or f) for f in small[300:]) for c in (with_it, without)]
-    assert sizes[0] < sizes[1]
-    squeezed = with_it.squeeze(small[350])
-    assert squeezed is not None
-    assert with_it.expand(squeezed) == small[350]
-    with pytest.raises(CorruptError, match=f"dictionary {with_it.number:08x} is not known"):
-        without.expand(squeezed)
-    plainly = without.squeeze(frame())
-    assert plainly is not None
-    assert with_it.expand(plainly) == frame()
-    with pytest.raises(ValueError, match="too few"):
-        train_dictionary(small[:1])
-
-
 def test_a_cut_or_changed_frame_is_corrupt_and_never_larger_than_announced() -> None:
-    squeezed = COMPRESSOR.squeeze(frame(2))
-    assert squeezed is not None
+    smaller = COMPRESSOR.compress(frame(2))
+    assert smaller is not None
     draw = np.random.default_rng(2)
-    for cut in range(0, len(squeezed), 37):
+    for cut in range(0, len(smaller), 37):
         with pytest.raises(CorruptError):
-            COMPRESSOR.expand(squeezed[:cut])
+            COMPRESSOR.decompress(smaller[:cut])
     for _ in range(400):
-        broken = bytearray(squeezed)
+        broken = bytearray(smaller)
         broken[draw.integers(0, len(broken))] ^= 1 << draw.integers(0, 8)
         try:
-            expanded = COMPRESSOR.expand(bytes(broken))
-            Frame(expanded)
+            result = COMPRESSOR.decompress(bytes(broken))
+            Frame(result)
         except CorruptError:
             continue
-        assert expanded == frame(2), "a changed byte came through the seal"
+        assert result == frame(2), "the checksum missed a changed byte"
 
 
 def test_a_frame_larger_than_the_limit_is_refused_before_it_is_made() -> None:
-    bomb = COMPRESSOR.squeeze(pack([{"zeros": np.zeros(1 << 20, np.int64)}]))
+    bomb = COMPRESSOR.compress(pack([{"zeros": np.zeros(1 << 20, np.int64)}]))
     assert bomb is not None
     assert len(bomb) < 10_000
     with pytest.raises(CorruptError, match="at most 1048576"):
-        COMPRESSOR.expand(bomb, limit=1 << 20)
+        COMPRESSOR.decompress(bomb, limit=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +160,10 @@ def test_auto_compresses_between_hosts(mode: str, address: str, on: bool) -> Non
     assert wanted(mode, address) is on  # type: ignore[arg-type]
 
 
-def test_a_message_is_squeezed_on_the_wire_and_whole_behind_it() -> None:
+def test_a_message_is_compressed_when_it_is_sent_and_decompressed_when_it_is_parsed() -> None:
     frames = [frame(2, seed) for seed in range(4)]
     message = codec.Bulk(pb.WriteRequest(), frames)
-    sent = codec.serialize(message.squeezed())
+    sent = codec.serialize(message.compressed())
     assert len(sent) < 0.7 * len(codec.serialize(message))
     received = codec.parser(pb.WriteRequest)(sent)
     assert received.frames == frames
@@ -190,19 +171,19 @@ def test_a_message_is_squeezed_on_the_wire_and_whole_behind_it() -> None:
 
 
 def test_a_message_of_bombs_is_refused() -> None:
-    bomb = squeezed(pack([{"zeros": np.zeros(1 << 20, np.int64)}]))
+    bomb = compressed(pack([{"zeros": np.zeros(1 << 20, np.int64)}]))
     assert len(bomb) < 10_000
     sent = codec.serialize(codec.Bulk(pb.WriteRequest(), [bomb] * 9))
-    with pytest.raises(DecodeError, match="squeezed frame of at most"):
+    with pytest.raises(DecodeError, match="compressed frame of at most"):
         codec.parser(pb.WriteRequest)(sent)
 
 
-def test_a_plain_frame_whose_seal_looks_squeezed_is_known_by_its_seal(
+def test_a_frame_whose_checksum_looks_like_the_magic_is_known_by_its_checksum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = frame(1)
     # What happens to one frame in four billion.
     monkeypatch.setattr(compression, "MAGIC", made[:4])
-    assert plain(made) == made
+    assert decompressed(made) == made
     with pytest.raises(CorruptError):
-        plain(made[:4] + b"something else")
+        decompressed(made[:4] + b"something else")

@@ -59,9 +59,6 @@ class QueueConfig(Config):
     """Holds the password, which then need not stand in the URL."""
     compression: Literal["auto", "off", "zstd"] = "auto"
     """Of payload on the way: `auto` between hosts, and not on loopback; lossless, about 2.5 times fewer bytes."""
-    compression_dictionary: Path | None = None
-    """A file of `meshrl queue train-dictionary`, read by the queue, which hands it to whoever compresses: fewer bytes
-    still where rows are short."""
     logprob_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What rollout and reference round log-probs to: half their bytes between hosts, with an error of up to 0.03
     (bf16) or 0.008 (fp16)."""

@@ -1,11 +1,11 @@
 """Messages whose payload protobuf never touches: field 15, `repeated bytes frames`, is written and read beside it.
 
-    on the wire    the message as its .proto says: other fields, then 15: frame, 15: frame ...
-    sent           one join of the frames as they are, instead of three copies in protobuf
-    received       views of the bytes that came in, instead of a parse and a copy for each
+    format      the message as its .proto says: other fields, then 15: frame, 15: frame ...
+    sending     one join of the frames as they are, instead of three copies in protobuf
+    receiving   views of the bytes that came in, instead of a parse and a copy for each
 
-Any protobuf implementation reads and writes the same bytes. A frame may be squeezed (compression.py): it is expanded
-where it is parsed, so nobody behind sees the difference.
+Any protobuf implementation reads and writes the same bytes. A frame may be compressed (compression.py): the parser
+decompresses it, so the code behind sees no difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from meshrl.contract.codec.compression import MAX_FRAME_BYTES, FrameCompressor, plain, squeezed
+from meshrl.contract.codec.compression import MAX_FRAME_BYTES, compressed, decompressed
 from meshrl.contract.codec.pages import PAGE_BYTES
 from meshrl.contract.errors import CorruptError
 
@@ -25,8 +25,8 @@ _TAG: Final = FRAMES << 3 | 2
 _FIXED: Final = {1: 8, 5: 4}
 """Bytes of a value, by wire type."""
 
-MAX_PLAIN_BYTES: Final = MAX_FRAME_BYTES + PAGE_BYTES
-"""Of one message with its frames expanded: what makes a message larger is a single row's frame."""
+MAX_DECOMPRESSED_BYTES: Final = MAX_FRAME_BYTES + PAGE_BYTES
+"""The largest message with its frames decompressed: one frame of the largest size, and a page."""
 
 M = TypeVar("M", bound=Message)
 Frame: TypeAlias = bytes | memoryview
@@ -45,14 +45,14 @@ class Bulk(Generic[M]):
         """What is sent, from the first time that somebody asks for it or its size: then the message is complete."""
 
     def ByteSize(self) -> int:
-        """Bytes on the wire, as protobuf's method of that name says."""
+        """Bytes of the serialised message, as protobuf's method of that name says."""
         if self._size is None:
             self._size = sum(map(len, self._sent()))
         return self._size
 
-    def squeezed(self, by: FrameCompressor | None = None) -> Bulk[M]:
-        """The same with each frame in fewer bytes, where that pays."""
-        return Bulk(self.message, [squeezed(frame, by) for frame in self.frames])
+    def compressed(self) -> Bulk[M]:
+        """The same message with each frame in fewer bytes, where that pays."""
+        return Bulk(self.message, [compressed(frame) for frame in self.frames])
 
     def SerializeToString(self) -> bytes:
         """The bytes that protobuf would write."""
@@ -72,30 +72,24 @@ def serialize(bulk: Bulk[M]) -> bytes:
     return bulk.SerializeToString()
 
 
-def parser(
-    kind: type[M],
-    expander: Callable[[], FrameCompressor | None] = lambda: None,
-) -> Callable[[bytes], Bulk[M]]:
-    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
-
-    `expander` has the dictionary, if there is one now.
-    """
+def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
+    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError."""
 
     def parse(data: bytes) -> Bulk[M]:
         rest, frames = _apart(memoryview(data))
         size = len(data)
         for number, frame in enumerate(frames):
-            limit = MAX_PLAIN_BYTES + len(frame) - size
-            frames[number] = whole = _plain(frame, limit, expander())
-            size += len(whole) - len(frame)
+            limit = MAX_DECOMPRESSED_BYTES + len(frame) - size
+            frames[number] = _decompressed(frame, limit)
+            size += len(frames[number]) - len(frame)
         return Bulk(kind.FromString(rest), frames, size)
 
     return parse
 
 
-def _plain(frame: Frame, limit: int, expander: FrameCompressor | None) -> Frame:
+def _decompressed(frame: Frame, limit: int) -> Frame:
     try:
-        return plain(frame, limit=limit, by=expander)
+        return decompressed(frame, limit=limit)
     except CorruptError as error:
         raise DecodeError(str(error)) from error
 

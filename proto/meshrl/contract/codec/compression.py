@@ -1,4 +1,4 @@
-"""Frames made smaller for a slow network, and back to the same bytes: the seal of a frame holds from end to end.
+"""Compresses frames for a slow network, without loss: a decompressed frame still has the checksum of the original.
 
     column     narrowed, if no bit gets lost     then, if a sample says that it pays
     int32      uint16, where all ids fit          byte planes, zstandard
@@ -6,11 +6,11 @@
     float32    float16 or bfloat16, where exact   byte planes, zstandard
     others     as they are                        byte planes, zstandard
 
-    squeezed = magic, bytes of the frame u32, bytes of its head u32, columns u16, dictionary u32 (0: none)
-               per column: narrowing u8, planes u8 (0: not compressed), bytes u32, bytes in the frame u32
-               the frame's seal and head, the columns
+    compressed = magic, bytes of the frame u32, bytes of its head u32, columns u16, u32 that is 0
+                 per column: narrowing u8, planes u8 (0: not compressed), bytes u32, bytes in the frame u32
+                 the frame's checksum and head, the columns
 
-Log-probs that were rounded (contract/precision.py) are exact in 16 bits, and so take half the bytes.
+Log-probs that were rounded (contract/precision.py) are exact in 16 bits, so they take half the bytes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from __future__ import annotations
 import ipaddress
 import struct
 import threading
-import zlib
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any, Final, Literal, TypeAlias
 
@@ -35,23 +33,20 @@ Mode: TypeAlias = Literal["auto", "off", "zstd"]
 
 LEVEL: Final = 1
 SAMPLE_BYTES: Final = 16 << 10
-"""Of a column, to decide by; a smaller column is its own sample."""
+"""The part of a column that is compressed first, to decide whether the rest is worth it."""
 WORTH: Final = 0.92
-"""Compressed bytes of the sample, over its bytes, from which on a column is left alone."""
-DICTIONARY_BYTES: Final = 16 << 10
+"""A column whose sample keeps more than this part of its bytes is not compressed."""
 MAX_FRAME_BYTES: Final = 64 << 20
-TAKES_SQUEEZED: Final = ("meshrl-frames", "zstd")
-"""Metadata of a call whose answer may carry squeezed frames. Requests may always: every queue can expand them."""
-KNOWS_DICTIONARY: Final = "meshrl-dictionary"
-"""Metadata of a call whose answer may be squeezed with this dictionary, its number in hexadecimal."""
+TAKES_COMPRESSED: Final = ("meshrl-frames", "zstd")
+"""Metadata of a call whose answer may carry compressed frames. Any request may: every queue decompresses them."""
 MAGIC: Final = b"mz2\0"
-_here = threading.local()
+_thread = threading.local()
 _HEAD: Final = struct.Struct("<4sIIHI")
 _COLUMN: Final = struct.Struct("<BBII")
 
 
 class Narrowing(IntEnum):
-    """How a column was made narrower; the numbers travel."""
+    """How a column was made narrower. The numbers are part of the format."""
 
     NONE = 0
     BITS = 1
@@ -61,141 +56,117 @@ class Narrowing(IntEnum):
 
 
 class FrameCompressor:
-    """Squeezes and expands frames. Not for several threads at once.
+    """Compresses and decompresses frames. Not for several threads at once.
 
     Args:
-        level: zstandard's; 3 saves a fiftieth more and takes half as long again.
-        dictionary: Of `train_dictionary`, the same on both ends; for many small frames of one kind.
+        level: zstandard's; 3 saves 2 % more bytes than 1 and takes 1.5 times as long.
     """
 
-    def __init__(self, *, level: int = LEVEL, dictionary: bytes = b"") -> None:
-        known = zstandard.ZstdCompressionDict(dictionary) if dictionary else None
-        self.dictionary = dictionary
-        self.number = zlib.crc32(dictionary)
-        """Of the dictionary; 0 for none."""
-        self._zip = zstandard.ZstdCompressor(
-            level=level, dict_data=known, write_content_size=False, write_dict_id=False
+    def __init__(self, *, level: int = LEVEL) -> None:
+        self._zstd = zstandard.ZstdCompressor(
+            level=level, write_content_size=False, write_dict_id=False
         )
-        self._unzip = {
-            0: zstandard.ZstdDecompressor(),
-            self.number: zstandard.ZstdDecompressor(dict_data=known),
-        }
-        """By number of a dictionary."""
+        self._unzstd = zstandard.ZstdDecompressor()
 
-    @property
-    def known(self) -> tuple[tuple[str, str], ...]:
-        """Metadata that tells the other end of the dictionary."""
-        return ((KNOWS_DICTIONARY, f"{self.number:08x}"),) if self.number else ()
-
-    def squeeze(self, frame: bytes | memoryview) -> bytes | None:
-        """The frame in fewer bytes, or None where that does not pay. Raises CorruptError for what is no frame."""
+    def compress(self, frame: bytes | memoryview) -> bytes | None:
+        """The frame in fewer bytes, or None where that does not pay. Raises CorruptError for what is not a frame."""
         columns = [column.values for column in Frame(frame).columns.values()]
         head = memoryview(frame)[: len(frame) - sum(_padded(column.nbytes) for column in columns)]
         entries, parts = [], [head]
         for column in columns:
             narrowing, narrow = narrowed(column)
-            planes, data = self.compress(narrow)
+            planes, data = self._compress_column(narrow)
             entries.append(_COLUMN.pack(narrowing, planes, len(data), column.nbytes))
             parts.append(memoryview(data))
-        start = _HEAD.pack(MAGIC, len(frame), len(head), len(columns), self.number)
-        squeezed = b"".join([start, *entries, *parts])
-        return squeezed if len(squeezed) < WORTH * len(frame) else None
+        start = _HEAD.pack(MAGIC, len(frame), len(head), len(columns), 0)
+        smaller = b"".join([start, *entries, *parts])
+        return smaller if len(smaller) < WORTH * len(frame) else None
 
-    def compress(self, column: Array) -> tuple[int, bytes]:
-        """Number of byte planes and compressed bytes; 0 and the plain bytes where a sample says it does not pay."""
+    def _compress_column(self, column: Array) -> tuple[int, bytes]:
+        """Number of byte planes and compressed bytes; 0 and the bytes as they are where a sample does not shrink."""
         planes = _planes(column)
         sample = _planes(column[: SAMPLE_BYTES // max(1, column.itemsize)])
-        tried = self._zip.compress(sample)
-        if len(tried) > WORTH * max(1, len(sample)):
+        compressed_sample = self._zstd.compress(sample)
+        if len(compressed_sample) > WORTH * max(1, len(sample)):
             return 0, column.tobytes()
-        whole = tried if len(sample) == len(planes) else self._zip.compress(planes)
-        return column.itemsize, whole
+        if len(sample) == len(planes):
+            return column.itemsize, compressed_sample
+        return column.itemsize, self._zstd.compress(planes)
 
-    def expand(self, squeezed: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes:
-        """The frame that was squeezed, at most `limit` bytes.
+    def decompress(self, data: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes:
+        """The frame that was compressed, at most `limit` bytes.
 
         Raises:
-            CorruptError: bytes that no frame was squeezed to, or a larger frame.
+            CorruptError: `data` is not a compressed frame, or the frame is larger than `limit`.
         """
         try:
-            return self._expand(memoryview(squeezed), limit)
+            return self._decompress(memoryview(data), limit)
         except (struct.error, ValueError, zstandard.ZstdError) as error:
             raise CorruptError(
-                f"{len(squeezed)} bytes are no squeezed frame of at most {limit}: {error}"
+                f"{len(data)} bytes are not a compressed frame of at most {limit}: {error}"
             ) from error
 
-    def _expand(self, data: memoryview, limit: int) -> bytes:
-        magic, size, head, count, number = _HEAD.unpack_from(data)
-        if number not in self._unzip:
-            raise ValueError(f"dictionary {number:08x} is not known here")
+    def _decompress(self, data: memoryview, limit: int) -> bytes:
+        magic, size, head, count, zero = _HEAD.unpack_from(data)
         at = _HEAD.size + count * _COLUMN.size
         entries = list(_COLUMN.iter_unpack(data[_HEAD.size : at]))
         described = head + sum(_padded(raw) for *_, raw in entries)
-        if magic != MAGIC or described != size or size > limit:
+        if magic != MAGIC or zero or described != size or size > limit:
             raise ValueError(f"a frame of {size} bytes, {described} described")
         parts: list[bytes | memoryview] = [data[at : at + head]]
         at += head
         for narrowing, planes, length, raw in entries:
-            part = data[at : at + length]
-            column = self._column(Narrowing(narrowing), planes, part, raw, self._unzip[number])
+            column = self._decompress_column(
+                Narrowing(narrowing), planes, data[at : at + length], raw
+            )
             parts += (column, bytes(-raw % 8))
             at += length
         if at != len(data):
             raise ValueError(f"{at} bytes are described")
         return b"".join(parts)
 
-    @staticmethod
-    def _column(
-        narrowing: Narrowing,
-        planes: int,
-        data: memoryview,
-        raw: int,
-        unzip: zstandard.ZstdDecompressor,
+    def _decompress_column(
+        self, narrowing: Narrowing, planes: int, data: memoryview, raw: int
     ) -> bytes:
         narrow = _narrow_bytes(narrowing, raw)
-        plain: bytes | memoryview = data
+        column: bytes | memoryview = data
         if planes:
-            plain = unzip.decompress(data, max_output_size=max(1, narrow))
-        if len(plain) != narrow:
-            raise ValueError(f"a column of {len(plain)} bytes, {narrow} announced")
+            column = self._unzstd.decompress(data, max_output_size=max(1, narrow))
+        if len(column) != narrow:
+            raise ValueError(f"a column of {len(column)} bytes, {narrow} announced")
         if planes > 1:
-            plain = np.frombuffer(plain, np.uint8).reshape(planes, -1).T.tobytes()
-        return _widened(narrowing, plain, raw)
+            column = np.frombuffer(column, np.uint8).reshape(planes, -1).T.tobytes()
+        return _widened(narrowing, column, raw)
 
 
-def squeezed(frame: bytes | memoryview, by: FrameCompressor | None = None) -> bytes | memoryview:
-    """The frame in fewer bytes, or as it is where that does not pay or it is no frame of columns."""
+def compressed(frame: bytes | memoryview) -> bytes | memoryview:
+    """The frame in fewer bytes, or as it is where that does not pay or it is not a frame of columns."""
     try:
-        return (by or _own()).squeeze(frame) or frame
+        return _compressor().compress(frame) or frame
     except CorruptError:
         return frame
 
 
-def plain(
-    frame: bytes | memoryview,
-    *,
-    limit: int = MAX_FRAME_BYTES,
-    by: FrameCompressor | None = None,
-) -> bytes | memoryview:
-    """A frame that may have been squeezed. Raises CorruptError.
+def decompressed(frame: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes | memoryview:
+    """A frame that may have been compressed, at most `limit` bytes. Raises CorruptError.
 
-    A plain frame whose seal happens to begin with our magic is told by its seal.
+    The checksum of an uncompressed frame may happen to begin with `MAGIC`: such a frame is known by that checksum.
     """
     if frame[:4] != MAGIC or intact(frame):
         return frame
-    return (by or _own()).expand(frame, limit=limit)
+    return _compressor().decompress(frame, limit=limit)
 
 
-def _own() -> FrameCompressor:
-    """This thread's, without a dictionary."""
-    found: FrameCompressor | None = getattr(_here, "compressor", None)
-    if found is None:
-        found = _here.compressor = FrameCompressor()
-    return found
+def _compressor() -> FrameCompressor:
+    """This thread's own."""
+    own: FrameCompressor | None = getattr(_thread, "compressor", None)
+    if own is None:
+        own = _thread.compressor = FrameCompressor()
+    return own
 
 
 def narrowed(column: Array) -> tuple[Narrowing, Array]:
-    """The column in one flat array of fewer bytes from which every bit comes back, or as it is."""
+    """The column as a flat array of fewer bytes that loses no bit, or as it is."""
     flat = column.reshape(-1)
     if not flat.size:
         return Narrowing.NONE, flat
@@ -233,7 +204,7 @@ def _narrow_bytes(narrowing: Narrowing, raw: int) -> int:
 
 
 def _planes(column: Array) -> bytes:
-    """First bytes of all entries, then second bytes …: what is alike comes to stand together."""
+    """The first byte of every entry, then the second bytes, and so on: similar bytes stand together."""
     if column.itemsize == 1:
         return column.tobytes()
     return np.ascontiguousarray(column).view(np.uint8).reshape(-1, column.itemsize).T.tobytes()
@@ -243,29 +214,12 @@ def _padded(size: int) -> int:
     return size + -size % 8
 
 
-def train_dictionary(frames: Iterable[bytes], size: int = DICTIONARY_BYTES) -> bytes:
-    """A dictionary for many small frames of one kind.
-
-    Raises:
-        ValueError: too few frames to learn from.
-    """
-    samples = [
-        _planes(narrowed(column.values)[1])
-        for frame in frames
-        for column in Frame(frame).columns.values()
-    ]
-    try:
-        return zstandard.train_dictionary(size, [s for s in samples if len(s) >= 8]).as_bytes()
-    except zstandard.ZstdError as error:
-        raise ValueError(f"{len(samples)} columns are too few for a dictionary: {error}") from error
-
-
 def wanted(mode: Mode, address: str) -> bool:
-    """Whether a connection to `address` shall carry squeezed frames.
+    """Whether a connection to `address` carries compressed frames.
 
-    `auto` compares a core's time with the wire's: squeezing takes about 7 ns a byte and saves three bytes of five
-    (benchmarks/compression.py), which pays where a connection gets less than some 0.7 Gbit/s. Between hosts, where
-    many share a link, that is so; on loopback and unix sockets it never is.
+    `auto` compares a core's time with the network's: compression takes about 7 ns a byte and saves three of five
+    bytes (benchmarks/compression.py), which pays where a connection gets less than about 0.7 Gbit/s. That is so
+    between hosts, where many connections share a link, and never on loopback and unix sockets.
     """
     if mode != "auto":
         return mode == "zstd"

@@ -24,14 +24,11 @@ from meshrl.cli.operator import (
 from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.client.connection import check_address
 from meshrl.config.loading import load_recipe
-from meshrl.contract.codec.compression import DICTIONARY_BYTES
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.files import replace_file
 from meshrl.launcher.address_book import newest_run_dir, run_lock
 from meshrl.launcher.control import ask_up
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store, connect_queue
-from meshrl.transferqueue.dictionary import LARGEST_BYTES, train
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.operations.backup import Copied, back_up, opened, restore_backup
 from meshrl.transferqueue.sharding.router import ShardedQueue
@@ -42,7 +39,7 @@ ADD_SHARD_S = 120.0
 
 @click.group()
 def queue() -> None:
-    """Back up, restore and verify what a queue stores; learn to compress it; add a shard."""
+    """Back up, restore and verify what a queue stores; add a shard."""
 
 
 @queue.command()
@@ -119,30 +116,6 @@ def verify(
     else:
         tell_audit(found)
     sys.exit(Exit.FAILED if found.problems else Exit.DONE)
-
-
-@queue.command("train-dictionary")
-@click.argument("folder", type=PATH)
-@click.argument("file", type=PATH)
-@click.option(
-    "--bytes",
-    "nbytes",
-    type=click.IntRange(256, LARGEST_BYTES),
-    default=DICTIONARY_BYTES,
-    show_default=True,
-    help="Of the dictionary, at most.",
-)
-def train_dictionary(folder: Path, file: Path, nbytes: int) -> None:
-    """Learn from the backup in FOLDER how rows are compressed best, and write that to FILE.
-
-    Give it as queue.compression_dictionary: it pays where rows are short and travel between hosts.
-    """
-    learned = asyncio.run(train(_shards_in(folder)[0], nbytes))
-    try:
-        replace_file(file, learned)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from error
-    click.echo(f"{file}: {len(learned):,} bytes; set queue.compression_dictionary to it")
 
 
 @queue.command("add-shard")

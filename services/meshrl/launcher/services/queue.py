@@ -16,7 +16,6 @@ from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
 from meshrl.rpc.servicers.shard import ShardServicer
-from meshrl.transferqueue import dictionary
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.shard import ShardQueue
@@ -38,7 +37,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         raise UserError(error.message) from error
     try:
         servicers: list[Servicer] = [
-            QueueServicer(queue, dictionary.read(recipe.queue.compression_dictionary)),
+            QueueServicer(queue),
             ShardServicer(queue),
             QueueAdminServicer(QueueAdmin(queue, store)),
         ]

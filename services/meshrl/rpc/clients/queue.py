@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict, Unpack
 
 from meshrl.contract import codec
-from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode, wanted
+from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode, wanted
 from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
@@ -26,7 +26,6 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.rpc.clients.bulk_calls import BulkCalls
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer
 from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire, nothing
@@ -56,19 +55,18 @@ class QueueClient(Wire, RowMethods):
     def __init__(self, address: str, **options: Unpack[ClientOptions]) -> None:
         compression = options.get("compression", "auto")
         patience_s = options.get("patience_s", STAGE_PATIENCE_S)
-        squeezes = wanted(compression, address)
+        self._compresses = wanted(compression, address)
         super().__init__(
-            *("queue", address, patience_s, (TAKES_SQUEEZED,) if squeezes else ()),
+            *("queue", address, patience_s, (TAKES_COMPRESSED,) if self._compresses else ()),
             disk_full=options.get("disk_full"),
         )
         self._stub = rpc.QueueStub(self._peer.channel)
         self._keeper = LeaseRenewer(self._peer.name, address, self._peer.metadata)
-        self._bulk = BulkCalls(self._peer, squeezes=squeezes)
         channel = self._peer.channel
         self._lease = channel.unary_stream(
             "/meshrl.v1.Queue/Lease",
             pb.LeaseRequest.SerializeToString,
-            codec.parser(pb.LeaseResponse, self._bulk.expander),
+            codec.parser(pb.LeaseResponse),
         )
         self._write = channel.stream_unary(
             "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
@@ -79,7 +77,7 @@ class QueueClient(Wire, RowMethods):
         self._fetch = channel.unary_stream(
             "/meshrl.v1.Queue/Fetch",
             pb.FetchRowsRequest.SerializeToString,
-            codec.parser(pb.FetchRowsResponse, self._bulk.expander),
+            codec.parser(pb.FetchRowsResponse),
         )
 
     async def close(self) -> None:
@@ -143,7 +141,9 @@ class QueueClient(Wire, RowMethods):
                 version=codec.encode_version(version) if version else None,
                 wait_s=seconds,
             )
-            return await self._bulk.ask(self._lease, request, codec.decode_lease, wait_s=seconds)
+            return await self._peer.ask_for_stream(
+                self._lease, request, codec.decode_lease, wait_s=seconds
+            )
 
         return await self._peer.poll(wait_s, ask)
 
@@ -161,12 +161,16 @@ class QueueClient(Wire, RowMethods):
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        await self._bulk.tell(self._write, codec.encode_write(call))
+        await self._peer.tell_stream(self._write, self._bulk(call), nothing)
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        await self._bulk.tell(self._append, codec.encode_write(call))
+        await self._peer.tell_stream(self._append, self._bulk(call), nothing)
+
+    def _bulk(self, call: codec.WriteCall) -> Sequence[codec.Bulk[pb.WriteRequest]]:
+        messages = codec.encode_write(call)
+        return [message.compressed() for message in messages] if self._compresses else messages
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         """See Queue. Asked again after a lost answer it finds less to do, and returns less."""
@@ -212,7 +216,7 @@ class QueueClient(Wire, RowMethods):
     ) -> Sequence[PayloadGroup]:
         """See Queue."""
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
-        return await self._bulk.ask(
+        return await self._peer.ask_for_stream(
             self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
 

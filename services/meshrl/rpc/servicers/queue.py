@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from meshrl.contract import codec
-from meshrl.contract.codec.compression import TAKES_SQUEEZED, FrameCompressor
+from meshrl.contract.codec.compression import TAKES_COMPRESSED
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import HeartbeatQueue
 from meshrl.contract.types import ProgressGroup
@@ -31,11 +31,9 @@ class QueueServicer(rpc.QueueServicer):
     waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
     serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
 
-    def __init__(self, queue: HeartbeatQueue, dictionary: bytes = b"") -> None:
-        """`dictionary` is for compression (`queue.compression_dictionary`)."""
+    def __init__(self, queue: HeartbeatQueue) -> None:
         self._queue = queue
-        self._compressor = FrameCompressor(dictionary=dictionary)
-        parse = codec.parser(pb.WriteRequest, lambda: self._compressor)
+        parse = codec.parser(pb.WriteRequest)
         self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
     def attach(self, server: grpc.aio.Server) -> None:
@@ -178,17 +176,9 @@ class QueueServicer(rpc.QueueServicer):
         waits = await self._queue.why_waiting(request.run)
         return pb.WaitingList(waits=map(codec.encode_waiting, waits))
 
-    async def GetDictionary(self, request: pb.DictionaryRequest, context: Context) -> pb.Dictionary:
-        return pb.Dictionary(data=self._compressor.dictionary)
-
-    def _bulk(
-        self,
-        messages: Iterable[codec.Bulk[M]],
-        context: Context,
-    ) -> Iterator[codec.Bulk[M]]:
-        """As the caller wants its frames: squeezed or as they are."""
-        metadata = context.invocation_metadata() or ()
-        if TAKES_SQUEEZED in metadata:
-            by = self._compressor if {*self._compressor.known} & {*metadata} else None
-            return (message.squeezed(by) for message in messages)
+    @staticmethod
+    def _bulk(messages: Iterable[codec.Bulk[M]], context: Context) -> Iterator[codec.Bulk[M]]:
+        """With compressed frames, if the caller asks for them."""
+        if TAKES_COMPRESSED in (context.invocation_metadata() or ()):
+            return (message.compressed() for message in messages)
         return iter(messages)

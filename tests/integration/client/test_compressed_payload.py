@@ -1,4 +1,4 @@
-"""What a caller asks for decides how payload travels to it; what it holds afterwards is the same."""
+"""A caller decides how payload travels to it; the rows that it gets are the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.client import LeasedRow, Queue, RowWrite
 from meshrl.contract import codec
-from meshrl.contract.codec.compression import TAKES_SQUEEZED, Mode
+from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode
 from meshrl.contract.types import siblings
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
@@ -47,7 +47,9 @@ def long_row(row: LeasedRow) -> RowWrite:
 
 
 @pytest.mark.parametrize("mode", ["zstd", "off"])
-async def test_payload_travels_squeezed_to_who_asks_for_it(address: str, mode: Mode) -> None:
+async def test_payload_travels_compressed_to_a_caller_that_asks_for_it(
+    address: str, mode: Mode
+) -> None:
     async with Queue.connect(address, compression=mode) as queue:
         run = await queue.open_run(spec(mode))
         await run.put(tasks(1, mode))
@@ -62,6 +64,6 @@ async def test_payload_travels_squeezed_to_who_asks_for_it(address: str, mode: M
         run=mode, rows=codec.encode_rows(siblings(mode, uids)), columns=["tokens"]
     )
     plain = await fetched(address, request)
-    small = await fetched(address, request, TAKES_SQUEEZED)
+    small = await fetched(address, request, TAKES_COMPRESSED)
     assert len(plain) > 2 * 4 * 5000
     assert len(small) < len(plain) / 2
