@@ -1,1 +1,1 @@
-"""gRPC: servicers, clients, errors, security, and the life of a service."""
+"""The gRPC layer: servicers, clients, errors, security, and the life of a service."""

@@ -1,11 +1,11 @@
-"""Leases kept by a thread with a connection of its own: a busy event loop costs none.
+"""Renews leases in a thread with its own connection, so that a busy event loop loses none.
 
-    owner's loop ──Holding──▶ keeper's thread ──Renew──▶ queue
-         ▲  │ beat                │    └──Attend── (open for as long as this process lives)
-         └──┴──────── lost ───────┘
+    owner's loop ──HeldLeases──▶ renewer's thread ──Renew──▶ queue
+         ▲  │ alive                 │    └──Attend── (a stream, open as long as this process lives)
+         └──┴───────── lost ────────┘
 
-The thread renews in the name of an event loop that is late, but not of one that is dead: a loop that has run nothing
-for HUNG_S is no longer spoken for. The open stream tells the queue at once of the death of this process.
+The thread renews for an event loop that is late, but not for one that hangs (has run nothing for HUNG_S). The open
+stream lets the queue notice the death of this process at once.
 """
 
 from __future__ import annotations
@@ -34,103 +34,106 @@ from meshrl.v1.trajectory_pb2 import Ack
 log = logging.getLogger(__name__)
 
 HUNG_S: Final = 60.0
-"""An event loop that has run nothing for so long hangs."""
-AGAIN_S: Final = 0.2
-"""Until a stream that broke is opened again."""
-SHORTEST_S: Final = 1.0
-"""What any renewal may take."""
+"""Seconds after which an event loop that has run nothing counts as hanging."""
+REOPEN_S: Final = 0.2
+"""Seconds until a broken stream is opened again."""
+MIN_DEADLINE_S: Final = 1.0
+"""The shortest deadline of a renewal."""
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
-class Ending(Protocol):
-    """A stream of the synchronous API, as far as it is looked at; the stubs know it as an iterator only."""
+class EndingStream(Protocol):
+    """The end of a stream of the synchronous API. gRPC's type stubs know a stream only as an iterator."""
 
-    def add_done_callback(self, done: Callable[[Ending], None]) -> None:
-        """Called in a thread of gRPC's, or at once."""
+    def add_done_callback(self, done: Callable[[EndingStream], None]) -> None:
+        """Call `done` at the end, in a gRPC thread; at once if the stream has ended."""
         ...
 
     def code(self) -> grpc.StatusCode:
-        """Why it ended."""
+        """The final status."""
         ...
 
 
-class _Seat:
-    """One holding, its event loop, and when that last ran."""
+class _Owner:
+    """One HeldLeases, the event loop of its owner, and when that loop last ran."""
 
     def __init__(self, holding: HeldLeases) -> None:
         self.holding = holding
         self.due = math.inf
-        """When to renew; never while nothing is held."""
+        """When to renew next; never (inf) while nothing is held."""
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
-        self._beat_at = time.monotonic()
+        self._alive_at = time.monotonic()
 
     def next_due(self) -> float:
-        """A period from now, or never."""
+        """One period from now, or inf if nothing is held."""
         held = self.holding.by_run()
         return time.monotonic() + self.holding.period_s if held else math.inf
 
     def alive(self) -> bool:
-        """False when the loop hangs; asks it for its next sign of life."""
-        self._tell(self.beat)
-        return time.monotonic() - self._beat_at < HUNG_S
+        """Returns False if the loop hangs. Schedules the next `mark_alive` in the loop."""
+        self._call_in_loop(self.mark_alive)
+        return time.monotonic() - self._alive_at < HUNG_S
 
     def lose(self, rows: Held) -> None:
-        """The queue says that these are held no longer."""
-        self._tell(lambda: self.holding.lost(rows))
+        """Report rows that the queue says are held no longer."""
+        self._call_in_loop(lambda: self.holding.lost(rows))
 
     def refuse(self, error: MeshError) -> None:
-        """The queue does not renew."""
-        self._tell(partial(self._refuse, error))
+        """End `keep` with the error of a queue that refused to renew."""
+        self._call_in_loop(partial(self._refuse, error))
 
     def _refuse(self, error: MeshError) -> None:
         if not self.refused.done():
             self.refused.set_exception(error)
 
-    def beat(self) -> None:
-        """The loop runs."""
-        self._beat_at = time.monotonic()
+    def mark_alive(self) -> None:
+        """Note that the loop runs."""
+        self._alive_at = time.monotonic()
 
-    def _tell(self, call: Callable[[], object]) -> None:
+    def _call_in_loop(self, call: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(call)
 
 
 class LeaseRenewer:
-    """The thread; it starts with the first holding."""
+    """Renews leases in a thread that starts with the first `keep`."""
 
-    def __init__(self, peer: str, address: str, metadata: Metadata) -> None:
-        """`peer` is what errors call the queue."""
-        self._peer = peer
+    def __init__(self, service: str, address: str, metadata: Metadata) -> None:
+        """`service` is the queue's name in error messages."""
+        self._service = service
         self._address = address
         self._metadata = metadata
         self._changed = threading.Condition()
-        self._seats: list[_Seat] = []
-        self._streams: dict[str, Ending] = {}
-        """By worker. The thread opens them, gRPC's own thread forgets those that ended."""
+        self._owners: list[_Owner] = []
+        self._streams: dict[str, EndingStream] = {}
+        """By worker. The renewer's thread opens them, a gRPC thread removes those that ended."""
         self._reopen_at = 0.0
         self._closing = False
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
 
     async def keep(self, holding: HeldLeases) -> None:
-        """Renew what it names until cancelled. Raises what the queue answers, but not that it is away."""
-        seat = _Seat(holding)
-        holding.began = lambda: self._began(seat)
+        """Renew the rows of `holding` until cancelled.
+
+        Raises the queue's error if it refuses to renew. While the queue is away, renewals are repeated.
+        """
+        owner = _Owner(holding)
+        holding.began = lambda: self._began(owner)
         with self._changed:
-            self._seats.append(seat)
+            self._owners.append(owner)
             if self._thread is None:
                 self._start()
-        self._began(seat)
+        self._began(owner)
         try:
-            await seat.refused
+            await owner.refused
         finally:
             with self._changed:
-                self._seats.remove(seat)
+                self._owners.remove(owner)
 
     async def close(self) -> None:
-        """Hang up and end the thread; idempotent."""
+        """Close the connection and end the thread. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -146,17 +149,17 @@ class LeaseRenewer:
             pb.RenewRequest.SerializeToString,
             pb.RenewResponse.FromString,
         )
-        self._attend_call = channel.unary_stream(
+        self._open_stream = channel.unary_stream(
             "/meshrl.v1.Queue/Attend", pb.AttendRequest.SerializeToString, Ack.FromString
         )
-        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lease-renewer", daemon=True)
         self._thread.start()
 
-    def _began(self, seat: _Seat) -> None:
-        """It holds rows, and held none before; called by its event loop, which therefore runs."""
-        seat.beat()
+    def _began(self, owner: _Owner) -> None:
+        """Called in the owner's event loop when it begins to hold rows."""
+        owner.mark_alive()
         with self._changed:
-            seat.due = seat.next_due()
+            owner.due = owner.next_due()
             self._changed.notify()
 
     # --- in the thread
@@ -164,89 +167,91 @@ class LeaseRenewer:
     def _run(self) -> None:
         while not self._closing:
             try:
-                self._attend()
+                self._open_streams()
                 self._renew(self._wait())
             except Exception:
-                # Without this thread all leases of the process would end. A closed channel raises what it likes.
+                # Without this thread all leases of the process would expire. A closed channel may raise any error.
                 if not self._closing:
                     log.exception("leases were not renewed; trying again")
 
-    def _wait(self) -> list[_Seat]:
-        """Sleep until something is due: those to renew for, perhaps none."""
+    def _wait(self) -> list[_Owner]:
+        """Sleep until something is due. Returns the owners to renew for, perhaps none."""
         with self._changed:
-            next_at = min((seat.due for seat in self._seats), default=math.inf)
-            if self._absent():
+            next_at = min((owner.due for owner in self._owners), default=math.inf)
+            if self._workers_without_stream():
                 next_at = min(next_at, self._reopen_at)
             wait_s = next_at - time.monotonic()
             if wait_s > 0 and not self._closing:
                 self._changed.wait(None if wait_s == math.inf else wait_s)
             now = time.monotonic()
-            return [seat for seat in self._seats if seat.due <= now and not self._closing]
+            return [owner for owner in self._owners if owner.due <= now and not self._closing]
 
-    def _absent(self) -> set[str]:
-        return {seat.holding.worker for seat in self._seats} - self._streams.keys()
+    def _workers_without_stream(self) -> set[str]:
+        return {owner.holding.worker for owner in self._owners} - self._streams.keys()
 
-    def _attend(self) -> None:
+    def _open_streams(self) -> None:
         with self._changed:
             if self._closing or time.monotonic() < self._reopen_at:
                 return
-            absent = self._absent()
-        for worker in absent:
+            missing = self._workers_without_stream()
+        for worker in missing:
             request = pb.AttendRequest(worker=worker)
             stream = cast(
-                Ending,
-                self._attend_call(request, wait_for_ready=True, metadata=self._metadata),
+                EndingStream,
+                self._open_stream(request, wait_for_ready=True, metadata=self._metadata),
             )
             self._streams[worker] = stream
-            stream.add_done_callback(partial(self._hung_up, worker))
+            stream.add_done_callback(partial(self._stream_ended, worker))
 
-    def _hung_up(self, worker: str, stream: Ending) -> None:
-        """The queue is away, or its network: be there again before it thinks us dead."""
+    def _stream_ended(self, worker: str, stream: EndingStream) -> None:
+        """The stream broke: reopen it and renew, before the queue decides that this process is dead."""
         if stream.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return  # an older queue: leases are all that it knows of us
+            return  # a queue without this method knows this process only by its leases
         with self._changed:
             del self._streams[worker]
             now = time.monotonic()
-            self._reopen_at = now + AGAIN_S
-            for seat in self._seats:
-                seat.due = min(seat.due, now)
+            self._reopen_at = now + REOPEN_S
+            for owner in self._owners:
+                owner.due = min(owner.due, now)
             self._changed.notify()
 
-    def _renew(self, due: Sequence[_Seat]) -> None:
-        asked = []
-        for seat in due:
+    def _renew(self, due: Sequence[_Owner]) -> None:
+        renewals = []
+        for owner in due:
             with self._changed:
-                seat.due = seat.next_due()
-            if not seat.alive():
-                log.warning("%s hangs: its leases are not renewed", seat.holding.worker)
+                owner.due = owner.next_due()
+            if not owner.alive():
+                log.warning(
+                    "the event loop of %s hangs: its leases are not renewed", owner.holding.worker
+                )
                 continue
-            asked += [
-                (seat, rows, self._ask(seat, run, rows))
-                for run, rows in seat.holding.by_run().items()
+            renewals += [
+                (owner, rows, self._start_renewal(owner, run, rows))
+                for run, rows in owner.holding.by_run().items()
             ]
-        for seat, rows, answer in asked:
+        for owner, rows, answer in renewals:
             try:
                 lost = codec.decode_uids(answer.result().lost)
             except grpc.RpcError as failure:
-                self._failed(seat, failure)
+                self._failed(owner, failure)
             else:
                 if lost:
-                    seat.lose({uid: rows[uid] for uid in lost})
+                    owner.lose({uid: rows[uid] for uid in lost})
 
-    def _ask(self, seat: _Seat, run: str, rows: Held) -> grpc.Future[pb.RenewResponse]:
-        holding = seat.holding
+    def _start_renewal(self, owner: _Owner, run: str, rows: Held) -> grpc.Future[pb.RenewResponse]:
+        holding = owner.holding
         request = pb.RenewRequest(
             run=run, stage=holding.stage, worker=holding.worker, uids=codec.encode_uids(list(rows))
         )
         return self._renew_call.future(
             request,
-            timeout=max(SHORTEST_S, holding.period_s),
+            timeout=max(MIN_DEADLINE_S, holding.period_s),
             wait_for_ready=True,
             metadata=self._metadata,
         )
 
-    def _failed(self, seat: _Seat, failure: grpc.RpcError) -> None:
-        """A queue that is away is asked again, a refusal is the owner's to deal with."""
-        error = from_rpc(failure, self._peer)
+    def _failed(self, owner: _Owner, failure: grpc.RpcError) -> None:
+        """Passes a refusal on to the owner. A queue that is away is asked again later."""
+        error = from_rpc(failure, self._service)
         if not isinstance(error, UnavailableError | WaitTimeoutError):
-            seat.refuse(error)
+            owner.refuse(error)

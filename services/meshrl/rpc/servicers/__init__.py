@@ -1,4 +1,4 @@
-"""One thin servicer per service: translates and delegates, no state, no `try`."""
+"""One gRPC servicer per service. It translates and delegates; it has no state and no `try`."""
 
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.reference import ReferenceServicer

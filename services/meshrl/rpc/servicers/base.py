@@ -1,4 +1,4 @@
-"""What the doors share: bounds on what a caller may ask for, and iterators that are closed behind it."""
+"""Shared by the servicers: limits on requests, and iterators that are closed when the caller leaves."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Request = TypeVar("Request", bound=SizedMessage)
 
 
 def full_name(file: FileDescriptor, service: str) -> str:
-    """`meshrl.v1.Queue`: what health and reflection call the service."""
+    """The full name of a service (`meshrl.v1.Queue`), as health and reflection use it."""
     services: Mapping[str, ServiceDescriptor] = file.services_by_name
     name: str = services[service].full_name
     return name
 
 
 def bounded(wait_s: float) -> float:
-    """The wait, cut to the server's patience. Raises UserError for one that is none."""
+    """Cut a wait to MAX_WAIT_S. Raises UserError if it is negative or NaN."""
     if math.isnan(wait_s) or wait_s < 0:
-        raise UserError(f"wait_s is {wait_s}; want seconds from 0 on")
+        raise UserError(f"wait_s is {wait_s}; want 0 or more seconds")
     return min(wait_s, MAX_WAIT_S)
 
 
 async def collected(requests: AsyncIterator[Request]) -> list[Request]:
     """All messages of a streamed request. Raises CapacityError beyond MAX_STREAM_BYTES."""
-    found: list[Request] = []
+    messages: list[Request] = []
     size = 0
     async for request in requests:
         size += request.ByteSize()
@@ -42,13 +42,13 @@ async def collected(requests: AsyncIterator[Request]) -> list[Request]:
                 size=size,
                 limit=MAX_STREAM_BYTES,
             )
-        found.append(request)
-    return found
+        messages.append(request)
+    return messages
 
 
 @asynccontextmanager
 async def closing(iterator: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
-    """Close a generator as soon as the caller has left, not when it is collected."""
+    """Close a generator as soon as the caller leaves, not when the generator is garbage-collected."""
     try:
         yield iterator
     finally:

@@ -1,4 +1,4 @@
-"""A rollout worker for those who look after the fleet. Each method is described in meshrl/v1/member.proto."""
+"""Lets operators inspect and drain a rollout worker. meshrl/v1/member.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from meshrl.v1 import member_pb2_grpc as rpc
 
 
 class Reporting(Protocol):
-    """The part of a worker that this door shows."""
+    """The part of a worker that this servicer shows."""
 
     def report(self) -> WorkerReport: ...
 
 
 class Measured(Protocol):
-    """The part of an engine that this door shows."""
+    """The part of an engine that this servicer shows."""
 
     def stats(self) -> EngineStats: ...
 
@@ -36,7 +36,7 @@ class MemberServicer(rpc.MemberServicer):
     waits: Final[frozenset[str]] = frozenset()
 
     def __init__(self, worker: Reporting, engine: Measured, leave: Callable[[], None]) -> None:
-        """`leave` begins the end of this process, as SIGTERM does."""
+        """`leave` begins to end this process, as SIGTERM does."""
         self._worker = worker
         self._engine = engine
         self._leave = leave
@@ -45,22 +45,22 @@ class MemberServicer(rpc.MemberServicer):
         rpc.add_MemberServicer_to_server(self, server)
 
     async def GetReport(self, request: pb.GetReportRequest, context: Context) -> pb.MemberReport:
-        told = self._worker.report()
+        report = self._worker.report()
         return pb.MemberReport(
             engine=codec.encode_engine_stats(self._engine.stats()),
-            held=told.held,
-            slots=told.slots,
-            leased=told.rows.leased,
-            written=told.rows.written,
-            failed=told.rows.failed,
-            returned=told.rows.returned,
-            lost=told.rows.lost,
-            breaker=told.breaker,
-            error_rate=told.error_rate,
-            last_fault=told.last_fault,
-            opened=told.opened,
-            continued=told.continued,
-            draining=told.draining,
+            held=report.held,
+            slots=report.slots,
+            leased=report.rows.leased,
+            written=report.rows.written,
+            failed=report.rows.failed,
+            returned=report.rows.returned,
+            lost=report.rows.lost,
+            breaker=report.breaker,
+            error_rate=report.error_rate,
+            last_fault=report.last_fault,
+            opened=report.opened,
+            continued=report.continued,
+            draining=report.draining,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:

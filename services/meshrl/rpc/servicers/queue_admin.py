@@ -1,4 +1,4 @@
-"""The queue's operator calls. Each method is described in meshrl/v1/queue_admin.proto."""
+"""Backup and verification of the queue for operators. meshrl/v1/queue_admin.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshrl.v1 import queue_admin_pb2 as pb
 from meshrl.v1 import queue_admin_pb2_grpc as rpc
 
 PIECE_BYTES: Final = 1 << 20
-"""Of one message: beyond it protobuf's copies cost more than they save."""
+"""Bytes of one message. In larger messages protobuf's copies cost more than they save."""
 
 
 class QueueAdminServicer(rpc.QueueAdminServicer):
@@ -53,7 +53,7 @@ class QueueAdminServicer(rpc.QueueAdminServicer):
 
 
 def encode_piece(piece: Sequence[Operation]) -> Iterator[pb.BackupPiece]:
-    """Messages of about PIECE_BYTES; a value that is larger is cut."""
+    """Messages of about PIECE_BYTES. A larger value is cut into several."""
     message = pb.BackupPiece(format=FORMAT)
     size = 0
     for table, key, value in piece:

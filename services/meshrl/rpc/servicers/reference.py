@@ -1,4 +1,4 @@
-"""The LogProbs port for callers elsewhere. Its method is described in meshrl/v1/reference.proto."""
+"""Serves a LogProbs port over gRPC. meshrl/v1/reference.proto describes its method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ class ReferenceServicer(rpc.ReferenceServicer):
 
     async def LogProbs(self, request: pb.LogProbsRequest, context: Context) -> pb.LogProbsResponse:
         rows = [codec.decode_array(row, "int32", axes=1) for row in request.rows]
-        found = await self._model.logprobs(rows, temperature=request.temperature)
-        return pb.LogProbsResponse(rows=map(codec.encode_array, found))
+        logprobs = await self._model.logprobs(rows, temperature=request.temperature)
+        return pb.LogProbsResponse(rows=map(codec.encode_array, logprobs))

@@ -1,4 +1,4 @@
-"""The Judge port for callers elsewhere. Each method is described in meshrl/v1/reward.proto."""
+"""Serves a Judge port over gRPC. meshrl/v1/reward.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RewardServicer(rpc.RewardServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         samples = [codec.decode_sample(sample) for sample in request.samples]
-        scores = await self._by(request.reward_hash, samples)
+        scores = await self._score(request.reward_hash, samples)
         return pb.ScoreResponse(scores=map(codec.encode_score, scores))
 
     async def GetInfo(self, request: pb.GetRewardInfoRequest, context: Context) -> pb.RewardInfo:
         return pb.RewardInfo(reward_hash=self._judge.reward_hash)
 
-    async def _by(self, version: str, samples: list[types.Sample]) -> Iterable[types.Score]:
+    async def _score(self, version: str, samples: list[types.Sample]) -> Iterable[types.Score]:
         if not version or version == self._judge.reward_hash:
             return await self._judge.score(samples)
         if self._versions is None:

@@ -1,4 +1,4 @@
-"""An engine for callers elsewhere. Each method is described in meshrl/v1/rollout.proto."""
+"""Serves an engine over gRPC. meshrl/v1/rollout.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.v1 import rollout_pb2_grpc as rpc
 
 
 class Sampler(Protocol):
-    """The part of an Engine that others may use: its weights are the weight plane's."""
+    """The part of an Engine that callers may use. Its weights belong to the weight plane."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]: ...
 
@@ -39,8 +39,8 @@ class RolloutServicer(rpc.RolloutServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateDelta]:
-        question = codec.decode_generate_request(request)
-        async with closing(self._engine.generate(question)) as deltas:
+        generation = codec.decode_generate_request(request)
+        async with closing(self._engine.generate(generation)) as deltas:
             async for delta in deltas:
                 yield codec.encode_generate_delta(delta)
 

@@ -1,4 +1,4 @@
-"""The Shard port for routers elsewhere. Each method is described in meshrl/v1/shard.proto."""
+"""Serves a Shard port to routers over gRPC. meshrl/v1/shard.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations

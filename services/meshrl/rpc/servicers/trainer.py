@@ -1,4 +1,4 @@
-"""The TrainerControl port for callers elsewhere. Each method is described in meshrl/v1/trainer.proto."""
+"""Serves a TrainerControl port over gRPC. meshrl/v1/trainer.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
