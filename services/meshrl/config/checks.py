@@ -19,6 +19,7 @@ from meshrl.contract import plugins
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms import needs as algorithm_rules
+from meshrl.trainer.data.files import READERS, has_reader, readable_files
 
 Problem = tuple[Loc, str]
 PROGRAMS = "meshrl.rollout.programs"
@@ -79,8 +80,8 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
         for index, path in enumerate(getattr(recipe.data, name)):
             at: Loc = ("data", name, index)
             yield from _file(at, path)
-            if path.is_file() and path.suffix not in (".parquet", ".jsonl"):
-                yield at, f"data.{name}.{index}: {path} is neither .parquet nor .jsonl"
+            if path.is_file() and not has_reader(path, recipe.data.reader):
+                yield at, f"data.{name}.{index}: {path}: want {readable_files()} (data.reader)"
 
 
 def _sizes(recipe: Recipe) -> Iterator[Problem]:
@@ -149,6 +150,8 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
     yield from _name(
         ("actor", "policy_loss", "loss_mode"), "meshrl.trainer.algorithms.losses", loss
     )
+    if recipe.data.reader is not None:
+        yield from _name(("data", "reader"), READERS, recipe.data.reader)
     if recipe.data.curriculum is not None:
         at_order: Loc = ("data", "curriculum")
         yield from _name(at_order, "meshrl.trainer.data.curricula", recipe.data.curriculum)

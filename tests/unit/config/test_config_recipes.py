@@ -309,7 +309,8 @@ reward: {custom_reward_function: {path: mine.py}}
             ("data.train_files=[]", "data.train_files is empty; want parquet or jsonl files"),
             (
                 "data.val_files=[mine.py]",
-                "data.val_files.0: mine.py is neither .parquet nor .jsonl",
+                "data.val_files.0: mine.py: want .json, .jsonl or .parquet, or name a reader of your own"
+                " (data.reader)",
             ),
             (
                 "reward.custom_reward_function.path=mien.py",

@@ -13,7 +13,7 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Message
 from meshrl.trainer.config import DataConfig
-from meshrl.trainer.data.files import read_rows
+from meshrl.trainer.data.files import file_rows
 from meshrl.trainer.data.prompts import load_prompts
 
 
@@ -114,7 +114,7 @@ def test_too_long_and_not_to_be_skipped_is_an_error(tmp_path: Path) -> None:
         ("a.jsonl", b"{not json\n", "a.jsonl:1: not JSON"),
         ("a.jsonl", b"[1]\n", "a row is an object, not list"),
         ("a.parquet", b"PAR0", "not a readable parquet file"),
-        ("a.csv", b"prompt\n", "cannot read .csv (want .parquet or .jsonl)"),
+        ("a.csv", b"prompt\n", "cannot read .csv (want .json, .jsonl or .parquet, or"),
     ],
 )
 def test_an_unreadable_file_is_one_clear_line(
@@ -123,10 +123,38 @@ def test_an_unreadable_file_is_one_clear_line(
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        list(read_rows([file]))
+        list(file_rows([file]))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone\.parquet: no such file"):
-        list(read_rows([tmp_path / "gone.parquet"]))
+        list(file_rows([tmp_path / "gone.parquet"]))
+
+
+def test_a_reader_from_outside_the_tree_reads_the_files_of_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_readers").mkdir()
+    (tmp_path / "my_readers" / "colon.py").write_text(
+        "def read(path):\n"
+        "    for number, line in enumerate(path.read_text().splitlines()):\n"
+        "        prompt, answer = line.split(':')\n"
+        "        yield number, {'prompt': prompt, 'answer': answer}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "a.txt"
+    file.write_text("1+1?:2\n2+2?:4\n")
+    config = DataConfig(reader="my_readers.colon")
+    prompts = load_prompts([file], config, Characters()).prompts
+    assert [prompt.ground_truth for prompt in prompts] == ["2", "4"]
+    with pytest.raises(UserError, match=r"a\.txt:0: 4 tokens"):
+        config = DataConfig(reader="my_readers.colon", max_prompt_length=2)
+        strict = config.model_copy(update={"filter_overlong_prompts": False})
+        load_prompts([file], strict, Characters())
+
+
+def test_an_unknown_reader_is_one_line_with_the_known_ones(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "?"})
+    with pytest.raises(UserError, match=r"no readers named 'jsonp'; did you mean 'json"):
+        load_prompts([file], DataConfig(reader="jsonp"), Characters())

@@ -46,9 +46,12 @@ class DataConfig(Config):
     """Prompts to train and evaluate on, in verl's schema or plain `prompt`/`answer` rows."""
 
     train_files: list[Path] = Field(default_factory=list)
-    """Parquet or jsonl files."""
+    """Parquet or jsonl files, or what `reader` reads."""
     val_files: list[Path] = Field(default_factory=list)
     """Held-out prompts; none switches evaluation off."""
+    reader: str | None = None
+    """A module of `meshrl.trainer.data.readers` that reads the files, or a dotted path; None: the one named like a
+    file's suffix."""
     prompt_key: str = "prompt"
     max_prompt_length: PositiveInt = 512
     """In tokens, chat template applied."""

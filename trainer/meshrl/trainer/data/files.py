@@ -1,73 +1,57 @@
-"""Rows of parquet and jsonl files, one dict each, every mistake with its file and row."""
+"""Rows of data files, each with the place where it stands; a reader is found by the file's suffix."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from meshrl.contract import plugins
 from meshrl.contract.errors import UserError
+
+READERS = "meshrl.trainer.data.readers"
+Read: TypeAlias = Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]
+"""What a reader defines as `read`: the rows of a file in order, each with its number. Raises UserError."""
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class FileRow:
     """A row and where it stands."""
 
     where: str
-    """`file:row`, rows counted from 0 in parquet and lines from 1 in jsonl."""
-    row: dict[str, Any]
+    """`file:number`, as the reader counts: rows from 0 in parquet, lines from 1 in jsonl."""
+    values: dict[str, Any]
 
 
-def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """The rows of all files in order. Raises UserError as `located_rows` does."""
-    return (located.row for located in located_rows(paths))
-
-
-def located_rows(paths: Sequence[Path]) -> Iterator[Located]:
+def file_rows(paths: Sequence[Path], reader: str | None = None) -> Iterator[FileRow]:
     """The rows of all files in order.
 
+    Args:
+        paths: Files.
+        reader: A module of `meshrl.trainer.data.readers` or a dotted path; None: the one named like a file's suffix.
+
     Raises:
-        UserError: a file is missing, unreadable or neither parquet nor jsonl, or a line is not a JSON object.
+        UserError: a file is missing or unreadable, or no reader has the name of its suffix.
     """
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file")
-        match path.suffix:
-            case ".parquet":
-                yield from _parquet(path)
-            case ".jsonl" | ".json":
-                yield from _jsonl(path)
-            case suffix:
-                raise UserError(f"{path}: cannot read {suffix or 'this'} (want .parquet or .jsonl)")
+        if not has_reader(path, reader):
+            raise UserError(
+                f"{path}: cannot read {path.suffix or 'this'} (want {readable_files()})"
+            )
+        read: Read = plugins.load(READERS, reader or path.suffix[1:], "read")
+        for number, values in read(path):
+            yield FileRow(f"{path}:{number}", values)
 
 
-def _parquet(path: Path) -> Iterator[Located]:
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    try:
-        number = 0
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    yield Located(f"{path}:{number}", row)
-                    number += 1
-    except (arrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path}: not a readable parquet file: {error}") from error
+def has_reader(path: Path, reader: str | None) -> bool:
+    """True when `reader` is given or one is named like the suffix of `path`."""
+    return reader is not None or path.suffix[1:] in plugins.known(READERS)
 
 
-def _jsonl(path: Path) -> Iterator[Located]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: a row is an object, not {type(row).__name__}")
-            yield Located(where, row)
+def readable_files() -> str:
+    """The suffixes that can be read, for a message."""
+    *most, last = (f".{name}" for name in plugins.known(READERS))
+    return f"{', '.join(most)} or {last}, or name a reader of your own"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer.data.files import Located, located_rows
+from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.offline.config import PreferenceConfig
 
 Messages = list[dict[str, str]]
@@ -37,14 +37,14 @@ def read_pairs(config: PreferenceConfig, files: Sequence[Path]) -> list[Pair]:
     Raises:
         UserError: a row lacks a key, or holds no prompt or response; names file and row.
     """
-    pairs = [_pair(located, config) for located in located_rows(files)]
+    pairs = [_pair(row, config) for row in file_rows(files, config.reader)]
     if files and not pairs:
         raise UserError(f"no rows in {', '.join(map(str, files))}")
     return pairs
 
 
-def _pair(located: Located, config: PreferenceConfig) -> Pair:
-    row, where = located.row, located.where
+def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
+    row, where = source.values, source.where
     for key in (config.chosen_key, config.rejected_key):
         if row.get(key) is None:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")

@@ -17,7 +17,7 @@ import numpy as np
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
-from meshrl.trainer.data.files import Located, located_rows
+from meshrl.trainer.data.files import FileRow, file_rows
 
 
 class PromptTokenizer(Protocol):
@@ -73,12 +73,12 @@ def load_prompts(
     prompts: list[Prompt] = []
     skipped = 0
     digest = hashlib.blake2b(digest_size=8)
-    for index, located in enumerate(located_rows(files)):
-        prompt = _prompt(index, located, config, tokenizer)
+    for index, row in enumerate(file_rows(files, config.reader)):
+        prompt = _prompt(index, row, config, tokenizer)
         if len(prompt.prompt_ids) > config.max_prompt_length and config.filter_overlong_prompts:
             skipped += 1
             continue
-        prompt = _truncated(prompt, located.where, config)
+        prompt = _truncated(prompt, row.where, config)
         digest.update(prompt.prompt_ids.tobytes() + b"|")
         prompts.append(prompt)
     if not prompts:
@@ -110,8 +110,8 @@ def task_maker(
     return make
 
 
-def _prompt(index: int, located: Located, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
-    row, where = located.row, located.where
+def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
+    row, where = source.values, source.where
     asked = row.get(config.prompt_key)
     if asked is None:
         keys = ", ".join(map(str, row))

@@ -18,9 +18,12 @@ class OfflineConfig(Config):
     model: ModelConfig
     """What to start from."""
     train_files: list[Path] = Field(min_length=1)
-    """Parquet or jsonl files."""
+    """Parquet or jsonl files, or what `reader` reads."""
     val_files: list[Path] = Field(default_factory=list)
     """Held-out rows; none measures nothing."""
+    reader: str | None = None
+    """A module of `meshrl.trainer.data.readers` that reads the files, or a dotted path; None: the one named like a
+    file's suffix."""
     output_dir: Path
     """Where the Hugging Face checkpoint goes."""
     prompt_key: str = "prompt"

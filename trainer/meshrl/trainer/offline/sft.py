@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
-from meshrl.trainer.data.files import Located, located_rows
+from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import Pack, pack, plan
@@ -181,14 +181,14 @@ def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path
     if not files:
         return []
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
-    examples = [_example(located, tokenizer, config) for located in located_rows(files)]
+    examples = [_example(row, tokenizer, config) for row in file_rows(files, config.reader)]
     if not examples:
         raise UserError(f"no rows in {', '.join(map(str, files))}")
     return examples
 
 
-def _example(located: Located, tokenizer: Any, config: SftConfig) -> Example:
-    row, where = located.row, located.where
+def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
+    row, where = source.values, source.where
     for key in (config.prompt_key, config.response_key):
         if key not in row:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
