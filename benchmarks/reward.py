@@ -102,7 +102,7 @@ def judge_of(
         component="compute_score", weight=1, kwargs={}, name="compute_score", digest="0" * 32,
         path="/reward/source.py", source=source, kind=kind,
     )  # fmt: skip
-    return PoolJudge(Rule(functions=(spec,)), config, cell=open_sandbox(level, config.limits))
+    return PoolJudge(Rule(functions=(spec,)), config, sandbox=open_sandbox(level, config.limits))
 
 
 def verl_function(root: Path) -> Any:

@@ -12,7 +12,7 @@ from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.http.rewards.http import serving_http
+from meshrl.http.server import serving_http
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
@@ -31,15 +31,15 @@ async def work(options: argparse.Namespace) -> None:
         WeightManifest(run=RUN, version=FIRST, tensors=(), bucket_bytes=(), bucket_hashes=()), []
     )
     await engine.commit_weights(FIRST, OnUpdate.DRAIN)
-    book = SessionTable(prompt_tokens=None)
-    app = build_app(book, tokenizer, max_body_bytes=1 << 20, guard=None)
+    sessions = SessionTable(prompt_tokens=None)
+    app = build_app(sessions, tokenizer, max_body_bytes=1 << 20, authorizer=None)
     command = {"command": [sys.executable, "-c", options.agent.read_text(), str(options.pids)]}
     async with (
         serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway") as url,
-        Programs("openai", command, gateway=book) as programs,
+        Programs("openai", command, gateway=sessions) as programs,
         QueueClient(options.queue) as queue,
     ):
-        book.url = url
+        sessions.url = url
         worker = RolloutWorker(
             queue, engine, tokenizer, runs=[RUN], worker=options.name, slots=4, programs=programs
         )

@@ -171,7 +171,7 @@ ATTACKS = [
     ),
     Attack(
         "replaces the loop that calls it",
-        "host = sys.modules['__main__'].Host\nhost.reply = lambda self, message: self._replies.write(b'nonsense')\n",
+        "loop = sys.modules['__main__'].ScoringLoop\nloop.reply = lambda self, message: self._replies.write(b'nonsense')\n",
         OK,
     ),
     Attack(

@@ -15,9 +15,9 @@ from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
+from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.rewardd.sandbox import landlock, seccomp
 from meshrl.rewardd.sandbox.sandbox import Isolation, no_bubblewrap
-from meshrl.rewardd.sandbox.submitted_code import submitted_sandbox
 
 from .hostile import ATTACKS, SECRET, Attack, table
 
@@ -56,7 +56,7 @@ def judge_of(source: str, directory: Path, level: Isolation, **limits: object) -
     config = RewardConfig.model_validate(
         {"sandbox": level, "workers": 1, "limits": LIMITS | limits}
     )
-    return PoolJudge(Rule(functions=(spec,)), config, cell=submitted_sandbox(directory, config))
+    return PoolJudge(Rule(functions=(spec,)), config, sandbox=submitted_sandbox(directory, config))
 
 
 def sample(solution: str, index: int) -> Sample:
@@ -69,7 +69,7 @@ def sample(solution: str, index: int) -> Sample:
     )
 
 
-def cell_processes(marker: str) -> int:
+def sandbox_processes(marker: str) -> int:
     """Processes anywhere on this machine whose command line names a cell of this test."""
     found = 0
     for entry in Path("/proc").iterdir():
@@ -109,7 +109,7 @@ async def campaign(level: Isolation, attacks: list[Attack], folder: Path) -> Cam
         directory.mkdir()
         async with slots:
             ended[attack.name] = await attacked(attack, directory, level, marked)
-            ended[attack.name].left_over = cell_processes(str(directory))
+            ended[attack.name].left_over = sandbox_processes(str(directory))
 
     async def score_honestly() -> tuple[list[Score], int]:
         scores, rounds = [], 0
@@ -206,7 +206,7 @@ def test_a_wheel_that_unpacks_to_more_than_its_memory_is_refused(tmp_path: Path)
         module="bomb", path=str(wheel),
     )  # fmt: skip
     config = RewardConfig.model_validate({"limits": LIMITS | {"memory_bytes": 256 << 20}})
-    judge = PoolJudge(Rule(functions=(spec,)), config, cell=submitted_sandbox(tmp_path, config))
+    judge = PoolJudge(Rule(functions=(spec,)), config, sandbox=submitted_sandbox(tmp_path, config))
 
     async def start() -> None:
         try:

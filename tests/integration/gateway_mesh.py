@@ -30,14 +30,14 @@ from meshrl.contract.types import (
 )
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.http.rewards.http import serving_http
+from meshrl.http.server import serving_http
 from meshrl.rollout.config import JournalIntervals
 from meshrl.rollout.engines import torch
 from meshrl.rollout.programs._cache import Programs
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.auth import Guard, TokenBook
+from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -86,14 +86,14 @@ class Mesh:
     engine: Recorded
     torch: Any
     tokenizer: HuggingFaceTokenizer
-    book: SessionTable
+    sessions: SessionTable
     worker: RolloutWorker
     tasks: Sequence[Task]
     taken: dict[Uid, Columns] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
-        return self.book.url
+        return self.sessions.url
 
     async def rows(self, count: int) -> dict[Uid, Trajectory]:
         """Trajectories of the first `count` groups that are complete."""
@@ -182,18 +182,23 @@ async def agents_mesh(
             stack.push_async_callback(engine.close)
             await engine.serve_checkpoint(FIRST)
         recorded = Recorded(engine)
-        book = SessionTable(prompt_tokens=prompt_tokens, on_demand=lambda: worker.wake())
+        sessions = SessionTable(prompt_tokens=prompt_tokens, on_demand=lambda: worker.wake())
         external = bool(options.get("external"))
-        guard = Guard(
-            TokenBook(tokens) if tokens else None,
+        authorizer = Authorizer(
+            TokenStore(tokens) if tokens else None,
             requests_per_minute=1e6,
             submissions_per_minute=1e6,
         )
-        app = build_app(book, tokenizer, max_body_bytes=MAX_BODY, guard=guard if external else None)
-        book.url = await stack.enter_async_context(
+        app = build_app(
+            sessions,
+            tokenizer,
+            max_body_bytes=MAX_BODY,
+            authorizer=authorizer if external else None,
+        )
+        sessions.url = await stack.enter_async_context(
             serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway")
         )
-        programs = await stack.enter_async_context(Programs("openai", options, gateway=book))
+        programs = await stack.enter_async_context(Programs("openai", options, gateway=sessions))
         await programs.start()
         worker = RolloutWorker(
             queue,
@@ -203,16 +208,16 @@ async def agents_mesh(
             worker="w0",
             slots=slots,
             programs=programs,
-            demand=(lambda: book.demand) if external else None,
+            demand=(lambda: sessions.demand) if external else None,
             deterministic=deterministic,
             journal=JournalIntervals(tokens=4, ms=5),
         )
         running = asyncio.create_task(worker.run(grace_s=0.2))
         try:
-            yield Mesh(queue, recorded, engine, tokenizer, book, worker, prompts)
+            yield Mesh(queue, recorded, engine, tokenizer, sessions, worker, prompts)
         finally:
             worker.drain()
-            book.drain()
+            sessions.drain()
             await running
 
 

@@ -92,10 +92,10 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(talking_model: Path)
         assert says(none) == (408, "no_row")
         waiting = asyncio.create_task(claim(mesh, http))
         async with asyncio.timeout(120):
-            while not mesh.book.demand:  # noqa: ASYNC110 (nothing tells of a waiting claim)
+            while not mesh.sessions.demand:  # noqa: ASYNC110 (nothing tells of a waiting claim)
                 await asyncio.sleep(0.01)
         mesh.worker.drain()
-        mesh.book.drain()
+        mesh.sessions.drain()
         assert (await waiting).status_code == 503
         # The claimed row goes back as it was: a drain is nobody's attempt.
         await mesh.until("queued", 1)
@@ -126,15 +126,15 @@ async def test_a_session_that_was_never_asked_goes_back_as_it_came(talking_model
 
 async def test_a_claim_whose_client_left_costs_no_attempt(talking_model: Path) -> None:
     async with claiming(talking_model, max_attempts=1) as (mesh, http):
-        leaver = asyncio.create_task(mesh.book.claim(30))
-        handed = mesh.book.hand_over
+        leaver = asyncio.create_task(mesh.sessions.claim(30))
+        handed = mesh.sessions.hand_over
 
         def leave_at_once(session: Any, address: Any) -> bool:
             found = handed(session, address)
             leaver.cancel()  # the very moment in which the row comes
             return found
 
-        mesh.book.hand_over = leave_at_once  # type: ignore[method-assign]
+        mesh.sessions.hand_over = leave_at_once  # type: ignore[method-assign]
         await asyncio.gather(leaver, return_exceptions=True)
         await mesh.until("queued", 1)
         assert (await claim(mesh, http)).status_code == 201

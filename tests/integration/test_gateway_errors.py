@@ -162,7 +162,11 @@ def test_options_that_make_no_sense_are_told_at_the_start() -> None:
             Programs("openai", options, **more).get("openai")
         return str(caught.value)
 
-    book: Any = object()
-    assert "want exactly one of function, command and external, got none" in wrong({}, gateway=book)
-    assert "got function and external" in wrong({"function": "a.b", "external": True}, gateway=book)
+    sessions: Any = object()
+    assert "want exactly one of function, command and external, got none" in wrong(
+        {}, gateway=sessions
+    )
+    assert "got function and external" in wrong(
+        {"function": "a.b", "external": True}, gateway=sessions
+    )
     assert "needs a gateway" in wrong({"external": True})

@@ -17,7 +17,7 @@ from meshrl.cli.commands.reward import reward
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
 from meshrl.rewardd.client import AsyncRewardClient, RewardClient
 
-from .test_reward_doors import Service, serving, source
+from .test_reward_servers import Service, serving, source
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import pydantic
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.plugins import load
 from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judges._building import with_judges
-from meshrl.rewardd.judges._composite import CompositeJudge
+from meshrl.rewardd.config import JudgeConfig, RewardConfig
+from meshrl.rewardd.judges._composite import CompositeJudge, Part, StartableJudge
 from meshrl.rewardd.pool.pool import ScoringPool
 from meshrl.rewardd.pool.rule import Rule, read_rule
-from meshrl.rewardd.sandbox.sandbox import Cell, open_sandbox
+from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
+
+JUDGES = "meshrl.rewardd.judges"
+OTHER_PACKAGES: Mapping[str, str] = {"model": "meshrl.trainer.model.reward_model"}
+"""Kinds that live in another package and are imported by name, because this package imports no torch."""
 
 
 class PoolJudge:
     """Implements the Judge port for one rule."""
 
     def __init__(
-        self, rule: Rule, config: RewardConfig, *, reward_hash: str = "", cell: Cell | None = None
+        self,
+        rule: Rule,
+        config: RewardConfig,
+        *,
+        reward_hash: str = "",
+        sandbox: Sandbox | None = None,
     ) -> None:
         """Keep the parts; `reward_hash` names a submitted version, else the rule's own hash counts.
 
@@ -28,7 +41,7 @@ class PoolJudge:
             ConfigError: this machine cannot give the isolation that is asked for.
         """
         self._hash = reward_hash or rule.reward_hash
-        self._pool = ScoringPool(rule, config, cell or _recipe_cell(rule, config))
+        self._pool = ScoringPool(rule, config, sandbox or _recipe_sandbox(rule, config))
 
     @property
     def reward_hash(self) -> str:
@@ -79,7 +92,7 @@ class PoolJudge:
         await self._pool.close()
 
 
-def _recipe_cell(rule: Rule, config: RewardConfig) -> Cell:
+def _recipe_sandbox(rule: Rule, config: RewardConfig) -> Sandbox:
     """Strict ones see the folders of their files, from which these may import."""
     folders = {Path(function.path).parent for function in rule.functions if function.source}
     return open_sandbox(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
@@ -99,4 +112,40 @@ def judge_of(rule: Rule, config: RewardConfig) -> PoolJudge | CompositeJudge:
     functions = PoolJudge(rule, config) if rule.functions else None
     if functions is not None and not config.judges:
         return functions
-    return with_judges(functions, config.judges, rule.reward_hash)
+    parts = [] if functions is None else [Part(label="", judge=functions)]
+    return CompositeJudge([*parts, *map(build_part, config.judges)], rule.reward_hash)
+
+
+def build_part(config: JudgeConfig) -> Part:
+    """One entry of `reward.judges`, with its place in the sum.
+
+    Raises:
+        ConfigError: an unknown kind, or options that it does not take; says which it takes.
+    """
+    module = OTHER_PACKAGES.get(config.kind, config.kind)
+    try:
+        build, options = load(JUDGES, module, "build"), load(JUDGES, module, "Config")
+    except ImportError as error:
+        raise ConfigError(
+            f"reward.judges: {config.kind!r} cannot be imported: {error} (pip install 'meshrl[rewards]', or [torch])"
+        ) from error
+    return Part(
+        label=config.component,
+        judge=_build(config, build, options),
+        weight=config.weight,
+        gate=config.gate,
+    )
+
+
+def _build(config: JudgeConfig, build: Any, options: Any) -> StartableJudge:
+    try:
+        checked = options(**config.options)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "options"
+        takes = ", ".join(options.model_fields)
+        raise ConfigError(
+            f"options of judge {config.component!r}: {where}: {first['msg']} (it takes: {takes})"
+        ) from error
+    judge: StartableJudge = build(checked)
+    return judge

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.ports import Judge, Queue
 from meshrl.contract.rows import column_posted, column_text, reward_inputs, reward_write
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
@@ -25,7 +27,7 @@ from meshrl.contract.types import (
 from meshrl.rewardd.posted_rewards import POSTED
 
 TokenEnds = Callable[[Int32], Sequence[int]]
-"""Of each response token, int32[R]: characters of the response up to its end."""
+"""From response tokens, int32[R], to R counts: the characters of the response up to the end of each token."""
 
 
 class RewardStage:
@@ -137,3 +139,30 @@ def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:
         extra_info=extra_info,
         messages=row.task.messages,
     )
+
+
+def token_ends(directory: Path) -> TokenEnds:
+    """A function from response tokens, int32[R], to R counts of characters: where in the text each token ends.
+
+    A special token adds 0 characters. A character of several tokens ends with the last of them.
+
+    Raises:
+        ConfigError: `directory` has no tokenizer.json, or the package tokenizers is missing.
+    """
+    file = directory / "tokenizer.json"
+    try:
+        from tokenizers import Tokenizer
+        from tokenizers.decoders import DecodeStream
+    except ImportError as error:
+        raise ConfigError(
+            "reward.token_rewards needs the package tokenizers: pip install tokenizers"
+        ) from error
+    if not file.is_file():
+        raise ConfigError(f"reward.token_rewards needs {file}, which does not exist")
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def ends(tokens: Int32) -> Sequence[int]:
+        stream = DecodeStream(skip_special_tokens=True)
+        return list(accumulate(len(stream.step(tokenizer, int(t)) or "") for t in tokens))
+
+    return ends

@@ -79,7 +79,7 @@ def _sha256(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-class TokenBook:
+class TokenStore:
     """The tokens of a file; read again when it changes, so that a token can be withdrawn while the service runs."""
 
     def __init__(self, path: Path) -> None:
@@ -127,7 +127,7 @@ def _read(path: Path) -> Sequence[TokenEntry]:
         ) from error
 
 
-class Rate:
+class RateLimit:
     """A token bucket per caller: `per_minute` on average, as many at once."""
 
     def __init__(self, what: str, per_minute: float) -> None:
@@ -154,15 +154,19 @@ class Rate:
             )
 
 
-class Guard:
+class Authorizer:
     """Admits callers, or says why not. Without tokens everybody may do everything, as `anonymous`."""
 
     def __init__(
-        self, tokens: TokenBook | None, *, requests_per_minute: float, submissions_per_minute: float
+        self,
+        tokens: TokenStore | None,
+        *,
+        requests_per_minute: float,
+        submissions_per_minute: float,
     ) -> None:
         self._tokens = tokens
-        self._requests = Rate("requests", requests_per_minute)
-        self._submissions = Rate("submissions", submissions_per_minute)
+        self._requests = RateLimit("requests", requests_per_minute)
+        self._submissions = RateLimit("submissions", submissions_per_minute)
 
     @property
     def closed(self) -> bool:

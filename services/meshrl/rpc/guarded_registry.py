@@ -10,7 +10,7 @@ from meshrl.contract.errors import MeshError
 from meshrl.rewardd.registry.registry import Accepted, Registry
 from meshrl.rewardd.registry.types import Name, Submission, content_hash
 from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Guard, Role
+from meshrl.rpc.auth import Authorizer, Role
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,14 +43,14 @@ class Caller:
 
 
 class GuardedRegistry:
-    """Calls the methods of ROLES for callers that `guard` admits.
+    """Calls the methods of ROLES for callers that `authorizer` admits.
 
     Besides what the method raises: UnauthenticatedError, ForbiddenError, CapacityError (too many requests).
     """
 
-    def __init__(self, registry: Registry, guard: Guard, audit: RewardAuditLog) -> None:
+    def __init__(self, registry: Registry, authorizer: Authorizer, audit: RewardAuditLog) -> None:
         self._registry = registry
-        self._guard = guard
+        self._authorizer = authorizer
         self._audit = audit
         self.http_address = ""
         """Of the HTTP server; empty while there is none."""
@@ -62,7 +62,7 @@ class GuardedRegistry:
 
     def check(self, caller: Caller, role: Role) -> None:
         """Raise if `caller` lacks `role`; does not count against the rate limit."""
-        self._guard.check(caller.authorization, role)
+        self._authorizer.check(caller.authorization, role)
 
     def check_submitter(self, caller: Caller) -> None:
         """As `check`, before a large body is read; a refusal is audited."""
@@ -80,7 +80,7 @@ class GuardedRegistry:
         **kwargs: P.kwargs,
     ) -> T:
         """Call a method that changes nothing."""
-        self._guard.admit(caller.authorization, caller.peer, ROLES[method])
+        self._authorizer.admit(caller.authorization, caller.peer, ROLES[method])
         return method(self._registry, *args, **kwargs)
 
     async def change(
@@ -95,7 +95,9 @@ class GuardedRegistry:
         name = subject.name if isinstance(subject, Submission) else subject
         line = {"name": name, "who": "", "hash": ""}
         try:
-            line["who"] = self._guard.admit(caller.authorization, caller.peer, ROLES[method]).name
+            line["who"] = self._authorizer.admit(
+                caller.authorization, caller.peer, ROLES[method]
+            ).name
             line["hash"] = self._requested(*args)
             changed = await method(self._registry, line["who"], *args, **kwargs)
         except MeshError as error:

@@ -17,10 +17,10 @@ from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
+from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.rewardd.sandbox.environment import Environment, environment_of, missing
 from meshrl.rewardd.sandbox.limits import Limits
 from meshrl.rewardd.sandbox.sandbox import Isolation, no_bubblewrap
-from meshrl.rewardd.sandbox.submitted_code import submitted_sandbox
 
 SOURCE = """
 import counting_apples
@@ -75,8 +75,8 @@ async def test_a_function_imports_what_it_depends_on(
     spec = FunctionSpec(
         component="f", weight=1, kwargs={}, name="compute_score", digest="d", path="/reward/r.py", source=SOURCE
     )  # fmt: skip
-    cell = submitted_sandbox(tmp_path, config, environment=environment)
-    judge = PoolJudge(Rule(functions=(spec,)), config, cell=cell)
+    sandbox = submitted_sandbox(tmp_path, config, environment=environment)
+    judge = PoolJudge(Rule(functions=(spec,)), config, sandbox=sandbox)
     sample = Sample(
         uid=Uid("r", "t", 0), data_source="", solution="", ground_truth=0, extra_info={}
     )

@@ -15,7 +15,7 @@ from meshrl.rewardd.judges._composite import CompositeJudge, Part
 from meshrl.rewardd.pool.functions import Scorer, combine
 from meshrl.rewardd.pool.rule import FunctionSpec
 from meshrl.rewardd.pool.signatures import BadShapeError, Kind, as_compute_score
-from meshrl.rewardd.token_ends import token_ends
+from meshrl.rewardd.reward_stage import token_ends
 
 TEXT = "2 + 2 = 4\n\nso 4\n+ 1 = 5\n \n#### 5"
 ENDS = [1, 9, 11, 15, 23, 26, len(TEXT)]

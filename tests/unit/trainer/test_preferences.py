@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Message, Outcome, Sample, Uid
 from meshrl.rewardd.config import JudgeConfig
-from meshrl.rewardd.judges._building import build_part
+from meshrl.rewardd.judge import build_part
 from meshrl.trainer.config import ModelConfig, PolicyLossConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.offline import dpo, reward_training

@@ -16,7 +16,7 @@ from pydantic import Field, PositiveInt
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score
-from meshrl.rewardd.judges._retrying import Guard, GuardConfig
+from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
 from meshrl.rewardd.pool.functions import numbers_of, token_rewards_of
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
@@ -24,7 +24,7 @@ MAX_ANSWER_BYTES = 16 << 20
 MAX_SHOWN = 200
 
 
-class ElsewhereConfig(Config):
+class RemoteJudgeConfig(Config):
     """What every judge behind an HTTP address needs."""
 
     url: str
@@ -35,14 +35,14 @@ class ElsewhereConfig(Config):
     """Sent with every request."""
     concurrency: PositiveInt = 32
     """Requests under way at once."""
-    guard: GuardConfig = GuardConfig()
+    guard: RetryConfig = RetryConfig()
     """Deadline, retries, circuit breaker."""
 
 
-class Elsewhere(ABC):
+class RemoteJudge(ABC):
     """Implements the Judge port for `_ask`, which scores one sample."""
 
-    def __init__(self, kind: str, config: ElsewhereConfig) -> None:
+    def __init__(self, kind: str, config: RemoteJudgeConfig) -> None:
         """Raises ConfigError when the variable of `token_env` is not set or the URL is none."""
         if not config.url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -58,7 +58,7 @@ class Elsewhere(ABC):
         self._kind = kind
         self._url = config.url.rstrip("/")
         self._hash = hash_of(kind, config)
-        self._guard = Guard(f"the {kind} judge at {config.url}", config.guard)
+        self._retrier = Retrier(f"the {kind} judge at {config.url}", config.guard)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._client = httpx.AsyncClient(
             headers=headers,
@@ -87,7 +87,7 @@ class Elsewhere(ABC):
     async def _score(self, sample: Sample) -> Score:
         try:
             async with self._slots:
-                result = await self._guard.ask(lambda: self._ask(sample))
+                result = await self._retrier.ask(lambda: self._ask(sample))
             name = f"the {self._kind} judge"
             score, components = numbers_of(result, name)
             length = sample.extra_info.get("response_length")
@@ -142,7 +142,7 @@ class Elsewhere(ABC):
             raise CorruptError(f"the answer of {self._url}{path} is not JSON: {error}") from error
 
 
-def hash_of(kind: str, config: ElsewhereConfig) -> str:
+def hash_of(kind: str, config: RemoteJudgeConfig) -> str:
     """32 hex digits of SHA-256 over what decides a score."""
     content = config.model_dump(
         mode="json", exclude={"url", "token_env", "headers", "concurrency", "guard"}

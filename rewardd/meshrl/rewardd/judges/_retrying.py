@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class GuardConfig(Config):
+class RetryConfig(Config):
     """How patient to be with a judge elsewhere."""
 
     deadline_s: PositiveFloat = 60.0
@@ -42,10 +42,10 @@ class GuardConfig(Config):
     """Until an open circuit lets one call through."""
 
 
-class Guard:
+class Retrier:
     """One per judge elsewhere."""
 
-    def __init__(self, name: str, config: GuardConfig) -> None:
+    def __init__(self, name: str, config: RetryConfig) -> None:
         """`name` is what messages call the judge."""
         self._name = name
         self._config = config

@@ -15,7 +15,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validat
 from meshrl.contract.config import RegularExpression
 from meshrl.contract.errors import CorruptError, InfraError
 from meshrl.contract.types import Json, Sample
-from meshrl.rewardd.judges._remote import Elsewhere, ElsewhereConfig
+from meshrl.rewardd.judges._remote import RemoteJudge, RemoteJudgeConfig
 
 TEMPLATE = """Grade the response to the question.
 
@@ -32,7 +32,7 @@ Think briefly, then end with a line "Score: N", N from 0 (wrong) to 10 (right an
 FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
 
 
-class Config(ElsewhereConfig):
+class Config(RemoteJudgeConfig):
     """`url` is the API's root, usually ending in /v1."""
 
     model: str
@@ -62,7 +62,7 @@ class Config(ElsewhereConfig):
         return value
 
 
-class GenerativeJudge(Elsewhere):
+class GenerativeJudge(RemoteJudge):
     """Implements the Judge port."""
 
     def __init__(self, config: Config) -> None:

@@ -10,9 +10,9 @@ from meshrl.contract import config
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
-from meshrl.rewardd.judges._retrying import Guard, GuardConfig
+from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
 
-WIRE = "meshrl.rpc.clients.reward"
+CLIENT = "meshrl.rpc.clients.reward"
 """Its client. This room knows no gRPC, so it is found by name when a recipe asks for it."""
 
 
@@ -21,17 +21,17 @@ class Config(config.Config):
 
     address: str
     """`host:port`."""
-    guard: GuardConfig = GuardConfig()
+    guard: RetryConfig = RetryConfig()
     """Deadline, retries, circuit breaker."""
 
 
-class RemoteJudge:
+class GrpcJudge:
     """The Judge port, guarded.."""
 
-    def __init__(self, wire: Any, address: str, guard: GuardConfig) -> None:
-        self._wire = wire
-        self._judge: Judge = wire
-        self._guard = Guard(f"the judge at {address}", guard)
+    def __init__(self, client: Any, address: str, guard: RetryConfig) -> None:
+        self._client = client
+        self._judge: Judge = client
+        self._retrier = Retrier(f"the judge at {address}", guard)
 
     @property
     def reward_hash(self) -> str:
@@ -40,7 +40,7 @@ class RemoteJudge:
 
     async def start(self) -> None:
         """Ask what scores there. Raises UnavailableError, or TimeoutError after the guard's deadline."""
-        await self._guard.ask(self._wire.open)
+        await self._retrier.ask(self._client.open)
 
     async def close(self) -> None:
         """Hang up; idempotent."""
@@ -49,7 +49,7 @@ class RemoteJudge:
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
         """One Score per sample, in order."""
         try:
-            return await self._guard.ask(lambda: self._judge.score(samples))
+            return await self._retrier.ask(lambda: self._judge.score(samples))
         except TimeoutError:
             outcome, reason = (
                 Outcome.TIMEOUT,
@@ -60,9 +60,9 @@ class RemoteJudge:
         return [Score(uid=s.uid, outcome=outcome, reason=reason) for s in samples]
 
 
-def build(config: Config) -> RemoteJudge:
+def build(config: Config) -> GrpcJudge:
     """The judge, not connected yet."""
-    wire = importlib.import_module(WIRE).JudgeClient(
+    client = importlib.import_module(CLIENT).JudgeClient(
         config.address, patience_s=0, deadline_s=config.guard.deadline_s
     )
-    return RemoteJudge(wire, config.address, config.guard)
+    return GrpcJudge(client, config.address, config.guard)

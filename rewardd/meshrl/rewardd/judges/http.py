@@ -10,17 +10,17 @@ from typing import Any
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import Json, Sample
-from meshrl.rewardd.judges._remote import Elsewhere, ElsewhereConfig
+from meshrl.rewardd.judges._remote import RemoteJudge, RemoteJudgeConfig
 
 
-class Config(ElsewhereConfig):
+class Config(RemoteJudgeConfig):
     """The whole `url` is asked."""
 
     version: str = ""
     """Part of the reward hash: change it when what answers there changes."""
 
 
-class HttpJudge(Elsewhere):
+class HttpJudge(RemoteJudge):
     """Implements the Judge port."""
 
     async def _ask(self, sample: Sample) -> Json:

@@ -13,10 +13,10 @@ from pydantic import NonNegativeInt
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Json, Sample
-from meshrl.rewardd.judges._remote import Elsewhere, ElsewhereConfig, conversation
+from meshrl.rewardd.judges._remote import RemoteJudge, RemoteJudgeConfig, conversation
 
 
-class Config(ElsewhereConfig):
+class Config(RemoteJudgeConfig):
     """`url` is the server's root."""
 
     model: str
@@ -27,7 +27,7 @@ class Config(ElsewhereConfig):
     """True: a probability instead of the raw output."""
 
 
-class PoolingJudge(Elsewhere):
+class PoolingJudge(RemoteJudge):
     """Implements the Judge port."""
 
     def __init__(self, config: Config) -> None:

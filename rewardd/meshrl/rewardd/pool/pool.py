@@ -29,7 +29,7 @@ from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.pool.worker import MAX_REASON, Worker
-from meshrl.rewardd.sandbox.sandbox import Cell
+from meshrl.rewardd.sandbox.sandbox import Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ class _Item:
     """Processes that died while this sample was a suspect."""
 
 
-class _Seat:
+class _Slot:
     """One worker's place in the pool: its process of the moment and what that one holds."""
 
-    def __init__(self, index: int, cell: Cell) -> None:
+    def __init__(self, index: int, sandbox: Sandbox) -> None:
         self.index = index
         self.wake = asyncio.Event()
-        self.worker = Worker(f"judge-{index}", self.wake, cell)
+        self.worker = Worker(f"judge-{index}", self.wake, sandbox)
         self.in_flight: dict[int, _Item] = {}
         self.since: dict[int, float] = {}
         """When the clock of each sample in flight started."""
@@ -84,14 +84,14 @@ class _Seat:
 class ScoringPool:
     """Scores with one rule in `config.workers` processes, each in a cell of its own."""
 
-    def __init__(self, rule: Rule, config: RewardConfig, cell: Cell) -> None:
+    def __init__(self, rule: Rule, config: RewardConfig, sandbox: Sandbox) -> None:
         self._rule = rule
         self._config = config
-        self._cell = cell
-        self._deadline_s = cell.limits.deadline_s
+        self._sandbox = sandbox
+        self._deadline_s = sandbox.limits.deadline_s
         self._pending: deque[_Item] = deque()
         self._suspects: deque[_Item] = deque()
-        self._seats: list[_Seat] = []
+        self._slots: list[_Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
         self._closed = False
@@ -100,7 +100,7 @@ class ScoringPool:
     @property
     def pids(self) -> list[int]:
         """Of the processes, as they are now."""
-        return [seat.worker.pid for seat in self._seats]
+        return [slot.worker.pid for slot in self._slots]
 
     async def start(self) -> None:
         """Start every process; idempotent.
@@ -112,24 +112,24 @@ class ScoringPool:
         async with self._starting:
             if self._closed:
                 raise UnavailableError("the judge is closed")
-            if self._seats:
+            if self._slots:
                 return
-            if self._cell.prepare is not None:
-                await asyncio.to_thread(self._cell.prepare)
-            seats = [_Seat(index, self._cell) for index in range(self._config.workers)]
-            starts = [asyncio.create_task(s.worker.start(self._rule)) for s in seats]
+            if self._sandbox.prepare is not None:
+                await asyncio.to_thread(self._sandbox.prepare)
+            slots = [_Slot(index, self._sandbox) for index in range(self._config.workers)]
+            starts = [asyncio.create_task(s.worker.start(self._rule)) for s in slots]
             try:
                 await asyncio.gather(*starts)
             except BaseException:
                 for start in starts:
                     start.cancel()
                 await asyncio.gather(*starts, return_exceptions=True)
-                for seat in seats:
-                    await seat.worker.kill()
+                for slot in slots:
+                    await slot.worker.kill()
                 raise
-            self._seats = seats
-            for seat in seats:
-                self._employ(seat, fresh=True)
+            self._slots = slots
+            for slot in slots:
+                self._start_serving(slot, fresh=True)
 
     async def score(self, samples: Sequence[Mapping[str, Json]]) -> list[Result]:
         """One result per sample, in order.
@@ -139,8 +139,8 @@ class ScoringPool:
         """
         await self.start()
         items = [self._admit(sample) for sample in samples]
-        for seat in self._seats:
-            seat.wake.set()
+        for slot in self._slots:
+            slot.wake.set()
         try:
             return list(await asyncio.gather(*(item.done for item in items)))
         finally:
@@ -166,10 +166,10 @@ class ScoringPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for seat in self._seats:
-            await seat.worker.kill()
-            self._pending.extend(seat.in_flight.values())
-            seat.in_flight.clear()
+        for slot in self._slots:
+            await slot.worker.kill()
+            self._pending.extend(slot.in_flight.values())
+            slot.in_flight.clear()
         self._answer_all(Result(outcome=Outcome.CANCELLED, reason="the judge was closed"))
 
     def _answer_all(self, result: Result) -> None:
@@ -177,41 +177,41 @@ class ScoringPool:
             while waiting:
                 _finish(waiting.popleft(), result)
 
-    def _employ(self, seat: _Seat, *, fresh: bool) -> None:
-        task = asyncio.create_task(self._serve(seat, fresh=fresh), name=f"judge-{seat.index}")
-        task.add_done_callback(lambda task: self._on_served(seat, task))
+    def _start_serving(self, slot: _Slot, *, fresh: bool) -> None:
+        task = asyncio.create_task(self._serve(slot, fresh=fresh), name=f"judge-{slot.index}")
+        task.add_done_callback(lambda task: self._on_served(slot, task))
         self._tasks.append(task)
 
-    def _on_served(self, seat: _Seat, task: asyncio.Task[None]) -> None:
+    def _on_served(self, slot: _Slot, task: asyncio.Task[None]) -> None:
         """A worker's task ends by cancellation only; should it crash, nobody may wait for it, now or later."""
         self._tasks.remove(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("a judge's worker ended; another takes its place", exc_info=error)
-        for item in seat.in_flight.values():
+        for item in slot.in_flight.values():
             _finish(item, Result(outcome=Outcome.INFRA_FAULT, reason=f"judge: {error}"))
-        seat.in_flight.clear()
-        seat.since.clear()
+        slot.in_flight.clear()
+        slot.since.clear()
         if not self._closed:
-            self._employ(seat, fresh=False)
+            self._start_serving(slot, fresh=False)
 
-    async def _serve(self, seat: _Seat, *, fresh: bool) -> None:
+    async def _serve(self, slot: _Slot, *, fresh: bool) -> None:
         """Keep a process at work, and replace it when it is gone; `fresh`: it has just been started."""
         if not fresh:
-            await seat.worker.kill()
-            await self._restart(seat)
+            await slot.worker.kill()
+            await self._restart(slot)
         while True:
-            await self._feed(seat)
-            await self._restart(seat)
+            await self._feed(slot)
+            await self._restart(slot)
 
-    async def _restart(self, seat: _Seat) -> None:
+    async def _restart(self, slot: _Slot) -> None:
         failures = 0
         while True:
-            seat.worker = Worker(f"judge-{seat.index}", seat.wake, self._cell)
+            slot.worker = Worker(f"judge-{slot.index}", slot.wake, self._sandbox)
             try:
-                await seat.worker.start(self._rule)
+                await slot.worker.start(self._rule)
             except (MeshError, OSError) as error:
-                await seat.worker.kill()
+                await slot.worker.kill()
                 failures += 1
                 log.warning("scoring process did not start (%d): %s", failures, error)
                 if failures >= START_TRIES:
@@ -219,148 +219,148 @@ class ScoringPool:
                     self._answer_all(Result(outcome=Outcome.INFRA_FAULT, reason=reason))
                 await asyncio.sleep(min(0.1 * 2**failures, 5.0))
             except BaseException:
-                await seat.worker.kill()
+                await slot.worker.kill()
                 raise
             else:
                 return
 
-    async def _feed(self, seat: _Seat) -> None:
+    async def _feed(self, slot: _Slot) -> None:
         """Hand out samples and take results until the process is gone."""
-        messages = seat.worker.messages
+        messages = slot.worker.messages
         while True:
             while messages:
                 message = messages.popleft()
                 if message is None:
-                    await self._bury(seat)
+                    await self._on_exit(slot)
                     return
-                if not self._take(seat, _answer(message)):
-                    seat.worker.accuse("wrote into the pipe of the scoring process")
-            if not seat.in_flight and seat.sent and (strays := seat.worker.strays) > 0:
-                seat.sent = 0
+                if not self._record_answer(slot, _answer(message)):
+                    slot.worker.kill_for("wrote into the pipe of the scoring process")
+            if not slot.in_flight and slot.sent and (orphans := slot.worker.orphans) > 0:
+                slot.sent = 0
                 log.warning(
-                    "a function left %d processes behind: they are ended with its own", strays
+                    "a function left %d processes behind: they are ended with its own", orphans
                 )
-                await self._bury(seat)
+                await self._on_exit(slot)
                 return
-            self._fill(seat)
-            remaining = self._remaining(seat)
+            self._fill(slot)
+            remaining = self._remaining(slot)
             if remaining <= 0:
                 # The loop itself may have been slow: what has arrived by now counts.
                 await asyncio.sleep(LAST_LOOK_S)
                 if not messages:
-                    await self._overdue(seat)
+                    await self._overdue(slot)
                     return
                 continue
-            seat.wake.clear()
+            slot.wake.clear()
             try:
                 async with asyncio.timeout(None if math.isinf(remaining) else remaining):
-                    await seat.wake.wait()
+                    await slot.wake.wait()
             except TimeoutError:
                 continue
 
-    def _fill(self, seat: _Seat) -> None:
+    def _fill(self, slot: _Slot) -> None:
         """Hand the process as many samples as it should hold; a suspect only when it holds none."""
-        if any(item.deaths for item in seat.in_flight.values()):
+        if any(item.deaths for item in slot.in_flight.values()):
             return
-        if not seat.in_flight:
+        if not slot.in_flight:
             while self._suspects:
                 item = self._suspects.popleft()
                 if not item.done.done():
-                    self._send(seat, [item])
+                    self._send(slot, [item])
                     return
         config = self._config
-        if seat.worker.concurrent:
-            free = config.concurrency - len(seat.in_flight)
-        elif seat.in_flight:
+        if slot.worker.concurrent:
+            free = config.concurrency - len(slot.in_flight)
+        elif slot.in_flight:
             return  # what was sent behind a slow sample would wait for it, though another process may be idle
         else:
-            free = min(config.batch_size, max(1, int(TARGET_S / max(seat.mean_s, 1e-6))))
-        share = math.ceil(len(self._pending) / len(self._seats))
+            free = min(config.batch_size, max(1, int(TARGET_S / max(slot.mean_s, 1e-6))))
+        share = math.ceil(len(self._pending) / len(self._slots))
         batch: list[_Item] = []
         while self._pending and len(batch) < min(free, share):
             item = self._pending.popleft()
             if not item.done.done():
                 batch.append(item)
         if batch:
-            self._send(seat, batch)
+            self._send(slot, batch)
 
-    def _send(self, seat: _Seat, batch: list[_Item]) -> None:
+    def _send(self, slot: _Slot, batch: list[_Item]) -> None:
         now = time.monotonic()
-        seat.sent = len(batch)
+        slot.sent = len(batch)
         for item in batch:
-            seat.in_flight[item.number] = item
-            seat.since[item.number] = now
-        seat.worker.score([item.encoded for item in batch])
+            slot.in_flight[item.number] = item
+            slot.since[item.number] = now
+        slot.worker.score([item.encoded for item in batch])
 
-    def _take(self, seat: _Seat, answer: tuple[int, Result] | None) -> bool:
+    def _record_answer(self, slot: _Slot, answer: tuple[int, Result] | None) -> bool:
         """Finish a sample; False for an answer that nobody asked for."""
-        item = seat.in_flight.pop(answer[0], None) if answer is not None else None
+        item = slot.in_flight.pop(answer[0], None) if answer is not None else None
         if answer is None or item is None:
             return False
         now = time.monotonic()
-        took_s = now - seat.since.pop(answer[0])
-        if seat.worker.batched:
-            took_s /= seat.sent
-        elif not seat.worker.concurrent and seat.in_flight:
-            seat.since[next(iter(seat.in_flight))] = now  # the next one starts now
-        seat.mean_s += 0.1 * (took_s - seat.mean_s)
-        seat.worker.answered()
+        took_s = now - slot.since.pop(answer[0])
+        if slot.worker.batched:
+            took_s /= slot.sent
+        elif not slot.worker.concurrent and slot.in_flight:
+            slot.since[next(iter(slot.in_flight))] = now  # the next one starts now
+        slot.mean_s += 0.1 * (took_s - slot.mean_s)
+        slot.worker.answered()
         _finish(item, answer[1])
         return True
 
-    def _remaining(self, seat: _Seat) -> float:
+    def _remaining(self, slot: _Slot) -> float:
         """Seconds until a sample in flight is overdue; negative when one is."""
-        if not seat.in_flight:
+        if not slot.in_flight:
             return math.inf
-        began = seat.since[next(iter(seat.in_flight))]  # the oldest: insertion order
-        grace = GRACE_S if seat.worker.concurrent else 0.0
+        began = slot.since[next(iter(slot.in_flight))]  # the oldest: insertion order
+        grace = GRACE_S if slot.worker.concurrent else 0.0
         return began + self._deadline_s + grace - time.monotonic()
 
-    async def _overdue(self, seat: _Seat) -> None:
+    async def _overdue(self, slot: _Slot) -> None:
         """Kill the process; the sample it is stuck on times out, or each suspect gets a process of its own."""
-        where = await seat.worker.where()
-        await seat.worker.kill()
-        suspects = self._suspects_of(seat)
+        where = await slot.worker.where()
+        await slot.worker.kill()
+        suspects = self._suspects_of(slot)
         if len(suspects) == 1:
             reason = f"no score after {self._deadline_s:g} s{where}"
             _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
-        self._again(seat, suspects)
+        self._requeue(slot, suspects)
 
-    async def _bury(self, seat: _Seat) -> None:
+    async def _on_exit(self, slot: _Slot) -> None:
         """The process ended by itself: score its samples elsewhere, unless one has done this before."""
-        code = await seat.worker.kill()
-        suspects = self._suspects_of(seat)
-        epitaph = seat.worker.epitaph(code)
+        code = await slot.worker.kill()
+        suspects = self._suspects_of(slot)
+        exit_reason = slot.worker.exit_reason(code)
         if suspects:
             log.warning(
-                "a scoring process ended (%s) with %d samples", epitaph, len(seat.in_flight)
+                "a scoring process ended (%s) with %d samples", exit_reason, len(slot.in_flight)
             )
         if code == -signal.SIGXCPU and len(suspects) == 1:
-            reason = f"more than {self._cell.limits.cpu_s} s of CPU time"
+            reason = f"more than {self._sandbox.limits.cpu_s} s of CPU time"
             _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
         elif len(suspects) == 1 and suspects[0].deaths:
-            reason = f"the function ended its process: {epitaph}"
+            reason = f"the function ended its process: {exit_reason}"
             _finish(suspects.pop(), Result(outcome=Outcome.INFRA_FAULT, reason=reason))
-        self._again(seat, suspects)
+        self._requeue(slot, suspects)
 
-    def _suspects_of(self, seat: _Seat) -> list[_Item]:
+    def _suspects_of(self, slot: _Slot) -> list[_Item]:
         """What may have run when the process ended: the oldest of plain functions, any of others."""
-        held = list(seat.in_flight.values())
-        return held if seat.worker.concurrent or seat.worker.batched else held[:1]
+        held = list(slot.in_flight.values())
+        return held if slot.worker.concurrent or slot.worker.batched else held[:1]
 
-    def _again(self, seat: _Seat, suspects: list[_Item]) -> None:
+    def _requeue(self, slot: _Slot, suspects: list[_Item]) -> None:
         for item in suspects:
             item.deaths += 1
             self._suspects.append(item)
         innocent = [
             item
-            for item in seat.in_flight.values()
+            for item in slot.in_flight.values()
             if item not in suspects and not item.done.done()
         ]
         self._pending.extendleft(reversed(innocent))
-        seat.in_flight.clear()
-        seat.since.clear()
-        for other in self._seats:
+        slot.in_flight.clear()
+        slot.since.clear()
+        for other in self._slots:
             other.wake.set()
 
 

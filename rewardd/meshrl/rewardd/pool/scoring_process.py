@@ -32,7 +32,7 @@ WHERE_SIGNAL = signal.SIGUSR2
 """On this signal the process writes to stderr which line it is at, also while stuck inside C code."""
 
 
-def die_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Be killed when the service dies (Linux); elsewhere the end of stdin ends this process. 0: a cell sees to it."""
     if parent == 0:
         return
@@ -42,7 +42,7 @@ def die_with(parent: int) -> None:
         sys.exit(0)  # it died before we had asked
 
 
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+def move_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Our own ends of the pipes, closed in children; fd 0 becomes empty and fd 1 a second stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -52,7 +52,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-class Host:
+class ScoringLoop:
     """Scores samples with one rule until the requests end."""
 
     def __init__(self, scorers: tuple[Scorer, ...], options: Json, replies: BinaryIO) -> None:
@@ -153,14 +153,14 @@ def _length(sample: Json) -> int | None:
 
 def main() -> None:
     """Load the rule of the first request, then score."""
-    die_with(int(sys.argv[1]))
-    requests, replies = take_pipes()
+    end_with_parent(int(sys.argv[1]))
+    requests, replies = move_pipes()
     faulthandler.enable()
     faulthandler.register(WHERE_SIGNAL, all_threads=False)
     message = frames.read(requests)
     if message is None:
         return
-    confinement.confine(message["cell"], message["limits"])
+    confinement.confine(message["confinement"], message["limits"])
     try:
         scorers = tuple(load(spec) for spec in Rule.from_json(message["load"]).functions)
     except MeshError as error:
@@ -173,11 +173,11 @@ def main() -> None:
         )
         return
     concurrent = any(scorer.concurrent for scorer in scorers)
-    host = Host(scorers, message, replies)
-    host.reply({"ready": True, "concurrent": concurrent, "batched": host.batched})
+    loop = ScoringLoop(scorers, message, replies)
+    loop.reply({"ready": True, "concurrent": concurrent, "batched": loop.batched})
     # The service went away: nobody is left to tell.
     with contextlib.suppress(BrokenPipeError):
-        asyncio.run(host.serve(requests, concurrent))
+        asyncio.run(loop.serve(requests, concurrent))
 
 
 if __name__ == "__main__":

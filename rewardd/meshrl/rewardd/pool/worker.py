@@ -18,7 +18,7 @@ from meshrl.contract.types import Json
 from meshrl.rewardd.pool import messages as frames
 from meshrl.rewardd.pool.pipes import PipeReader, PipeWriter
 from meshrl.rewardd.pool.rule import Rule
-from meshrl.rewardd.sandbox.sandbox import Cell, Isolation, Launch
+from meshrl.rewardd.sandbox.sandbox import Isolation, Launch, Sandbox
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")
@@ -74,20 +74,20 @@ class _Output:
 class Worker:
     """One scoring process with a rule loaded. `wake` is set when it said something or ended."""
 
-    def __init__(self, name: str, wake: asyncio.Event, cell: Cell) -> None:
+    def __init__(self, name: str, wake: asyncio.Event, sandbox: Sandbox) -> None:
         self.concurrent = False
         self.batched = False
         self.breach = ""
         """What it did that no scoring process does; it is to be killed."""
-        self._cell = cell
+        self._sandbox = sandbox
         self._wake = wake
-        self._output = _Output(name, cell.limits.output_bytes, self._printed_too_much)
+        self._output = _Output(name, sandbox.limits.output_bytes, self._on_excess_output)
         self._messages: deque[Json | None] = deque()
         self._decoder = frames.Decoder()
         self._launch: Launch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: PipeWriter | None = None
-        self._listening: list[PipeReader] = []
+        self._readers: list[PipeReader] = []
         self._open_ends = 0
         self._all_closed = asyncio.Event()
 
@@ -105,7 +105,7 @@ class Worker:
             InfraError: the process ended by a signal that nobody of ours sent.
         """
         # A new session: Ctrl-C in the terminal is not for it, and what it spawns dies with it.
-        launch = self._launch = self._cell.launch()
+        launch = self._launch = self._sandbox.launch()
         process = subprocess.Popen(  # noqa: ASYNC220 - returns after fork and exec, a millisecond
             launch.argv,
             stdin=subprocess.PIPE,
@@ -120,15 +120,15 @@ class Worker:
         self._process = process
         self._requests = PipeWriter(process.stdin)
         self._open_ends = 2
-        self._listening = [
-            PipeReader(process.stdout, self._hear),
-            PipeReader(process.stderr, self._overhear),
+        self._readers = [
+            PipeReader(process.stdout, self._on_stdout),
+            PipeReader(process.stderr, self._on_stderr),
         ]
-        limits = self._cell.limits
+        limits = self._sandbox.limits
         self._send(
             {
                 "load": rule.to_json(),
-                "cell": launch.how,
+                "confinement": launch.confinement,
                 "limits": limits.model_dump(),
             }
         )
@@ -147,7 +147,7 @@ class Worker:
         message = self._messages.popleft()
         if message is None:
             code = await self.kill()
-            text = f"{files} ended the scoring process while being loaded: {self.epitaph(code)}"
+            text = f"{files} ended the scoring process while being loaded: {self.exit_reason(code)}"
             # A kill from outside (out of memory, an operator) says nothing about the file: worth another try.
             raise (InfraError if code == -signal.SIGKILL else ConfigError)(text)
         if isinstance(message, dict) and "refused" in message:
@@ -160,7 +160,7 @@ class Worker:
                 f"{files} wrote into the scoring process's pipe while being loaded"
             ) from None
 
-    def _hear(self, data: bytes) -> None:
+    def _on_stdout(self, data: bytes) -> None:
         if not data:
             self._end_of_pipe()
         if self.breach:
@@ -168,10 +168,10 @@ class Worker:
         try:
             self._messages.extend(self._decoder.feed(data) if data else [None])
         except CorruptError as error:
-            self.accuse(f"wrote into the pipe of the scoring process: {error}")
+            self.kill_for(f"wrote into the pipe of the scoring process: {error}")
         self._wake.set()
 
-    def _overhear(self, data: bytes) -> None:
+    def _on_stderr(self, data: bytes) -> None:
         if not data:
             self._end_of_pipe()
         self._output.take(data)
@@ -181,10 +181,10 @@ class Worker:
         if self._open_ends == 0:
             self._all_closed.set()
 
-    def _printed_too_much(self) -> None:
-        self.accuse(f"printed more than {self._cell.limits.output_bytes} bytes")
+    def _on_excess_output(self) -> None:
+        self.kill_for(f"printed more than {self._sandbox.limits.output_bytes} bytes")
 
-    def accuse(self, breach: str) -> None:
+    def kill_for(self, breach: str) -> None:
         """The function broke out of its part: end the process at once and listen to it no more."""
         if not self.breach:
             self.breach = breach
@@ -197,9 +197,9 @@ class Worker:
         self._output.printed = 0
 
     @property
-    def strays(self) -> int:
+    def orphans(self) -> int:
         """Processes that a function started and that still run."""
-        return self._cell.strays(self.pid)
+        return self._sandbox.orphans(self.pid)
 
     def _send(self, message: Json) -> None:
         assert self._requests is not None
@@ -220,7 +220,7 @@ class Worker:
         """` at file:line in function`: what it executes now, or an empty string."""
         if self._process is None or self._process.poll() is not None:
             return ""
-        pid = self._cell.process(self._process.pid)
+        pid = self._sandbox.process(self._process.pid)
         if pid is None:
             return ""
         del self._output.tail[:]
@@ -231,7 +231,7 @@ class Worker:
             await asyncio.sleep(0.01)
         return line
 
-    def epitaph(self, code: int | None) -> str:
+    def exit_reason(self, code: int | None) -> str:
         """How it ended, where, and the last line that it printed."""
         if self.breach:
             return self.breach
@@ -254,7 +254,7 @@ class Worker:
         code = process.poll()
         self._kill_group()
         # The ends of the pipes close when the last process of a cell is gone, also one that left its group.
-        if self._cell.level is Isolation.STRICT:
+        if self._sandbox.level is Isolation.STRICT:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KILL_WAIT_S):
                     await self._all_closed.wait()
@@ -265,12 +265,12 @@ class Worker:
             log.error("scoring process %d does not end (stuck in the kernel)", process.pid)
         if self._requests is not None:
             self._requests.close()
-        for pipe in self._listening:
+        for pipe in self._readers:
             pipe.close()
         if self._launch is not None:
             self._launch.discard()
         code = code if code is not None else process.returncode
-        if code is not None and code > 128 and self._cell.level is Isolation.STRICT:
+        if code is not None and code > 128 and self._sandbox.level is Isolation.STRICT:
             return 128 - code  # bubblewrap reports a child's signal as a shell does
         return code
 

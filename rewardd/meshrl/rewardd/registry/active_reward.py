@@ -30,8 +30,8 @@ WATCH_CALLS = 4
 class ActiveRewardJudge:
     """Implements the Judge port. `follow` before the first `score`."""
 
-    def __init__(self, shelf: JudgeCache, *, keep_samples: int) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: JudgeCache, *, keep_samples: int) -> None:
+        self._cache = cache
         self._current = ""
         self._watched, self._share = "", 0.0
         self._watching: set[asyncio.Task[None]] = set()
@@ -52,10 +52,10 @@ class ActiveRewardJudge:
             ConfigError, NotFoundError: it cannot be loaded; what scored before goes on.
         """
         if version != self._current:
-            await self._shelf.hold(version)
+            await self._cache.hold(version)
             before, self._current = self._current, version
             if before:
-                self._shelf.release(before)
+                self._cache.release(before)
                 log.info("the reward is now version %s, it was %s", version, before)
         if (watched, share) != (self._watched, self._share):
             self._watched, self._share = watched, share
@@ -68,7 +68,7 @@ class ActiveRewardJudge:
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
         """One Score per sample, in order, all by the same version."""
-        async with self._shelf.borrow(self._current) as judge:
+        async with self._cache.borrow(self._current) as judge:
             scores = await score_unposted(judge, samples)
         self.recent.extend(samples)
         self._watch(samples, scores)
@@ -76,7 +76,7 @@ class ActiveRewardJudge:
 
     async def score_with(self, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
         """As `score`, by `version`. Raises NotFoundError."""
-        async with self._shelf.borrow(version) as judge:
+        async with self._cache.borrow(version) as judge:
             return await score_unposted(judge, samples)
 
     async def close(self) -> None:
@@ -84,7 +84,7 @@ class ActiveRewardJudge:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self._shelf.close()
+        await self._cache.close()
 
     def _watch(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
         found = self.differences
@@ -106,7 +106,7 @@ class ActiveRewardJudge:
 
     async def _compare(self, chosen: Sequence[tuple[Sample, Score]], found: Differences) -> None:
         try:
-            async with self._shelf.borrow(found.b) as judge:
+            async with self._cache.borrow(found.b) as judge:
                 others = await score_unposted(judge, [sample for sample, _ in chosen])
         except MeshError as error:
             log.warning("the watched reward version %s does not score: %s", found.b, error)

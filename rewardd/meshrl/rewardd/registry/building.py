@@ -1,44 +1,111 @@
-"""Puts the parts of a registry together."""
+"""Opens a registry, and builds the judge of each submitted version."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judge import judge_of
+from meshrl.rewardd.judge import PoolJudge, judge_of
 from meshrl.rewardd.judges._composite import StartableJudge
-from meshrl.rewardd.pool.rule import read_rule
+from meshrl.rewardd.pool.rule import FunctionSpec, Rule, read_rule
 from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
 from meshrl.rewardd.registry.judge_cache import JudgeCache
 from meshrl.rewardd.registry.registry import Registry
-from meshrl.rewardd.registry.store import VersionStore
-from meshrl.rewardd.registry.version_judge import version_judge
+from meshrl.rewardd.registry.store import MANIFEST, VersionStore
+from meshrl.rewardd.registry.types import Manifest
+from meshrl.rewardd.sandbox.environment import Environment, environment_of
+from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
+
+ENVIRONMENTS = "environments"
+"""Folder beside the versions: their dependencies."""
 
 
 @asynccontextmanager
 async def open_registry(config: RewardConfig, directory: Path) -> AsyncIterator[Registry]:
-    """The registry in `directory`, its judge started with what scores the run; closed at the end.
+    """The registry in `directory`, with the judge that scores the run started; closed at the end.
 
     Raises:
         ConfigError: what scores the run cannot be loaded.
-        UserError: another service has the directory.
+        UserError: another service uses the directory.
     """
     rule = read_rule(config)
 
     def build(version: str) -> StartableJudge:
         if version == rule.reward_hash:
             return judge_of(rule, config)
-        return version_judge(store.directory(version), config)
+        return _version_judge(store.directory(version), config)
 
     store = VersionStore(directory, config.registry.max_versions)
-    shelf = JudgeCache(build)
-    judge = ActiveRewardJudge(shelf, keep_samples=config.registry.keep_samples)
+    cache = JudgeCache(build)
+    judge = ActiveRewardJudge(cache, keep_samples=config.registry.keep_samples)
     try:
-        registry = Registry(store, shelf, judge, config, rule.reward_hash)
+        registry = Registry(store, cache, judge, config, rule.reward_hash)
         await registry.start()
         yield registry
     finally:
         await judge.close()
         store.close()
+
+
+def _version_judge(directory: Path, config: RewardConfig) -> PoolJudge:
+    """The judge of a version in its sandbox, not started; its `reward_hash` is the version's.
+
+    `directory` is named after the version's hash and holds its content and manifest.json.
+
+    Raises:
+        ConfigError: a dependency that cannot be installed, or isolation that this machine cannot give.
+    """
+    manifest = Manifest.from_json(json.loads((directory / MANIFEST).read_bytes()))
+    environments = directory.parent.parent / ENVIRONMENTS
+    sandbox = submitted_sandbox(
+        directory,
+        config,
+        limits=manifest.limits,
+        environment=environment_of(manifest.deps, config.wheelhouse, environments),
+    )
+    rule = Rule(functions=(_function(directory / manifest.content, manifest),))
+    return PoolJudge(rule, config, reward_hash=directory.name, sandbox=sandbox)
+
+
+def _function(content: Path, manifest: Manifest) -> FunctionSpec:
+    module, _, function = manifest.entry_point.rpartition(":")
+    return FunctionSpec(
+        component=function,
+        weight=1.0,
+        kwargs={},
+        name=function,
+        module=module,
+        path=str(content),
+        source="" if manifest.is_wheel else content.read_text(encoding="utf-8"),
+        kind=manifest.kind,
+        digest=hashlib.sha256(content.read_bytes()).hexdigest()[:32],
+    )
+
+
+def submitted_sandbox(
+    directory: Path,
+    config: RewardConfig,
+    *,
+    limits: Mapping[str, Json] | None = None,
+    environment: Environment | None = None,
+) -> Sandbox:
+    """The sandbox of a submitted version: it sees its own directory and its dependencies.
+
+    `reward.sandbox` sets the level; `limits` may not exceed `reward.limits`. The environment is built when the judge
+    starts.
+
+    Raises:
+        ConfigError: a limit that is unknown or too wide; isolation that this machine cannot give.
+    """
+    return open_sandbox(
+        config.sandbox,
+        config.limits.bounded(limits or {}),
+        readable=(directory,),
+        search=(environment.path,) if environment else (),
+        prepare=environment.build if environment else None,
+    )

@@ -74,7 +74,7 @@ class Registry:
     def __init__(
         self,
         store: VersionStore,
-        shelf: JudgeCache,
+        cache: JudgeCache,
         judge: ActiveRewardJudge,
         config: RewardConfig,
         base: str,
@@ -83,19 +83,19 @@ class Registry:
 
         Args:
             store: Versions and names on disk.
-            shelf: Judges by version.
+            cache: Judges by version.
             judge: What scores the run.
             config: The `reward:` section.
             base: The version of the recipe's own functions: what scores while the run's name points nowhere.
         """
         self._store = store
-        self._shelf = shelf
+        self._cache = cache
         self._judge = judge
         self._config = config
         self._base = base
         self._names = store.names()
         store.keep({version for name in self._names.values() for version in name.versions})
-        self._moving = asyncio.Lock()
+        self._names_lock = asyncio.Lock()
         self._loading = asyncio.Semaphore(AT_ONCE)
         self._pending: Counter[str] = Counter()
 
@@ -204,12 +204,12 @@ class Registry:
         try:
             async with self._loading:
                 manifest = await asyncio.to_thread(self._store.add, submission)
-                await self._shelf.hold(version)
+                await self._cache.hold(version)
                 try:
                     await self._test(version, submission.cases)
                     name = await self._admit(submission, version, by)
                 finally:
-                    self._shelf.release(version)
+                    self._cache.release(version)
         finally:
             self._pending[version] -= 1
             self._forget(version)
@@ -226,7 +226,7 @@ class Registry:
         Raises:
             ConflictError: there is none before, or `version` is retired.
         """
-        async with self._moving:
+        async with self._names_lock:
             found = self.name(name)
             wanted = self.resolve(name, version) if version else found.previous
             if not wanted or wanted == self._base:
@@ -234,7 +234,7 @@ class Registry:
                     f"reward {name!r} has no version before {found.current or 'the first'}"
                 )
             _refuse_retired(found, wanted)
-            async with self._shelf.borrow(wanted):
+            async with self._cache.borrow(wanted):
                 if wanted != found.current:
                     moved = _event(Action.POINT, wanted, by, note="roll back")
                     found = await self._move(found, moved)
@@ -246,7 +246,7 @@ class Registry:
         Raises:
             ConflictError: the name points to it.
         """
-        async with self._moving:
+        async with self._names_lock:
             found = self.name(name)
             wanted = self.resolve(name, version)
             if wanted == self._base:
@@ -267,7 +267,7 @@ class Registry:
         """
         if not (math.isfinite(share) and 0 <= share <= 1):
             raise UserError(f"share is {share}; want 0 to 1")
-        async with self._moving:
+        async with self._names_lock:
             found = self.name(name)
             wanted = self.resolve(name, version)
             if name != self.followed:
@@ -277,14 +277,14 @@ class Registry:
             _refuse_retired(found, wanted)
             if wanted in (found.current, self._base):
                 raise ConflictError(f"{wanted} scores the run already")
-            async with self._shelf.borrow(wanted):
+            async with self._cache.borrow(wanted):
                 return await self._move(found, _event(Action.WATCH, wanted, by, share=share))
 
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
         """Score `samples` with a version of `name`; nothing of it enters the run. Raises NotFoundError."""
         _check_count(samples)
         wanted = self.resolve(name, version)
-        async with self._shelf.borrow(wanted) as judge:
+        async with self._cache.borrow(wanted) as judge:
             return await judge.score(samples)
 
     async def compare(self, name: str, a: str, b: str, samples: Sequence[Sample]) -> Differences:
@@ -293,7 +293,7 @@ class Registry:
         versions = self.resolve(name, a), self.resolve(name, b)
         samples = list(samples or self._judge.recent)
         found = Differences(a=versions[0], b=versions[1])
-        async with self._shelf.borrow(versions[0]) as one, self._shelf.borrow(versions[1]) as other:
+        async with self._cache.borrow(versions[0]) as one, self._cache.borrow(versions[1]) as other:
             scores = await asyncio.gather(one.score(samples), other.score(samples))
         found.add(zip(*scores, strict=True))
         return found
@@ -312,7 +312,7 @@ class Registry:
         ]
         limit_s = self._config.start_deadline_s
         try:
-            async with asyncio.timeout(limit_s), self._shelf.borrow(version) as judge:
+            async with asyncio.timeout(limit_s), self._cache.borrow(version) as judge:
                 scores = await judge.score(samples)
         except TimeoutError as error:
             raise UserError(
@@ -329,7 +329,7 @@ class Registry:
                 )
 
     async def _admit(self, submission: Submission, version: str, by: str) -> Name:
-        async with self._moving:
+        async with self._names_lock:
             name = self._names.get(submission.name, Name(name=submission.name))
             _refuse_retired(name, version)
             events = []

@@ -33,7 +33,7 @@ from meshrl.rewardd.sandbox.limits import Limits
 NOBODY = 65534
 """Who a function runs as when the service runs as root."""
 PROBE_S = 10.0
-HOST = ("-P", "-m", "meshrl.rewardd.pool.scoring_process")
+SCORING_PROCESS = ("-P", "-m", "meshrl.rewardd.pool.scoring_process")
 
 
 class Isolation(StrEnum):
@@ -50,7 +50,7 @@ class Launch:
 
     argv: Sequence[str]
     env: dict[str, str]
-    how: Json
+    confinement: Json
     """For `inside.confine`."""
     folder: Path | None = None
     """Its working directory, removed afterwards."""
@@ -61,7 +61,7 @@ class Launch:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Cell(Protocol):
+class Sandbox(Protocol):
     """A way to start scoring processes."""
 
     level: Isolation
@@ -77,7 +77,7 @@ class Cell(Protocol):
         """The pid, as we see it, of the scoring process behind the started command; None when it is gone."""
         ...
 
-    def strays(self, pid: int) -> int:
+    def orphans(self, pid: int) -> int:
         """Processes in the cell besides the scoring process itself (0 where that cannot be known)."""
         ...
 
@@ -95,16 +95,16 @@ class OpenSandbox:
     def launch(self) -> Launch:
         """This interpreter, this environment."""
         return Launch(
-            argv=[sys.executable, *HOST, str(os.getpid())],
+            argv=[sys.executable, *SCORING_PROCESS, str(os.getpid())],
             env={"OMP_NUM_THREADS": "1", **os.environ},
-            how=_how(Isolation.OFF, None, self.search),
+            confinement=_confinement(Isolation.OFF, None, self.search),
         )
 
     def process(self, pid: int) -> int | None:
         """The process itself."""
         return pid
 
-    def strays(self, pid: int) -> int:
+    def orphans(self, pid: int) -> int:
         """Not counted."""
         return 0
 
@@ -127,9 +127,9 @@ class WeakSandbox:
         if user is not None:
             os.chown(folder, user, user)
         return Launch(
-            argv=[sys.executable, *HOST, str(os.getpid())],
+            argv=[sys.executable, *SCORING_PROCESS, str(os.getpid())],
             env=_environment(str(folder)),
-            how=_how(Isolation.WEAK, user, self.search)
+            confinement=_confinement(Isolation.WEAK, user, self.search)
             | {
                 "readable": [str(path) for path in (*system_paths(), *seen)],
                 "writable": [str(folder), "/dev/null", "/dev/urandom"],
@@ -141,7 +141,7 @@ class WeakSandbox:
         """The process itself."""
         return pid
 
-    def strays(self, pid: int) -> int:
+    def orphans(self, pid: int) -> int:
         """None: it may start no process."""
         return 0
 
@@ -163,11 +163,13 @@ class StrictSandbox:
         if not self._arguments:
             self._arguments = bubblewrap(self.limits.tmp_bytes, (*self.readable, *self.search))
         return Launch(
-            argv=[*self._arguments, sys.executable, *HOST, "0"],
+            argv=[*self._arguments, sys.executable, *SCORING_PROCESS, "0"],
             env=_environment("/tmp"),
             # bubblewrap started by root makes no user namespace, so that it may bind folders that only root can
             # reach; the process becomes nobody and makes its own.
-            how=_how(Isolation.STRICT, NOBODY if os.geteuid() == 0 else None, self.search),
+            confinement=_confinement(
+                Isolation.STRICT, NOBODY if os.geteuid() == 0 else None, self.search
+            ),
         )
 
     def process(self, pid: int) -> int | None:
@@ -175,7 +177,7 @@ class StrictSandbox:
         init = _first_child(pid)
         return None if init is None else _first_child(init)
 
-    def strays(self, pid: int) -> int:
+    def orphans(self, pid: int) -> int:
         """As the cell's own /proc counts them: who leaves its parent stays in the namespace."""
         init = _first_child(pid)
         if init is None:
@@ -194,7 +196,7 @@ def open_sandbox(
     readable: Sequence[Path] = (),
     search: Sequence[Path] = (),
     prepare: Callable[[], None] | None = None,
-) -> Cell:
+) -> Sandbox:
     """The cell of a level; `readable` and `search` are folders, and `prepare` makes those of `search`.
 
     Raises:
@@ -306,7 +308,7 @@ def python_paths() -> set[Path]:
     return {path for path in found if path.is_dir() and not path.is_relative_to("/usr")}
 
 
-def _how(level: Isolation, user: int | None, search: Sequence[Path]) -> Json:
+def _confinement(level: Isolation, user: int | None, search: Sequence[Path]) -> Json:
     return {"level": level, "user": user, "search": [str(path) for path in search]}
 
 

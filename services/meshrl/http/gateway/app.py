@@ -13,25 +13,29 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from meshrl.contract.errors import ForbiddenError
+from meshrl.contract.errors import ForbiddenError, UnauthenticatedError
 from meshrl.contract.types import PostedReward
+from meshrl.http.body_limit import BodyLimit
 from meshrl.http.gateway import models as m
 from meshrl.http.gateway.answers import Form, Streamed
-from meshrl.http.gateway.auth import SessionAuth
-from meshrl.http.gateway.errors import install, too_large
+from meshrl.http.gateway.errors import install, refused, too_large
 from meshrl.http.gateway.sessions import SessionTable, address
-from meshrl.http.rewards.body_limit import BodyLimit
 from meshrl.http.rewards.errors import AsciiJSON
 from meshrl.rollout.sessions.agents import task_json
 from meshrl.rollout.sessions.answer_stream import Asking
 from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rpc.auth import Guard, Role
+from meshrl.rpc.auth import Authorizer, Role
 
 T = TypeVar("T")
 MODEL = "policy"
+PROTECTED = ("/v1/", "/sessions/")
+"""Paths that need the API key of a session."""
+CLAIMS = "/v1/sessions"
+"""Needs none: who claims a session has no key yet."""
 CLIENT_GONE = 499
 """What nobody reads any more."""
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -58,9 +62,13 @@ def _header(token: HTTPAuthorizationCredentials | None) -> str:
 
 
 def build_app(
-    book: SessionTable, tokenizer: ChatTokenizer, *, max_body_bytes: int, guard: Guard | None
+    sessions: SessionTable,
+    tokenizer: ChatTokenizer,
+    *,
+    max_body_bytes: int,
+    authorizer: Authorizer | None,
 ) -> FastAPI:
-    """The app; `guard` admits those who claim sessions from outside, None: nobody may."""
+    """The app; `authorizer` admits those who claim sessions from outside, None: nobody may."""
     app = FastAPI(
         title="meshrl gateway",
         version="1",
@@ -68,26 +76,51 @@ def build_app(
         default_response_class=AsciiJSON,
     )
     app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=too_large)
-    app.add_middleware(SessionAuth, book=book)  # added last, asked first
+    app.add_middleware(SessionAuth, sessions=sessions)  # added last, asked first
     install(app)
 
     @app.get("/health", tags=["service"])
     async def health() -> dict[str, Any]:
         """Whether the door is open."""
-        return {"status": "serving", "sessions": book.sessions}
+        return {"status": "serving", "sessions": sessions.open_sessions}
 
-    app.include_router(_sessions(book, tokenizer, guard), prefix="/v1")
-    app.include_router(_session_routes(book, tokenizer), prefix="/v1")
-    app.include_router(_session_routes(book, tokenizer), prefix="/sessions/{session_id}/v1")
+    app.include_router(_sessions(sessions, tokenizer, authorizer), prefix="/v1")
+    app.include_router(_session_routes(sessions, tokenizer), prefix="/v1")
+    app.include_router(_session_routes(sessions, tokenizer), prefix="/sessions/{session_id}/v1")
     return app
 
 
-def _session_routes(book: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
+class SessionAuth:
+    """ASGI middleware: rejects a request without a session's API key before a byte of the body is read."""
+
+    def __init__(self, app: ASGIApp, sessions: SessionTable) -> None:
+        self._app = app
+        self._sessions = sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and _is_protected(scope["path"]):
+            authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+            try:
+                self._sessions.find(authorization)
+            except UnauthenticatedError as error:
+                await refused(error)(scope, receive, send)
+                return
+            except SessionEndedError:
+                pass  # the route answers it: some requests to an ended session are repetitions, and succeed
+        await self._app(scope, receive, send)
+
+
+def _is_protected(path: str) -> bool:
+    return path.startswith(PROTECTED) and path.rstrip("/") != CLAIMS
+
+
+def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
     """What OpenAI's client asks for, and how an agent says what its conversation was worth."""
     router = APIRouter(responses=PROBLEMS)
 
     def find(request: Request, token: HTTPAuthorizationCredentials | None) -> Session:
-        return book.find(_header(token), request.path_params.get("session_id"))
+        return sessions.find(_header(token), request.path_params.get("session_id"))
 
     async def answer(
         body: m.ChatBody | m.CompletionBody,
@@ -133,25 +166,27 @@ def _session_routes(book: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
     @router.post("/reward", tags=["sessions"])
     async def post_reward(body: m.RewardBody, request: Request, token: Token) -> dict[str, Any]:
         """Say what the session's conversation was worth; see /v1/sessions/{id}/reward."""
-        return _reward(book, body, _header(token), request.path_params.get("session_id"))
+        return _reward(sessions, body, _header(token), request.path_params.get("session_id"))
 
     return router
 
 
-def _sessions(book: SessionTable, tokenizer: ChatTokenizer, guard: Guard | None) -> APIRouter:
+def _sessions(
+    sessions: SessionTable, tokenizer: ChatTokenizer, authorizer: Authorizer | None
+) -> APIRouter:
     """Sessions for agents from outside."""
     router = APIRouter(prefix="/sessions", tags=["sessions"], responses=PROBLEMS)
 
     @router.post("", status_code=201, responses={408: {"description": "no row came"}})
     async def claim_session(body: m.ClaimBody, request: Request, token: Token) -> Response:
         """A row that waits for an agent from outside, as a session."""
-        if guard is None:
+        if authorizer is None:
             raise ForbiddenError(
                 "this worker gives out no sessions (rollout.program_options.external)"
             )
         peer = request.client.host if request.client else "unknown"
-        guard.admit(_header(token), peer, Role.CLAIM)
-        session = await _unless_gone(request, book.claim(body.wait_s))
+        authorizer.admit(_header(token), peer, Role.CLAIM)
+        session = await _unless_gone(request, sessions.claim(body.wait_s))
         if session is not None and await request.is_disconnected():
             session.finished.set()  # nobody hears of it: its row goes back
             session = None
@@ -171,7 +206,7 @@ def _sessions(book: SessionTable, tokenizer: ChatTokenizer, guard: Guard | None)
     @router.get("/{session_id}")
     async def get_session(session_id: str, token: Token) -> dict[str, Any]:
         """Where a session stands."""
-        session = book.find(_header(token), session_id)
+        session = sessions.find(_header(token), session_id)
         return {
             "id": session.id,
             "answers": len(session.history.turns),
@@ -184,15 +219,15 @@ def _sessions(book: SessionTable, tokenizer: ChatTokenizer, guard: Guard | None)
 
         It stands in for the reward service's score. The session of an agent from outside ends with it.
         """
-        return _reward(book, body, _header(token), session_id)
+        return _reward(sessions, body, _header(token), session_id)
 
     @router.post("/{session_id}/finish")
     async def finish_session(session_id: str, token: Token) -> dict[str, Any]:
         """End the session of an agent from outside; without a reward its row is scored as others are."""
         try:
-            book.find(_header(token), session_id).finished.set()
+            sessions.find(_header(token), session_id).finished.set()
         except SessionEndedError:
-            ended = book.ended(_header(token))
+            ended = sessions.ended(_header(token))
             if ended is None or not ended.finished:  # by its deadline, say
                 raise
         return {"id": session_id, "finished": True}
@@ -201,13 +236,13 @@ def _sessions(book: SessionTable, tokenizer: ChatTokenizer, guard: Guard | None)
 
 
 def _reward(
-    book: SessionTable, body: m.RewardBody, authorization: str, session_id: str | None
+    sessions: SessionTable, body: m.RewardBody, authorization: str, session_id: str | None
 ) -> dict[str, Any]:
     reward = PostedReward(score=body.score, components=body.components)
     try:
-        session = book.find(authorization, session_id)
+        session = sessions.find(authorization, session_id)
     except SessionEndedError:
-        ended = book.ended(authorization)
+        ended = sessions.ended(authorization)
         if ended is None or not ended.finished or ended.reward != reward:
             raise  # else saying the same twice is saying it once
         return {"id": ended.id, "reward": reward.to_json()}

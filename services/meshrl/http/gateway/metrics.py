@@ -14,21 +14,25 @@ from meshrl.http.gateway.sessions import SessionTable
 class GatewayMetrics(Collector):
     """Read when somebody asks."""
 
-    def __init__(self, book: SessionTable) -> None:
-        self._book = book
+    def __init__(self, sessions: SessionTable) -> None:
+        self._sessions = sessions
 
     def collect(self) -> Iterator[Metric]:
         """Two gauges, two counters."""
-        book = self._book
-        yield GaugeMetricFamily("meshrl_gateway_sessions", "Open now.", value=book.sessions)
+        sessions = self._sessions
         yield GaugeMetricFamily(
-            "meshrl_gateway_claims_waiting", "Agents from outside without a row.", value=book.demand
+            "meshrl_gateway_sessions", "Open now.", value=sessions.open_sessions
+        )
+        yield GaugeMetricFamily(
+            "meshrl_gateway_claims_waiting",
+            "Agents from outside without a row.",
+            value=sessions.demand,
         )
         yield CounterMetricFamily(
-            "meshrl_gateway_sessions_opened", "Since the start.", value=book.opened_ever
+            "meshrl_gateway_sessions_opened", "Since the start.", value=sessions.opened_ever
         )
         yield CounterMetricFamily(
             "meshrl_gateway_tokens_left_out",
             "Sampled tokens of ended sessions that lie on branches which are not trained.",
-            value=book.tokens_left_out,
+            value=sessions.tokens_left_out,
         )

@@ -16,9 +16,9 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.http.rewards.http import serving_http
+from meshrl.http.server import serving_http
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rpc.auth import Guard, TokenBook
+from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.runtime import ServerSettings, is_loopback
 
 log = logging.getLogger(__name__)
@@ -42,24 +42,26 @@ async def gateway_of(
         yield None
         return
     config = recipe.rollout.gateway
-    guard = _guard(recipe, settings)
-    book = SessionTable(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
-    app = build_app(book, tokenizer, max_body_bytes=config.max_request_bytes, guard=guard)
+    authorizer = _authorizer(recipe, settings)
+    sessions = SessionTable(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
+    app = build_app(
+        sessions, tokenizer, max_body_bytes=config.max_request_bytes, authorizer=authorizer
+    )
     # What starts on this machine is reached without TLS: no certificate is made out for a loopback address.
     tls = Certificates() if is_loopback(config.host) else settings.tls
     port = config.port + _number(name) if config.port else 0
     async with serving_http(
         app, config.host, port, tls, name="gateway", at_once=config.max_connections
     ) as url:
-        book.url = url
+        sessions.url = url
         with _announced(recipe.run.path / "gateways" / f"{name}.json", url):
             try:
-                yield book
+                yield sessions
             finally:
-                book.drain()
+                sessions.drain()
 
 
-def _guard(recipe: Recipe, settings: ServerSettings) -> Guard | None:
+def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
     """Who may claim sessions from outside; None: nobody. Raises UserError for a door that everybody could pass."""
     config = recipe.rollout.gateway
     external = bool(recipe.rollout.program_options.get("external"))
@@ -80,9 +82,9 @@ def _guard(recipe: Recipe, settings: ServerSettings) -> Guard | None:
             )
         log.warning("the gateway on %s is open to everybody: it gives out no sessions", config.host)
         return None
-    tokens = TokenBook(config.tokens) if config.tokens is not None else None
+    tokens = TokenStore(config.tokens) if config.tokens is not None else None
     rate = config.claims_per_minute
-    return Guard(tokens, requests_per_minute=rate, submissions_per_minute=rate)
+    return Authorizer(tokens, requests_per_minute=rate, submissions_per_minute=rate)
 
 
 def _number(name: str) -> int:

@@ -57,7 +57,7 @@ class SessionTable:
         self._draining = False
 
     @property
-    def sessions(self) -> int:
+    def open_sessions(self) -> int:
         """Open now."""
         return len(self._open)
 

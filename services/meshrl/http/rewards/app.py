@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import PlainTextResponse
 
+from meshrl.http.body_limit import BodyLimit
 from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
-from meshrl.http.rewards.body_limit import BodyLimit
 from meshrl.http.rewards.errors import AsciiJSON, install
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry

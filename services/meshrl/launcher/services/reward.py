@@ -14,15 +14,14 @@ from typing import Any
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
 from meshrl.http.rewards.app import build_app
-from meshrl.http.rewards.http import serving_http
 from meshrl.http.rewards.metrics import WatchMetrics
+from meshrl.http.server import serving_http
 from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.rewardd.token_ends import token_ends
+from meshrl.rewardd.reward_stage import RewardStage, token_ends
 from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Guard, Role, TokenBook
+from meshrl.rpc.auth import Authorizer, Role, TokenStore
 from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.interceptors import Behavior, Context, Interceptor
 from meshrl.rpc.queue_connection import connect_mesh_queue
@@ -38,7 +37,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped."""
     config = recipe.reward.registry
     settings = context.settings.model_copy(update={"authenticated": config.tokens is not None})
-    guard = _guard(config, settings)
+    authorizer = _authorizer(config, settings)
     # Bound insecurely on purpose: who scores is told, and nobody may change it.
     submissions = _protected(config, settings)
     directory = config.dir if config.dir is not None else recipe.run.path / "rewards"
@@ -46,7 +45,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         # A function that cannot be loaded ends the service here, before any row waits for it.
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
         audit = stack.enter_context(closing(RewardAuditLog(directory / "audit.jsonl")))
-        guarded = GuardedRegistry(registry, guard, audit)
+        guarded = GuardedRegistry(registry, authorizer, audit)
         queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
         servicers: list[Servicer] = [RewardServicer(registry.judge, registry.judge)]
         if submissions:
@@ -79,7 +78,7 @@ def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:
     return config.tokens is not None or settings.tls.mutual or is_loopback(settings.host)
 
 
-def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
+def _authorizer(config: RegistryConfig, settings: ServerSettings) -> Authorizer:
     """Raises UserError for a door that everybody could pass."""
     if not _protected(config, settings):
         if not settings.allow_insecure_bind:
@@ -94,8 +93,8 @@ def _guard(config: RegistryConfig, settings: ServerSettings) -> Guard:
             "rewards may be submitted by anybody who reaches %s, without a token (reward.registry.tokens is null)",
             settings.host,
         )
-    return Guard(
-        TokenBook(config.tokens) if config.tokens is not None else None,
+    return Authorizer(
+        TokenStore(config.tokens) if config.tokens is not None else None,
         requests_per_minute=config.requests_per_minute,
         submissions_per_minute=config.submissions_per_minute,
     )

@@ -23,7 +23,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize(("mode", "user"), [(0o755, NOBODY), (0o700, None)])
-def test_a_weak_cell_of_roots_becomes_nobody_where_nobody_can_read_the_function(
+def test_a_weak_sandbox_of_root_runs_as_nobody_if_nobody_can_read_the_function(
     folder: Path, mode: int, user: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "python_paths", set)
@@ -32,4 +32,4 @@ def test_a_weak_cell_of_roots_becomes_nobody_where_nobody_can_read_the_function(
     folder.chmod(mode)
     launch = WeakSandbox(limits=Limits(), readable=(function,)).launch()
     launch.discard()
-    assert launch.how["user"] == user
+    assert launch.confinement["user"] == user

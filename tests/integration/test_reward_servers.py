@@ -24,14 +24,14 @@ from meshrl.contract import errors
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import Sample, Uid
 from meshrl.http.rewards.app import build_app
-from meshrl.http.rewards.http import serving_http
+from meshrl.http.server import serving_http
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Guard, TokenBook, new_token
+from meshrl.rpc.auth import Authorizer, TokenStore, new_token
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
@@ -87,13 +87,13 @@ async def serving(
             "sandbox": "weak" if no_bubblewrap() else "strict",
         }
     )
-    book = TokenBook(directory / "tokens.yaml") if closed else None
+    book = TokenStore(directory / "tokens.yaml") if closed else None
     limits = {"requests_per_minute": 1e6, "submissions_per_minute": 1e6, **rates}
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(open_registry(config, directory / "rewards"))
         audit = RewardAuditLog(directory / "rewards" / "audit.jsonl")
         stack.callback(audit.close)
-        guarded = GuardedRegistry(registry, Guard(book, **limits), audit)
+        guarded = GuardedRegistry(registry, Authorizer(book, **limits), audit)
         server_settings = ServerSettings(
             metrics_port=None, drain_grace_s=1, tls=tls or Certificates()
         )
@@ -452,7 +452,7 @@ def test_any_authorization_header_is_refused_or_known(text: str) -> None:
 
     with TemporaryDirectory() as directory:
         tokens = write_tokens(Path(directory) / "tokens.yaml")
-        book = TokenBook(Path(directory) / "tokens.yaml")
+        book = TokenStore(Path(directory) / "tokens.yaml")
         assert book.find(f"Bearer {tokens['boss']}").name == "boss"
         with pytest.raises(errors.UnauthenticatedError):
             book.find(text)
