@@ -31,12 +31,12 @@ from meshrl.config.recipe import (
     algorithm_needs,
     group_rows,
     train_sampling,
-    train_spec,
 )
+from meshrl.config.stages import train_spec
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Outcome, Sample, Score
+from meshrl.launcher.learner import build_learner
 from meshrl.launcher.prompts import read_prompts
-from meshrl.launcher.services.learner import build_learner
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from meshrl.cli.root import cli
-from meshrl.config.explain import Key, config_of, walk
+from meshrl.config.explain import Key, config_of, has_names, walk
 from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
 from meshrl.contract.config import Config
@@ -83,7 +83,8 @@ def config_page() -> str:
     ]
     for key in walk(Recipe):
         if len(key.path) == 1:
-            lines += _section(key.dotted, key)
+            names = ".<name>" if has_names(key.field.annotation) else ""
+            lines += _section(key.dotted + names, key)
     for command, keys in (
         ("sft", SftConfig),
         ("dpo", DpoConfig),

@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 
 from meshrl.config.loading import load_recipe
-from meshrl.config.recipe import train_spec
+from meshrl.config.stages import train_spec
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.types import (

@@ -32,7 +32,7 @@ import numpy as np
 import yaml
 
 from meshrl.config import load_recipe
-from meshrl.config.recipe import train_spec
+from meshrl.config.stages import train_spec
 from meshrl.contract import rows
 from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import (

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 from meshrl.config.loading import load_recipe
-from meshrl.config.recipe import train_spec
+from meshrl.config.stages import train_spec
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text

@@ -12,10 +12,10 @@ from meshrl.cli.commands import queue as command
 from meshrl.cli.find_mesh import Mesh
 from meshrl.cli.operator import shards_of
 from meshrl.config import load_recipe
-from meshrl.config.recipe import train_spec
+from meshrl.config.stages import train_spec
 from meshrl.contract.errors import UserError
 from meshrl.launcher.ports import free_port
-from meshrl.launcher.services._common import open_run
+from meshrl.launcher.stage_service import open_run
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 

@@ -17,8 +17,9 @@ import click
 import pytest
 import yaml
 
-from meshrl.cli.commands.serve import SECTIONS, serve
+from meshrl.cli.commands.serve import serve
 from meshrl.cli.root import KNOWN, cli
+from meshrl.config.stages import BUILT_IN
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -94,8 +95,8 @@ def _variables(option: click.Parameter) -> list[str]:
 
 
 def test_compose_and_systemd_have_the_services_that_the_command_line_knows() -> None:
-    assert set(COMPOSE["services"]) == set(SECTIONS)
-    assert {unit.stem.removeprefix("meshrl-").rstrip("@") for unit in UNITS} == set(SECTIONS)
+    assert set(COMPOSE["services"]) == set(BUILT_IN)
+    assert {unit.stem.removeprefix("meshrl-").rstrip("@") for unit in UNITS} == set(BUILT_IN)
 
 
 def test_health_checks_ask_the_port_that_services_listen_on() -> None:
@@ -191,7 +192,7 @@ def test_compose_takes_the_file(files: tuple[str, ...]) -> None:
     )
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    assert {name.removesuffix("-1") for name in services} == set(SECTIONS)
+    assert {name.removesuffix("-1") for name in services} == set(BUILT_IN)
     given = {service["environment"]["MESHRL_QUEUE"] for service in services.values()}
     assert given == {",".join(f"{name}:7001" for name in services if name.startswith("queue"))}
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from meshrl.cli.commands.reward import reward
 from meshrl.config.loading import load_recipe
-from meshrl.config.recipe import train_spec
+from meshrl.config.stages import train_spec
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Submission

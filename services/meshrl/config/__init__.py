@@ -5,6 +5,7 @@ errors as sentences), `checks` (what only the whole recipe can tell), `fields` (
 """
 
 from meshrl.config.loading import load_recipe
-from meshrl.config.recipe import Recipe, RunConfig, eval_spec, needs_reference, train_spec
+from meshrl.config.recipe import Recipe, RunConfig, needs_reference
+from meshrl.config.stages import eval_spec, train_spec
 
 __all__ = ["Recipe", "RunConfig", "eval_spec", "load_recipe", "needs_reference", "train_spec"]

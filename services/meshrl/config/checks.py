@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshrl.config import stages
 from meshrl.config.explain import Loc
 from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.config.weights import CARRIERS
@@ -36,6 +37,56 @@ def cross_checks(recipe: Recipe) -> Iterator[Problem]:
     yield from _program_options(recipe)
     yield from _algorithm(recipe)
     yield from _providers(recipe)
+    yield from _stages(recipe)
+
+
+def _stages(recipe: Recipe) -> Iterator[Problem]:
+    """The recipe's own stages: their modules, names and options, and that each reads what an earlier one writes."""
+    broken = False
+    for name, stage in recipe.stages.items():
+        at: Loc = ("stages", name)
+        if name in stages.BUILT_IN:
+            yield at, f"stages.{name}: {name} is a service of every mesh; want another name"
+            broken = True
+            continue
+        try:
+            kind = stages.options_class(stage.kind)
+            stages.service_kind(recipe, name)
+        except ConfigError as error:
+            yield (*at, "kind"), f"stages.{name}.kind: {error}"
+            broken = True
+            continue
+        if kind is None and stage.options:
+            yield (*at, "options"), f"stages.{name}.options: {stage.kind} takes none"
+        elif kind is not None:
+            try:
+                stages.stage_options(recipe, name, kind)
+            except ConfigError as error:
+                yield (*at, "options"), str(error)
+    if recipe.stages and not broken:
+        yield from _columns(recipe)
+
+
+def _columns(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        specs = stages.stage_specs(recipe)
+    except ConfigError as error:
+        yield ("stages",), str(error)
+        return
+    writers: dict[str, str] = {}
+    for spec in specs:
+        at: Loc = ("stages", spec.name)
+        for column in spec.reads:
+            if column not in writers:
+                has = ", ".join(writers)
+                yield (
+                    at,
+                    f"stages.{spec.name}: no earlier stage writes {column!r}; they write {has}",
+                )
+        for column in spec.writes:
+            if column in writers:
+                yield at, f"stages.{spec.name}: {writers[column]} writes {column!r} already"
+        writers |= dict.fromkeys(spec.writes, spec.name)
 
 
 def _directory(at: Loc, path: Path, what: str) -> Iterator[Problem]:

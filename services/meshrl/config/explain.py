@@ -69,14 +69,24 @@ def config_of(annotation: Any) -> type[Config] | None:
     return None
 
 
+def has_names(annotation: Any) -> bool:
+    """True for a mapping of sections, whose keys are names that the recipe chooses."""
+    origin = get_origin(annotation)
+    return origin in (dict, get_origin(Mapping[str, int])) and config_of(annotation) is not None
+
+
 def walk(model: type[Config], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Every key under `model`, sections before what they hold. Items of lists have no keys of their own."""
+    """Every key under `model`, sections before what they hold. Items of lists have no keys of their own.
+
+    A name that a recipe chooses is `<name>` in the path.
+    """
     for name, field in model.model_fields.items():
         key = Key(path=(*prefix, name), field=field, owner=model)
         yield key
         section = config_of(field.annotation)
         if section is not None:
-            yield from walk(section, key.path)
+            inner = (*key.path, "<name>") if has_names(field.annotation) else key.path
+            yield from walk(section, inner)
 
 
 def locate(model: type[Config], loc: Loc) -> tuple[Loc, type[Config], FieldInfo | None]:
@@ -87,9 +97,14 @@ def locate(model: type[Config], loc: Loc) -> tuple[Loc, type[Config], FieldInfo 
         class that holds the last name, and its field; None where the class has no such field.
     """
     owner, field = model, None
+    named = False
     for index, part in enumerate(loc):
         if isinstance(part, int):
             continue
+        if field is not None and has_names(field.annotation) and not named:
+            named = True
+            continue
+        named = False
         if field is not None:
             section = config_of(field.annotation)
             if section is None:
@@ -148,6 +163,8 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a list of {len(args)}: {', '.join(type_text(part) for part in args)}"
     if origin in (list, tuple, set, frozenset) or origin is typing.get_origin(Sequence[int]):
         return f"a list, each {type_text(args[0])}"
+    if has_names(annotation):
+        return f"names, each with {type_text(args[1])}"
     if annotation is dict or origin in (dict, typing.get_origin(Mapping[str, int])):
         return "a mapping"
     return _bounded(

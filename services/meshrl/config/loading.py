@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +51,7 @@ def load_recipe(
     overrides: Sequence[str] = (),
     *,
     check: bool = True,
-    sections: Collection[str] | None = None,
+    sections: Callable[[Recipe], Collection[str]] | Collection[str] | None = None,
 ) -> Recipe:
     """The recipe in `path` with `overrides` applied, the last of several winning.
 
@@ -61,7 +61,8 @@ def load_recipe(
         path: A YAML file.
         overrides: `a.b=c` with `c` in YAML; `+a.b=c` and `++a.b=c` say the same.
         check: Also check what no single key can tell (files, names, sizes that must fit together).
-        sections: Check these sections only: the machine of the queue need not have the model.
+        sections: Check these sections only: the machine of the queue need not have the model. What they are may
+            depend on the recipe.
 
     Raises:
         ConfigError: one line per problem.
@@ -75,10 +76,11 @@ def load_recipe(
     written = written.with_algorithm()
     recipe = written.as_config(Recipe)
     if check:
+        checked = sections(recipe) if callable(sections) else sections
         broken = [
             f"{origin_of(written.origins, at)}: {said}"
             for at, said in cross_checks(recipe)
-            if sections is None or at[0] in sections
+            if checked is None or at[0] in checked
         ]
         if broken:
             raise ConfigError("\n".join(broken))

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from meshrl.config.explain import Loc, config_of, locate, nearest, type_text, value_text
+from meshrl.config.explain import Loc, config_of, has_names, locate, nearest, type_text, value_text
 from meshrl.contract.config import Config
 
 WRITTEN_BY_US = frozenset({"value_error", "assertion_error"})
@@ -70,7 +70,9 @@ def _sentence(model: type[Config], at: Loc, detail: ErrorDetails) -> str:
         if near:
             return f"no such key {dotted(at)!r}; did you mean {near!r}?"
         return f"no such key {dotted(at)!r}; known here: {', '.join(owner.model_fields)}"
-    if isinstance(at[-1], int):
+    if has_names(field.annotation) and locate(model, at[:-1])[2] is field:
+        right = type_text(get_args(field.annotation)[1])
+    elif isinstance(at[-1], int):
         right = type_text((get_args(field.annotation) or (field.annotation,))[0])
     else:
         right = type_text(field.annotation, field.metadata)

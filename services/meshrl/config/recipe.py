@@ -6,19 +6,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, JsonValue, PositiveInt
 
 from meshrl.config.tls import TlsConfig
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import plugins
 from meshrl.contract.config import Config
-from meshrl.contract.types import (
-    REFERENCE_STAGE,
-    RunSpec,
-    SamplingParams,
-    reward_stage,
-    rollout_stage,
-)
+from meshrl.contract.types import SamplingParams
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig
 from meshrl.trainer.algorithms.needs import Needs, needs_of
@@ -52,6 +46,19 @@ class RunConfig(Config):
         return self.dir if self.dir is not None else Path("runs") / self.name
 
 
+class StageConfig(Config):
+    """A stage of your own."""
+
+    kind: str
+    """A dotted path to the module that defines it."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """What the module's `Config` says."""
+    after: tuple[str, ...] = ()
+    """Stages whose columns a row must have before this one leases it; those whose columns it reads are implied."""
+    workers: PositiveInt | None = None
+    """Processes that share the work, named `<stage>-0` and so on; null is one process, named as the stage."""
+
+
 class Recipe(Config):
     """Everything that a run is made from."""
 
@@ -79,6 +86,8 @@ class Recipe(Config):
     """The transfer queue: store, staleness, leases."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights reach the rollout workers."""
+    stages: dict[str, StageConfig] = Field(default_factory=dict)
+    """Stages beside the built-in rollout, reward and reference, by name."""
     tls: TlsConfig = TlsConfig()
     """Certificates: every connection between services is encrypted once there is one."""
 
@@ -151,40 +160,3 @@ def uses_gateway(recipe: Recipe) -> bool:
 def has_evaluation(recipe: Recipe) -> bool:
     """True when held-out prompts are given."""
     return bool(recipe.data.val_files)
-
-
-def train_spec(recipe: Recipe) -> RunSpec:
-    """What the training run asks of the queue. Every service opens it, so start order does not matter."""
-    reward = reward_stage(
-        keep_inputs=recipe.reward.mixed_versions == "rescore",
-        token_rewards=recipe.reward.token_rewards,
-        posted=uses_gateway(recipe),
-    )
-    stages = (rollout_stage(posted=uses_gateway(recipe)), reward)
-    return recipe.queue.run_spec(
-        recipe.run.name,
-        group_size=group_rows(recipe),
-        batch_groups=groups_taken(recipe),
-        stages=(*stages, REFERENCE_STAGE) if needs_reference(recipe) else stages,
-    )
-
-
-def eval_spec(recipe: Recipe) -> RunSpec:
-    """What evaluation asks of the queue: a run of its own, ahead of training, bound to no version.
-
-    Its admission bound lies beyond any held-out set: an evaluation admits all its prompts at once.
-    """
-    posted = uses_gateway(recipe)
-    return RunSpec(
-        run=recipe.run.name + EVAL_SUFFIX,
-        group_size=recipe.rollout.val_kwargs.n,
-        batch_groups=1,
-        max_staleness=math.inf,
-        stages=(rollout_stage(posted=posted), reward_stage(posted=posted)),
-        max_attempts=recipe.queue.max_attempts,
-        lease_ttl_s=recipe.queue.lease_ttl_s,
-        resident_batches=1 << 20,
-        resident_bytes=recipe.queue.resident_bytes,
-        gated=False,
-        priority=1,
-    )

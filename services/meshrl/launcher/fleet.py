@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from meshrl.contract.errors import UserError
 from meshrl.launcher.control import Answer, Verb
-from meshrl.launcher.plan import Plan, ProbeOf
+from meshrl.launcher.plan import LaunchPlan, ProbeOf
 from meshrl.launcher.supervisor import Supervisor
 
 MOST_AT_ONCE = 64
@@ -18,7 +18,7 @@ class Fleet:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         supervisor: Supervisor,
         probe_of: ProbeOf,
         say: Callable[[str], None],

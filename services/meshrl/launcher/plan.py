@@ -1,69 +1,34 @@
-"""From a recipe to the services that `up` starts: their order, their ports, the rules they live by.
+"""From a recipe to the services that `up` starts: their order, their ports, the rules of their start and drain.
 
-start:  queue ▶ reward, reference, trainer ▶ rollout workers, feeder
-drain:  trainer (ends its step, saves) ▶ feeder, rollout workers, reward, reference ▶ queue
+start:  queue ▶ reward, reference, stages of the recipe, trainer ▶ rollout workers, feeder
+drain:  trainer (ends its step, saves) ▶ feeder, rollout workers, reward, reference, stages ▶ queue
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from meshrl.config.recipe import Recipe, needs_reference
+from meshrl.config.recipe import Recipe
+from meshrl.config.stages import MeshService, mesh_services, service_kind
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import AddressBook, Entry
 from meshrl.launcher.ports import free_port
 from meshrl.launcher.service import Probe, Service
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """How a kind of service is started and ended."""
-
-    wave: int
-    drain_wave: int
-    drain_s: float
-    finite: bool = False
-    leads: bool = False
-    removable: bool = False
-
-
-RULES: Mapping[str, Rule] = {
-    "queue": Rule(wave=0, drain_wave=2, drain_s=30),
-    "reward": Rule(wave=1, drain_wave=1, drain_s=30),
-    "reference": Rule(wave=1, drain_wave=1, drain_s=30),
-    "trainer": Rule(wave=1, drain_wave=0, drain_s=300, finite=True, leads=True),
-    "rollout": Rule(wave=2, drain_wave=1, drain_s=30, removable=True),
-    "feeder": Rule(wave=2, drain_wave=1, drain_s=30, finite=True),
-}
-
-
 ProbeOf: TypeAlias = Callable[[Callable[[], Entry]], Probe]
-FORGETFUL = "queue.store is memory, so its rows went with it; queue.store=disk survives"
 
 
-def service_kinds(recipe: Recipe) -> dict[str, str]:
-    """Name to kind of every service of the mesh."""
-    shards = recipe.queue.shards
-    queues = ["queue"] if shards == 1 else [f"queue-{index}" for index in range(shards)]
-    kinds = dict.fromkeys(queues, "queue") | {"reward": "reward"}
-    if needs_reference(recipe):
-        kinds["reference"] = "reference"
-    kinds["trainer"] = "trainer"
-    kinds |= {f"rollout-{index}": "rollout" for index in range(recipe.rollout.workers)}
-    return {**kinds, "feeder": "feeder"}
-
-
-class Plan:
-    """The services of one `up`, and the address book that tells them of each other."""
+class LaunchPlan:
+    """The services of one `up`, and the address book in which they find each other."""
 
     def __init__(
         self, recipe: Recipe, recipe_path: Path, book_path: Path, fixed: Mapping[str, int]
     ) -> None:
-        """Choose ports and write the book.
+        """Choose ports and write the address book.
 
         Args:
             recipe: what to run.
@@ -74,12 +39,12 @@ class Plan:
         Raises:
             UserError: `fixed` names no service of this mesh.
         """
-        self._kinds = service_kinds(recipe)
-        self._forgetful = recipe.queue.store == "memory"
-        unknown = sorted(set(fixed) - set(self._kinds))
+        self._recipe = recipe
+        self._services = {service.name: service for service in mesh_services(recipe)}
+        unknown = sorted(set(fixed) - set(self._services))
         if unknown:
             raise UserError(
-                f"--port: no service named {unknown[0]!r} in this mesh; it has {', '.join(self._kinds)}"
+                f"--port: no service named {unknown[0]!r} in this mesh; it has {', '.join(self._services)}"
             )
         self._fixed = fixed
         self._path = book_path
@@ -87,37 +52,38 @@ class Plan:
         self._apart: dict[str, Entry] = {}
         """Shards that nobody works with yet, by name."""
         self.book = AddressBook(run=recipe.run.name, recipe=recipe_path, services={})
-        for name in self._kinds:
+        for name in self._services:
             self._choose(name)
         self.book.save(book_path)
 
     def services(self, probe_of: ProbeOf) -> list[Service]:
         """What the supervisor runs. `probe_of` makes a probe of whatever address the book then has."""
-        return [self._service(name, kind, probe_of) for name, kind in self._kinds.items()]
+        return [self._service(service, probe_of) for service in self._services.values()]
 
     def add_rollout(self, probe_of: ProbeOf) -> Service:
-        """One more rollout worker, in the book from here on. Names are not used twice."""
+        """One more rollout worker, in the address book from here on. Names are not used twice."""
         numbers = [int(name.removeprefix("rollout-")) for name in self._of_kind("rollout")]
-        name = f"rollout-{1 + max(numbers, default=-1)}"
-        self._kinds[name] = "rollout"
-        self._choose(name)
+        service = self._another("rollout", 1 + max(numbers, default=-1))
+        self._services[service.name] = service
+        self._choose(service.name)
         self.book.save(self._path)
-        return replace(self._service(name, "rollout", probe_of), expendable=True)
+        return replace(self._service(service, probe_of), expendable=True)
 
     def new_shard(self, probe_of: ProbeOf) -> Service:
-        """One more queue process, in the book once `enlist` says so. Raises UserError on a single queue."""
+        """One more queue process, in the address book once `enlist` is called. Raises UserError on a single queue."""
         shards = len(self._of_kind("queue"))
         if shards == 1:
             raise UserError(
                 "the queue of this run is one process, which nobody routes to: stop the run and start it with"
                 " queue.shards=2; it goes on, and its groups stay where they are"
             )
-        name = f"queue-{shards}"
-        service = self._service(name, "queue", probe_of)
+        shard = self._another("queue", shards)
+        name = shard.name
+        service = self._service(shard, probe_of)
 
         def choose() -> None:
             if name not in self.book.services:
-                self._apart[name] = self._entry(name, "queue")
+                self._apart[name] = self._entry(name, shard.kind)
 
         def argv() -> tuple[str, ...]:
             entry = self.of_shard(name)
@@ -133,12 +99,12 @@ class Plan:
         return replace(service, argv=argv, probe=probe, on_port_taken=choose)
 
     def of_shard(self, name: str) -> Entry:
-        """Where a queue process listens, whether it is in the book or not."""
+        """Where a queue process listens, whether it is in the address book or not."""
         return self._apart.get(name) or self.book.services[name]
 
     def enlist(self, name: str) -> None:
-        """Everybody who starts from here on is told of the shard `name`."""
-        self._kinds[name] = "queue"
+        """Put the shard `name` in the address book: whoever starts from here on finds it."""
+        self._services[name] = self._another("queue", int(name.rpartition("-")[2]))
         self.book = self.book.with_entry(name, self._apart.pop(name))
         self.book.save(self._path)
 
@@ -148,31 +114,35 @@ class Plan:
         self.book.save(self._path)
 
     def _of_kind(self, kind: str) -> list[str]:
-        return [name for name, each in self._kinds.items() if each == kind]
+        return [name for name, each in self._services.items() if each.kind == kind]
 
-    def _service(self, name: str, kind: str, probe_of: ProbeOf) -> Service:
-        rule = RULES[kind]
+    def _another(self, kind: str, number: int) -> MeshService:
+        rules = service_kind(self._recipe, kind)
+        return MeshService(name=f"{kind}-{number}", kind=kind, rules=rules)
+
+    def _service(self, service: MeshService, probe_of: ProbeOf) -> Service:
+        name, rules = service.name, service.rules
         argv = (
-            *(sys.executable, "-m", "meshrl.cli", "serve", kind, str(self.book.recipe)),
+            *(sys.executable, "-m", "meshrl.cli", "serve", service.kind, str(self.book.recipe)),
             *("--address-book", str(self._path), "--name", name),
         )
         return Service(
             name=name,
             argv=lambda: argv,
             probe=probe_of(lambda: self.book.services[name]),
-            wave=rule.wave,
-            drain_wave=rule.drain_wave,
-            drain_s=rule.drain_s,
-            finite=rule.finite,
-            leads=rule.leads,
-            removable=rule.removable,
-            fleet=kind if rule.removable else "",
-            cannot_restart=FORGETFUL if kind == "queue" and self._forgetful else "",
+            start_order=rules.start_order,
+            drain_order=rules.drain_order,
+            drain_s=rules.drain_s,
+            finite=rules.finite,
+            leads=rules.leads,
+            removable=rules.removable,
+            fleet=service.kind if rules.removable else "",
+            cannot_restart=rules.cannot_restart(self._recipe),
             on_port_taken=None if name in self._fixed else lambda: self._replace(name),
         )
 
     def _choose(self, name: str) -> None:
-        self.book = self.book.with_entry(name, self._entry(name, self._kinds[name]))
+        self.book = self.book.with_entry(name, self._entry(name, self._services[name].kind))
 
     def _entry(self, name: str, kind: str) -> Entry:
         host = "127.0.0.1"

@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from meshrl.config.recipe import Recipe, eval_spec
+from meshrl.config.recipe import Recipe
+from meshrl.config.stages import eval_spec
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Task
 from meshrl.trainer.data.prompts import PromptSet, load_prompts, task_maker

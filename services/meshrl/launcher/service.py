@@ -1,4 +1,4 @@
-"""What the supervisor starts: one process, and the rules it lives by."""
+"""What the supervisor starts: one process, and the rules of its start, restart and drain."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Service:
     """Asked at each start, so that a port chosen anew is seen."""
     env: Mapping[str, str] = field(default_factory=dict)
     probe: Probe = always_ready
-    wave: int = 0
-    """Services of a wave start together, once all of the wave before are ready."""
-    drain_wave: int = 0
-    """Services of a drain wave stop together; the lowest first."""
+    start_order: int = 0
+    """Services of the same number start together, once all of the lower numbers are ready."""
+    drain_order: int = 0
+    """Services of the same number stop together; the lowest first."""
     drain_s: float = 30.0
     """How long a drain may take before the process is killed."""
     ready_s: float = 300.0

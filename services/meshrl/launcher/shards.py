@@ -18,7 +18,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
 from meshrl.launcher.control import Answer, Verb
-from meshrl.launcher.plan import Plan, ProbeOf
+from meshrl.launcher.plan import LaunchPlan, ProbeOf
 from meshrl.launcher.supervisor import Supervisor
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.transferqueue.sharding.router import ShardedQueue
@@ -53,7 +53,7 @@ class Shards:
     def __init__(
         self,
         recipe: Recipe,
-        plan: Plan,
+        plan: LaunchPlan,
         supervisor: Supervisor,
         probe_of: ProbeOf,
         say: Callable[[str], None],

@@ -1,12 +1,12 @@
-"""Starts services in waves, restarts what crashes, ends the run once, drains in order, leaves nothing behind.
+"""Starts services in order, restarts what crashes, ends the run once, drains in order, leaves nothing behind.
 
-    start:  wave 0 ──ready──▶ wave 1 ──ready──▶ ...        one `_keep` task per service owns its processes
+    start:  start_order 0 ──ready──▶ 1 ──ready──▶ ...    one `_keep` task per service owns its processes
     fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
     parts:  `take_on` starts one more that the run needs once it is ready · `dismiss` ends and forgets it
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
-    drain:  drain wave 0 ──ended──▶ drain wave 1 ──▶ ...   SIGTERM, then SIGKILL after each service's own deadline
+    drain:  drain_order 0 ──ended──▶ 1 ──▶ ...           SIGTERM, then SIGKILL after each service's own deadline
 
-consumes: exits of processes, probes, `stop`. waits for: every wave's readiness, then `over`.
+consumes: exits of processes, probes, `stop`. waits for: the readiness of all services of one number, then `over`.
 unblocked by: a verdict; every wait also ends on `over` or on a second `stop`. produces: a Verdict.
 """
 
@@ -118,7 +118,7 @@ class Supervisor:
         """Start, watch, drain; returns when no process of ours is left."""
         with self._sweeper:
             try:
-                await self._start_waves()
+                await self._start_in_order()
                 await self._over.wait()
                 if self._before_drain and not self._kill.is_set():
                     await self._last_look(self._before_drain)
@@ -195,7 +195,7 @@ class Supervisor:
         if name not in self._keepers:
             raise ConflictError(f"{name} has not been started yet: try again in a moment")
         self._leaving[name].set()
-        self._ready[name].set()  # whoever waits for its wave must not wait for this one
+        self._ready[name].set()  # those that start after it must not wait for it
         await asyncio.shield(self._keepers[name])
         child = self._children.get(name)
         return child is None or child.done.result() != -signal.SIGKILL
@@ -217,11 +217,11 @@ class Supervisor:
             self._verdict = verdict
         self._over.set()
 
-    async def _start_waves(self) -> None:
-        ordered = sorted(self._services, key=lambda service: service.wave)
-        for _, wave in groupby(ordered, key=lambda service: service.wave):
+    async def _start_in_order(self) -> None:
+        ordered = sorted(self._services, key=lambda service: service.start_order)
+        for _, together in groupby(ordered, key=lambda service: service.start_order):
             names = []
-            for service in wave:
+            for service in together:
                 names.append(service.name)
                 self._keep_alive(service)
             all_ready = asyncio.gather(*(self._ready[name].wait() for name in names))
@@ -293,7 +293,7 @@ class Supervisor:
         if service.name in self._on_trial:
             self._sink("up", without)
             return
-        self._ready[service.name].set()  # whoever waits for its wave must not wait for this one
+        self._ready[service.name].set()  # those that start after it must not wait for it
         fleet = [s.name for s in self._services if service.fleet and s.fleet == service.fleet]
         left = [name for name in fleet if self.states[name].phase not in GONE]
         if left and (service.expendable or verdict.code != Exit.USER_ERROR):
@@ -338,9 +338,9 @@ class Supervisor:
             log.debug("the last look at the mesh failed: %s", error)
 
     async def _drain(self) -> None:
-        ordered = sorted(self._services, key=lambda service: service.drain_wave)
-        for _, wave in groupby(ordered, key=lambda service: service.drain_wave):
-            children = [self._children[s.name] for s in wave if s.name in self._children]
+        ordered = sorted(self._services, key=lambda service: service.drain_order)
+        for _, together in groupby(ordered, key=lambda service: service.drain_order):
+            children = [self._children[s.name] for s in together if s.name in self._children]
             await asyncio.gather(*(self._drain_one(c) for c in children if c.running))
 
     async def _drain_one(self, child: Child) -> None:

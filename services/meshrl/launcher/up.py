@@ -21,7 +21,7 @@ from meshrl.launcher.fleet import Fleet
 from meshrl.launcher.health import health_probe
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.observer import Observer
-from meshrl.launcher.plan import Plan
+from meshrl.launcher.plan import LaunchPlan
 from meshrl.launcher.shards import Shards, grown
 from meshrl.launcher.status import Board
 from meshrl.launcher.supervisor import Supervisor, Verdict
@@ -49,7 +49,7 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
     with run_lock(directory):
         save_recipe(recipe, directory / RECIPE_NAME)
-        plan = Plan(recipe, directory / RECIPE_NAME, directory / BOOK_NAME, fixed_ports)
+        plan = LaunchPlan(recipe, directory / RECIPE_NAME, directory / BOOK_NAME, fixed_ports)
         verdict, board = asyncio.run(_supervise(recipe, plan, console, plain))
     board.recall(recipe.metrics_path)
     files = {
@@ -64,7 +64,7 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
 
 
 async def _supervise(
-    recipe: Recipe, plan: Plan, console: Console, plain: bool
+    recipe: Recipe, plan: LaunchPlan, console: Console, plain: bool
 ) -> tuple[Verdict, Board]:
     services = plan.services(health_probe)
     names = [service.name for service in services]

@@ -16,6 +16,8 @@ class ServiceContext:
     name: str
     """Unique in the mesh and the same after a restart; it identifies leases and replicas."""
     settings: ServerSettings
+    kind: str = ""
+    """What the recipe calls this kind of service: a built-in one, or a stage's name."""
     peers: Mapping[str, str] = field(default_factory=dict)
     """Address (`host:port`) by kind of service (`queue`, `trainer`)."""
 

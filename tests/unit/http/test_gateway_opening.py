@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from meshrl.config.checks import cross_checks
-from meshrl.config.recipe import Recipe, eval_spec, train_spec
+from meshrl.config.recipe import Recipe
+from meshrl.config.stages import eval_spec, train_spec
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import POSTED_REWARD
 from meshrl.http.gateway.serving import gateway_of

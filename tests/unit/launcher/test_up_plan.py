@@ -12,7 +12,7 @@ import pytest
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock
-from meshrl.launcher.plan import Plan, service_kinds
+from meshrl.launcher.plan import LaunchPlan
 from meshrl.launcher.ports import free_port
 from meshrl.launcher.service import Probe, Service, always_ready
 from meshrl.rpc.queue_connection import shard_number
@@ -28,20 +28,22 @@ def no_probe(entry: Callable[[], Entry]) -> Probe:
     return always_ready
 
 
-def plan(tmp_path: Path, *overrides: str, **fixed: int) -> tuple[Plan, dict[str, Service]]:
-    made = Plan(recipe(tmp_path, *overrides), tmp_path / "r.yaml", tmp_path / "mesh.json", fixed)
+def plan(tmp_path: Path, *overrides: str, **fixed: int) -> tuple[LaunchPlan, dict[str, Service]]:
+    made = LaunchPlan(
+        recipe(tmp_path, *overrides), tmp_path / "r.yaml", tmp_path / "mesh.json", fixed
+    )
     return made, {service.name: service for service in made.services(no_probe)}
 
 
 def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
-    kinds = service_kinds(recipe(tmp_path, "rollout.workers=2"))
-    assert list(kinds) == ["queue", "reward", "trainer", "rollout-0", "rollout-1", "feeder"]
+    _, services = plan(tmp_path, "rollout.workers=2")
+    assert list(services) == ["queue", "reward", "trainer", "rollout-0", "rollout-1", "feeder"]
 
 
 def test_a_queue_of_several_shards_is_several_services_that_all_are_told_of(tmp_path: Path) -> None:
     made, services = plan(tmp_path, "queue.shards=2")
     assert list(services)[:2] == ["queue-0", "queue-1"]
-    assert {services[name].wave for name in ("queue-0", "queue-1")} == {0}
+    assert {services[name].start_order for name in ("queue-0", "queue-1")} == {0}
     entries = made.book.services
     addresses = f"{entries['queue-0'].address},{entries['queue-1'].address}"
     assert made.book.peers()["queue"] == addresses
@@ -88,18 +90,18 @@ def test_a_queue_that_is_none_of_the_shards_is_told_the_names(
 
 
 def test_the_reference_is_started_when_the_algorithm_asks_for_it(tmp_path: Path) -> None:
-    assert "reference" not in service_kinds(recipe(tmp_path))
+    assert "reference" not in plan(tmp_path)[1]
     for asks in ("actor.use_kl_loss=true", "actor.policy_loss.loss_mode=dpo"):
-        assert "reference" in service_kinds(recipe(tmp_path, asks))
+        assert "reference" in plan(tmp_path, asks)[1]
 
 
 def test_the_queue_comes_first_and_goes_last_and_the_trainer_drains_first(tmp_path: Path) -> None:
     _, services = plan(tmp_path)
     rest = [service for name, service in services.items() if name != "queue"]
-    assert all(services["queue"].wave < service.wave for service in rest)
-    assert all(services["queue"].drain_wave > service.drain_wave for service in rest)
+    assert all(services["queue"].start_order < service.start_order for service in rest)
+    assert all(services["queue"].drain_order > service.drain_order for service in rest)
     others = [service for service in rest if service.name != "trainer"]
-    assert all(services["trainer"].drain_wave < service.drain_wave for service in others)
+    assert all(services["trainer"].drain_order < service.drain_order for service in others)
     assert [name for name, service in services.items() if service.leads] == ["trainer"]
 
 

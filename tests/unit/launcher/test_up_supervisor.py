@@ -68,8 +68,8 @@ def alive(pid: int) -> bool:
 async def test_the_run_is_over_when_the_leading_service_is_done() -> None:
     log = Log()
     services = [
-        process("queue", WORKS, drain_wave=1),
-        process("trainer", "print('learned')", finite=True, leads=True, wave=1),
+        process("queue", WORKS, drain_order=1),
+        process("trainer", "print('learned')", finite=True, leads=True, start_order=1),
     ]
     verdict = await Supervisor(services, log).run()
     assert verdict.finished
@@ -92,7 +92,7 @@ async def test_a_wave_starts_only_when_the_wave_before_is_ready(tmp_path: Path) 
         f"import pathlib; assert pathlib.Path({str(flag)!r}).exists()",
         finite=True,
         leads=True,
-        wave=1,
+        start_order=1,
     )
     verdict = await Supervisor([queue, trainer], Log()).run()
     assert verdict.finished
@@ -188,9 +188,9 @@ async def test_a_stop_drains_in_order(tmp_path: Path) -> None:
 
     log = Log()
     services = [
-        process("queue", drains("queue"), drain_wave=2),
-        process("reward", drains("reward"), drain_wave=1),
-        process("trainer", drains("trainer"), drain_wave=0, leads=True, finite=True),
+        process("queue", drains("queue"), drain_order=2),
+        process("reward", drains("reward"), drain_order=1),
+        process("trainer", drains("trainer"), drain_order=0, leads=True, finite=True),
     ]
     supervisor = Supervisor(services, log)
     task = asyncio.create_task(supervisor.run())
@@ -345,7 +345,7 @@ async def test_what_cannot_be_drained_is_said() -> None:
 
 
 async def test_an_added_service_is_supervised_and_drained_like_the_others() -> None:
-    supervisor = Supervisor([process("queue", WORKS, drain_wave=1)], Log())
+    supervisor = Supervisor([process("queue", WORKS, drain_order=1)], Log())
     async with running(supervisor):
         await until(lambda: supervisor.states["queue"].phase == "ready")
         supervisor.add(process("rollout-1", WORKS, removable=True))

@@ -20,7 +20,7 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.launcher.services.learner import build_learner
+from meshrl.launcher.learner import build_learner
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.micro_batcher import MicroBatcher

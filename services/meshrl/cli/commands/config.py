@@ -12,6 +12,7 @@ from meshrl.cli.commands.from_verl import from_verl
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
+from meshrl.config.stages import options_class
 from meshrl.contract.errors import ConfigError
 
 
@@ -47,6 +48,8 @@ def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 def explain(key: str | None, as_json: bool) -> None:
     """Say what a key means, its type, its default and where it is defined; all keys if none is given."""
     keys = {found.dotted: found for found in walk(Recipe)}
+    if key is not None and key not in keys and key.startswith("stages."):
+        keys |= _options(key)
     if key is not None and key not in keys:
         near = nearest(Recipe, tuple(key.split(".")))
         raise ConfigError(
@@ -62,8 +65,20 @@ def explain(key: str | None, as_json: bool) -> None:
     else:
         click.echo(_long(keys[key]))
         for dotted, found in keys.items():
-            if found.path[:-1] == tuple(key.split(".")):
+            if dotted.rpartition(".")[0] == key:
                 click.echo(f"  {_short(found, dotted)}")
+
+
+def _options(key: str) -> dict[str, Key]:
+    """The options of the stage whose module follows `stages.`, as in `stages.my_package.my_stage`."""
+    try:
+        options = options_class(key.removeprefix("stages."))
+    except ConfigError:
+        return {}
+    at = ("stages", "<name>", "options")
+    found = {".".join((key, one.path[-1])): one for one in walk(options, at)} if options else {}
+    (section,) = [one for one in walk(Recipe) if one.path == at]
+    return {key: section, **found}
 
 
 def _sections() -> str:

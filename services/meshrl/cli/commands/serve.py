@@ -6,32 +6,24 @@ import errno
 import logging
 import socket
 import sys
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from meshrl.cli.options import PATH, recipe_argument
-from meshrl.config import load_recipe
+from meshrl.config import Recipe, load_recipe
+from meshrl.config.stages import SERVICES, module_of, service_kind
 from meshrl.contract import plugins
 from meshrl.launcher.address_book import AddressBook
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import die_with_parent
 
-ASSEMBLY = "meshrl.launcher.services"
-SECTIONS = {
-    "queue": ("queue",),
-    "rollout": ("model", "rollout", "weights"),
-    "reward": ("reward",),
-    "reference": ("model", "reference"),
-    "trainer": ("model", "algorithm", "actor", "trainer", "weights"),
-    "feeder": ("model", "data"),
-}
-"""What a service reads of a recipe: the files of the other sections may be on other machines."""
-
 
 @click.command()
-@click.argument("service", type=click.Choice(list(SECTIONS)))
+@click.argument("service")
 @recipe_argument
 @click.option("--name", envvar="MESHRL_NAME", help="Unique in the mesh; SERVICE if not given.")
 @click.option("--host", envvar="MESHRL_HOST", default="127.0.0.1", show_default=True)
@@ -70,7 +62,10 @@ SECTIONS = {
     default="INFO",
 )
 def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any) -> None:
-    """Run one SERVICE of RECIPE until SIGTERM or Ctrl-C, which drain it."""
+    """Run one SERVICE of RECIPE until SIGTERM or Ctrl-C, which drain it.
+
+    SERVICE is queue, rollout, reward, reference, trainer, feeder, or a stage of the recipe.
+    """
     die_with_parent()
     logging.basicConfig(
         level=options["log_level"].upper(),
@@ -78,7 +73,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
-    loaded = load_recipe(recipe, overrides, sections=SECTIONS[service])
+    loaded = load_recipe(recipe, overrides, sections=partial(_sections, service))
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
     from meshrl.rpc import tls
     from meshrl.rpc.runtime import ServerSettings, run_service
@@ -108,10 +103,13 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         allow_insecure_bind=options["allow_insecure_bind"],
         tls=loaded.tls.certificates,
     )
-    run = plugins.load(ASSEMBLY, service, "run")
-    sys.exit(
-        run_service(lambda: run(loaded, ServiceContext(name=name, settings=settings, peers=peers)))
-    )
+    run = plugins.load(SERVICES, module_of(loaded, service), "run")
+    context = ServiceContext(name=name, kind=service, settings=settings, peers=peers)
+    sys.exit(run_service(lambda: run(loaded, context)))
+
+
+def _sections(service: str, recipe: Recipe) -> Collection[str]:
+    return ("stages", *service_kind(recipe, service).sections)
 
 
 def _in_use(host: str, port: int) -> bool:

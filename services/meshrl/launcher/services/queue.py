@@ -1,68 +1,37 @@
-"""The queue service: a store, the transfer queue on it (one of several shards, or the only one), its doors."""
+"""The queue service: keeps the rows of all runs, in one process or in several shards."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe
-from meshrl.contract.errors import CorruptError, UserError
-from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
-from meshrl.rpc.queue_connection import build_store, shard_number
-from meshrl.rpc.queue_metrics import QueueCollector
-from meshrl.rpc.runtime import GrpcServer, Servicer
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
-from meshrl.rpc.servicers.shard import ShardServicer
-from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.config.stages import ServiceKind
+
+if TYPE_CHECKING:
+    from meshrl.rpc.service_context import ServiceContext
+
+
+def _shards(recipe: Recipe) -> int | None:
+    return recipe.queue.shards if recipe.queue.shards > 1 else None
+
+
+def _rows_are_lost(recipe: Recipe) -> str:
+    if recipe.queue.store != "memory":
+        return ""
+    return "queue.store is memory, so its rows went with it; queue.store=disk survives"
+
+
+SERVICE = ServiceKind(
+    sections=("queue",),
+    count=_shards,
+    start_order=0,
+    drain_order=2,
+    cannot_restart=_rows_are_lost,
+)
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Serve until stopped. The store is closed last, when no call can write to it any more.
+    """Serve until stopped."""
+    from meshrl.launcher.services import _queue
 
-    Raises:
-        UserError: the store's directory cannot be made, or the store is damaged: the same command would fail again.
-        OwnerLostError: another queue took the store over.
-    """
-    collect_garbage_rarely()
-    limit_malloc_arenas()
-    store = build_store(recipe, shard_number(recipe, context.name))
-    try:
-        queue = await ShardQueue.open(store)
-    except CorruptError as error:
-        raise UserError(error.message) from error
-    try:
-        servicers: list[Servicer] = [
-            QueueServicer(queue),
-            ShardServicer(queue),
-            QueueAdminServicer(QueueAdmin(queue, store)),
-        ]
-        async with GrpcServer(context.settings, servicers) as server, _owning(queue, server):
-            server.registry.register(QueueCollector(queue, store))
-            await server.ready()
-            await server.until_stopped()
-            queue.end_no_lease()
-    finally:
-        await queue.close()
-
-
-@asynccontextmanager
-async def _owning(queue: TransferQueue, server: GrpcServer) -> AsyncIterator[None]:
-    """Stop serving when another queue has taken the store over, and say so."""
-
-    async def watch() -> None:
-        error = await queue.lost()
-        server.stop()
-        raise error
-
-    watching = asyncio.create_task(watch(), name="queue-owner")
-    try:
-        yield
-    finally:
-        if watching.done():
-            watching.result()
-        watching.cancel()
+    await _queue.run(recipe, context)

@@ -1,42 +1,29 @@
-"""The reference service: a frozen model, the stage that adds `ref_logprobs` to rows, a door for who asks directly."""
+"""The reference service: log-probs of a frozen model, for algorithms with a KL term."""
 
 from __future__ import annotations
 
-import asyncio
+from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe
-from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
-from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.reference import ReferenceServicer
-from meshrl.trainer.reference import ReferenceModel, ReferenceStage
+from meshrl.config.recipe import Recipe, needs_reference
+from meshrl.config.stages import Columns, ServiceKind
+from meshrl.contract.types import REFERENCE_STAGE
+
+if TYPE_CHECKING:
+    from meshrl.rpc.service_context import ServiceContext
+
+
+def _columns(recipe: Recipe, evaluation: bool) -> Columns | None:
+    # Evaluation has no KL term.
+    if evaluation or not needs_reference(recipe):
+        return None
+    return Columns(reads=REFERENCE_STAGE.reads, writes=REFERENCE_STAGE.writes)
+
+
+SERVICE = ServiceKind(sections=("model", "reference"), columns=_columns)
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Serve until stopped. Evaluation has no KL term, so only the training run is worked on."""
-    config = recipe.reference
-    deterministic = config.deterministic
-    if deterministic is None:
-        deterministic = recipe.queue.max_staleness == 0
-    model = await asyncio.to_thread(
-        ReferenceModel,
-        recipe.reference_model.path,
-        param_dtype=recipe.model.param_dtype,
-        max_tokens=config.max_tokens_per_batch,
-        deterministic=deterministic,
-        device=recipe.trainer.device,
-    )
-    try:
-        async with (
-            connect_mesh_queue(recipe, context) as queue,
-            GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
-        ):
-            await open_runs(queue, recipe)
-            stage = ReferenceStage(
-                queue, [recipe.run.name], model, worker=context.name, together=not deterministic
-            )
-            await server.ready()
-            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
-    finally:
-        model.close()
+    """Add reference log-probs to rows until stopped."""
+    from meshrl.launcher.services import _reference
+
+    await _reference.run(recipe, context)

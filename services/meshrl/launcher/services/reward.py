@@ -1,116 +1,31 @@
-"""The reward service: the run's judge and the registry that may change it, the stage that adds `reward` to rows.
-
-queue ◀─leases, writes─ RewardStage ──▶ ActiveRewardJudge ◀── Registry ◀── GuardedRegistry ◀── gRPC, HTTP
-▲
-RewardServicer (gRPC) ──┘
-"""
+"""The reward service: scores answers."""
 
 from __future__ import annotations
 
-import logging
-from contextlib import AsyncExitStack, closing
-from typing import Any
+from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe
-from meshrl.contract.errors import UserError
-from meshrl.http.rewards.app import build_app
-from meshrl.http.rewards.metrics import WatchMetrics
-from meshrl.http.server import serving_http
-from meshrl.launcher.services._common import STAGE_GRACE_S, open_runs, work_until_stopped
-from meshrl.rewardd.registry.building import open_registry
-from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.reward_stage import RewardStage, token_ends
-from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Authorizer, Role, TokenStore
-from meshrl.rpc.guarded_registry import GuardedRegistry
-from meshrl.rpc.interceptors import Behavior, Context, Interceptor
-from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, is_loopback
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.reward import RewardServicer
-from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer, caller_of
+from meshrl.config.recipe import Recipe, uses_gateway
+from meshrl.config.stages import Columns, ServiceKind
+from meshrl.contract.types import reward_stage
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from meshrl.rpc.service_context import ServiceContext
+
+
+def _columns(recipe: Recipe, evaluation: bool) -> Columns:
+    stage = reward_stage(
+        keep_inputs=recipe.reward.mixed_versions == "rescore" and not evaluation,
+        token_rewards=recipe.reward.token_rewards and not evaluation,
+        posted=uses_gateway(recipe),
+    )
+    return Columns(reads=stage.reads, writes=stage.writes)
+
+
+SERVICE = ServiceKind(sections=("reward",), columns=_columns)
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Serve until stopped."""
-    config = recipe.reward.registry
-    settings = context.settings.model_copy(update={"authenticated": config.tokens is not None})
-    authorizer = _authorizer(config, settings)
-    # Bound insecurely on purpose: who scores is told, and nobody may change it.
-    submissions = _protected(config, settings)
-    directory = config.dir if config.dir is not None else recipe.run.path / "rewards"
-    async with AsyncExitStack() as stack:
-        # A function that cannot be loaded ends the service here, before any row waits for it.
-        registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
-        audit = stack.enter_context(closing(RewardAuditLog(directory / "audit.jsonl")))
-        guarded = GuardedRegistry(registry, authorizer, audit)
-        queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
-        servicers: list[Servicer] = [RewardServicer(registry.judge, registry.judge)]
-        if submissions:
-            servicers.append(RewardRegistryServicer(guarded))
-        server = GrpcServer(settings, servicers, interceptors=[_scoring_needs_a_role(guarded)])
-        await stack.enter_async_context(server)
-        server.registry.register(WatchMetrics(registry.judge))
-        if submissions and config.http_port is not None:
-            app = build_app(guarded, config.max_request_bytes)
-            guarded.http_address = await stack.enter_async_context(
-                serving_http(app, settings.host, config.http_port, settings.tls)
-            )
-        stage = RewardStage(
-            queue,
-            await open_runs(queue, recipe),
-            registry.judge,
-            worker=context.name,
-            limit=recipe.reward.slots,
-            rows_per_call=recipe.reward.rows_per_call,
-            keep_inputs=(recipe.run.name,) if recipe.reward.mixed_versions == "rescore" else (),
-            token_rewards=(recipe.run.name,) if recipe.reward.token_rewards else (),
-            token_ends=token_ends(recipe.tokenizer_dir) if recipe.reward.token_rewards else None,
-        )
-        await server.ready()
-        await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
+    """Score rows until stopped."""
+    from meshrl.launcher.services import _reward
 
-
-def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:
-    """True where not everybody can reach the door, or it asks who they are."""
-    return config.tokens is not None or settings.tls.mutual or is_loopback(settings.host)
-
-
-def _authorizer(config: RegistryConfig, settings: ServerSettings) -> Authorizer:
-    """Raises UserError for a door that everybody could pass."""
-    if not _protected(config, settings):
-        if not settings.allow_insecure_bind:
-            raise UserError(
-                f"host {settings.host!r} can be reached from other machines, where anybody could submit a reward: "
-                "set reward.registry.tokens (meshrl reward token) or tls.client_ca, or bind 127.0.0.1",
-                host=settings.host,
-            )
-        log.warning("%s is open to everybody: it takes no submissions", settings.host)
-    elif config.tokens is None:
-        log.warning(
-            "rewards may be submitted by anybody who reaches %s, without a token (reward.registry.tokens is null)",
-            settings.host,
-        )
-    return Authorizer(
-        TokenStore(config.tokens) if config.tokens is not None else None,
-        requests_per_minute=config.requests_per_minute,
-        submissions_per_minute=config.submissions_per_minute,
-    )
-
-
-def _scoring_needs_a_role(guarded: GuardedRegistry) -> Interceptor:
-    """Where tokens are asked for, the Reward door asks for them too; the registry's door does so by itself."""
-
-    def around(method: str, behavior: Behavior) -> Behavior:
-        if not method.startswith(f"/{RewardServicer.service}/"):
-            return behavior
-
-        async def run(request: Any, context: Context) -> Any:
-            guarded.check(caller_of(context), Role.READ)
-            return await behavior(request, context)
-
-        return run
-
-    return around
+    await _reward.run(recipe, context)

@@ -1,214 +1,27 @@
-"""The trainer service: the loop, the weight plane beside it, doors for both.
-
-    queue ◀──take, settle── Trainer ──publish──▶ WeightCoordinator ◀──Join── rollout workers
-                              ▲                       └──publish(version)──▶ queue, once the fleet has committed
-                         TrainerServicer (Watch, Stop)  WeightsServicer
-
-Every rank learns; rank 0 alone has doors, a plane and an evaluator.
-"""
+"""The trainer service: takes batches, learns, publishes weights. When it is done, the run is done."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
-import os
-import signal
-import socket
-from contextlib import AsyncExitStack
-from functools import partial
+from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import (
-    Recipe,
-    algorithm_needs,
-    eval_spec,
-    group_rows,
-    has_evaluation,
+from meshrl.config.recipe import Recipe
+from meshrl.config.stages import ServiceKind
+
+if TYPE_CHECKING:
+    from meshrl.rpc.service_context import ServiceContext
+
+
+SERVICE = ServiceKind(
+    sections=("model", "algorithm", "actor", "trainer", "weights"),
+    drain_order=0,
+    drain_s=300,
+    finite=True,
+    leads=True,
 )
-from meshrl.contract.errors import CapacityError
-from meshrl.contract.ports import Queue
-from meshrl.launcher.prompts import eval_tasks, read_prompts
-from meshrl.launcher.services._common import open_run, open_runs, work_until_stopped
-from meshrl.launcher.services._ranks import is_rank, run_ranks
-from meshrl.launcher.services.learner import build_learner
-from meshrl.rpc.clients.disk_full import DiskFullPolicy
-from meshrl.rpc.clients.reward import JudgeClient
-from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, Servicer
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.trainer import TrainerServicer
-from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.checkpoint.resume import resume
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.distributed import World
-from meshrl.trainer.evaluator import Evaluator
-from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.loop import Trainer
-from meshrl.trainer.metrics import MetricsLog, build_sinks
-from meshrl.trainer.reward_version_guard import RewardVersionGuard
-from meshrl.trainer.settings import TrainerSettings
-from meshrl.weights.carrier import Place
-from meshrl.weights.coordinator import WeightCoordinator
-from meshrl.weights.servicer import WeightsServicer
-
-log = logging.getLogger(__name__)
-
-LAST_WORD_S = 0.5
-"""How long the doors stay open after the end, so that who watches hears of it."""
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Train until the end of the run, or until stopped; then save."""
-    if recipe.trainer.nproc > 1 and not is_rank():
-        code = await run_ranks(recipe.trainer.nproc)
-        if code:
-            # The rank has said why; all that is left to pass on is its code.
-            raise SystemExit(code)
-        return
-    world = World.start(
-        recipe.trainer.device,
-        sequence_parallel=recipe.model.ulysses_sequence_parallel_size,
-    )
-    compute = Compute(world.device)
-    try:
-        disk_full = DiskFullPolicy()
-        async with connect_mesh_queue(recipe, context, disk_full) as queue:
-            await open_runs(queue, recipe)
-            setting = await asyncio.to_thread(_setting, recipe, context)
-            learner = await compute.run(partial(build_learner, recipe, setting, world))
-            state = await resume(setting, queue, learner, compute)
-            if world.is_main:
-                await _lead(recipe, context, setting, state, learner, compute, queue, disk_full)
-            else:
-                rewards = _rewards(recipe, queue, None)
-                await _follow(
-                    Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards)
-                )
-    finally:
-        compute.close()
-        world.close()
+    from meshrl.launcher.services import _trainer
 
-
-async def _lead(
-    recipe: Recipe,
-    context: ServiceContext,
-    setting: TrainerSettings,
-    state: TrainerState,
-    learner: Learner,
-    compute: Compute,
-    queue: Queue,
-    disk_full: DiskFullPolicy,
-) -> None:
-    """Rank 0: train, with doors open."""
-    plane = WeightCoordinator(
-        recipe.weights,
-        run=setting.run,
-        epoch=state.epoch,
-        place=Place(directory=recipe.run.path, model_path=recipe.model.path),
-        on_committed=partial(queue.publish, setting.run),
-    )
-    sinks = build_sinks(
-        recipe.trainer.logger,
-        recipe.run.path,
-        recipe.trainer.project_name,
-        recipe.trainer.experiment_name or recipe.run.name,
-    )
-    judge = JudgeClient(context.peers["reward"]) if "reward" in context.peers else None
-    trainer = Trainer(
-        setting,
-        state,
-        learner,
-        compute,
-        queue,
-        plane,
-        evaluator=await _evaluator(recipe, setting, queue),
-        metrics=MetricsLog(recipe.metrics_path, sinks),
-        rewards=_rewards(recipe, queue, judge),
-    )
-
-    def drain() -> None:
-        trainer.drain()
-        disk_full.stop_waiting()
-
-    servicers: list[Servicer] = [TrainerServicer(trainer.control), WeightsServicer(plane)]
-    async with AsyncExitStack() as stack, GrpcServer(context.settings, servicers) as server, plane:
-        if judge is not None:
-            stack.push_async_callback(judge.close)
-        await server.ready()
-        await work_until_stopped(server, _to_the_end(trainer, disk_full), drain)
-        await asyncio.sleep(LAST_WORD_S)
-
-
-def _rewards(recipe: Recipe, queue: Queue, judge: JudgeClient | None) -> RewardVersionGuard | None:
-    """What makes each batch one of a single reward version, unless the recipe lets them mix."""
-    if recipe.reward.mixed_versions != "rescore":
-        return None
-    return RewardVersionGuard(queue, judge, token_rewards=recipe.reward.token_rewards)
-
-
-async def _follow(trainer: Trainer) -> None:
-    """Another rank: rank 0 says what to do next, also when to end; a signal to all is for rank 0 to answer."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    await trainer.run()
-
-
-async def _to_the_end(trainer: Trainer, disk_full: DiskFullPolicy) -> None:
-    try:
-        await trainer.run()
-    except CapacityError as error:
-        if not disk_full.stopping:
-            raise
-        log.warning(
-            "drained; the queue cannot put step %d on record, the last checkpoint is gone on from: %s",
-            trainer.step,
-            error,
-        )
-
-
-class _Mute:
-    """The publisher of a rank that publishes nothing: rank 0 does."""
-
-    async def publish(self, source: object) -> None:
-        """Nothing arrives here."""
-
-    async def drained(self) -> None:
-        """Nothing is ever in transfer."""
-
-
-async def _evaluator(recipe: Recipe, setting: TrainerSettings, queue: Queue) -> Evaluator | None:
-    if not has_evaluation(recipe):
-        return None
-    spec = eval_spec(recipe)
-    await open_run(queue, spec, recipe)
-    tasks = await asyncio.to_thread(eval_tasks, recipe)
-    return Evaluator(
-        queue, spec, tasks, owner=setting.owner, take_wait_s=recipe.trainer.take_wait_s
-    )
-
-
-def _setting(recipe: Recipe, context: ServiceContext) -> TrainerSettings:
-    directory = recipe.run.path
-    return TrainerSettings(
-        run=recipe.run.name,
-        directory=directory,
-        owner=f"{context.name} (pid {os.getpid()} on {socket.gethostname()})",
-        seed=recipe.run.seed,
-        trainer=recipe.trainer,
-        tokenizer=recipe.tokenizer_dir,
-        batch_groups=recipe.data.train_batch_size,
-        group_size=group_rows(recipe),
-        extra_rows=algorithm_needs(recipe).extra_rows,
-        filter_groups=recipe.algorithm.filter_groups,
-        total_steps=recipe.trainer.total_training_steps or _steps_of_epochs(recipe),
-        weight_dtype=recipe.weights.dtype,
-        bucket_bytes=recipe.weights.bucket_bytes,
-        adapters_only=recipe.weights.adapters_only,
-        blocking_evaluation=recipe.queue.max_staleness == 0,
-    )
-
-
-def _steps_of_epochs(recipe: Recipe) -> int:
-    """Steps that the data give; the last one may be smaller. Read here to know where the learning rate ends."""
-    prompts = read_prompts(recipe, recipe.data.train_files).prompts
-    return math.ceil(len(prompts) * recipe.trainer.total_epochs / recipe.data.train_batch_size)
+    await _trainer.run(recipe, context)

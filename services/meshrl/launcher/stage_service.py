@@ -1,16 +1,20 @@
-"""What the assemblies share: opening the runs, and working until somebody says stop."""
+"""What a service of a stage does: open the runs, lease rows until told to stop, drain. `serve_stage` does it all."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation, train_spec
+from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation
+from meshrl.config.stages import stage_specs, train_spec
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.ports import Queue
+from meshrl.contract.stage_worker import Handler, StageWorker
 from meshrl.contract.types import RunSpec
 from meshrl.rpc.process_memory import freeze_startup_objects
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer
+from meshrl.rpc.service_context import ServiceContext
 from meshrl.transferqueue.sharding import membership
 from meshrl.transferqueue.sharding.router import ShardedQueue
 
@@ -19,6 +23,45 @@ STAGE_GRACE_S = 10.0
 
 LONGEST_CONFLICT = 200
 """Characters of a conflict that a person will read; the stages of two specs side by side are longer."""
+
+
+async def serve_stage(
+    recipe: Recipe,
+    context: ServiceContext,
+    handle: Handler,
+    *,
+    limit: int = 64,
+    rows_per_call: int = 1,
+) -> None:
+    """Run the recipe's stage `context.kind`: lease its rows and write back what `handle` answers, until stopped.
+
+    Args:
+        recipe: What the mesh runs.
+        context: What `run` was given.
+        handle: From leased rows to as many results: a `RowWrite`, a `Failure` (the row is tried again, up to
+            `queue.max_attempts` times) or a `Returned` (as if it had not been leased). An exception fails all.
+        limit: Rows that are worked on at once.
+        rows_per_call: Rows that one call of `handle` gets.
+    """
+    async with (
+        connect_mesh_queue(recipe, context) as queue,
+        GrpcServer(context.settings, []) as server,
+    ):
+        await open_runs(queue, recipe)
+        runs = [recipe.run.name]
+        if has_evaluation(recipe) and any(
+            spec.name == context.kind for spec in stage_specs(recipe, evaluation=True)
+        ):
+            runs.append(recipe.run.name + EVAL_SUFFIX)
+        stage = next(spec for spec in stage_specs(recipe) if spec.name == context.kind)
+        worker = StageWorker(
+            *(queue, runs, stage, handle),
+            worker=context.name,
+            limit=limit,
+            rows_per_call=rows_per_call,
+        )
+        await server.ready()
+        await work_until_stopped(server, worker.run(grace_s=STAGE_GRACE_S), worker.drain)
 
 
 async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:

@@ -1,0 +1,189 @@
+"""The services of a mesh and the stages of its runs: what each kind declares, and what follows from a recipe.
+
+A kind of service is a module with a `SERVICE` (a `ServiceKind`) and `async def run(recipe, context)`. The built-in
+kinds are the modules of `meshrl.launcher.services`; a recipe adds its own under `stages`, by dotted path. The columns
+of a run, the plan of `meshrl up`, `meshrl serve` and the checks of a recipe all read the same declarations. Every
+service that opens the run imports them, so a module imports gRPC, torch and the like inside `run` only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from meshrl.config.recipe import EVAL_SUFFIX, Recipe, group_rows, groups_taken
+from meshrl.contract import plugins
+from meshrl.contract.config import Config, read_options
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import RunSpec, StageSpec
+
+SERVICES = "meshrl.launcher.services"
+BUILT_IN = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
+"""The kinds that every recipe may have, in an order that is stored with a run: its stages follow it."""
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What a stage reads of a row and what it adds: it leases rows that have all of `reads` and none of `writes`."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+ColumnsOf: TypeAlias = Callable[[Recipe, bool], Columns | None]
+"""From a recipe, and whether the run is the evaluation's, to the columns; None where the run has no such stage."""
+
+
+def _one(recipe: Recipe) -> int | None:
+    return None
+
+
+def _restarts(recipe: Recipe) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceKind:
+    """What the mesh must know of a kind of service before it runs one."""
+
+    sections: tuple[str, ...] = ()
+    """Sections of the recipe whose files it opens; those of the others may be on other machines."""
+    columns: Columns | ColumnsOf | None = None
+    """Of a stage. Fixed columns are those of the training run; an evaluation does not have the stage."""
+    count: Callable[[Recipe], int | None] = _one
+    """How many processes, named `<kind>-0` and so on; None is one process, named as its kind."""
+    start_order: int = 1
+    """`up` starts those of the same number together, once all of the lower numbers are ready."""
+    drain_order: int = 1
+    """The lowest drains first."""
+    drain_s: float = 30.0
+    """How long a drain may take before the process is killed."""
+    finite: bool = False
+    """True: it ends by itself when its work is done."""
+    leads: bool = False
+    """True: when it is done, the run is done."""
+    removable: bool = False
+    """True: one of several may be drained while the run goes on."""
+    cannot_restart: Callable[[Recipe], str] = _restarts
+    """Why it must not be started again after a crash; empty where it may."""
+
+    def columns_of(self, recipe: Recipe, *, evaluation: bool) -> Columns | None:
+        """The columns in one of the recipe's runs; None for what is no stage of it."""
+        if callable(self.columns):
+            return self.columns(recipe, evaluation)
+        return None if evaluation else self.columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshService:
+    """One process of a mesh."""
+
+    name: str
+    kind: str
+    rules: ServiceKind = field(repr=False)
+
+
+def module_of(recipe: Recipe, kind: str) -> str:
+    """The module of a kind, as `plugins.load` takes it."""
+    return recipe.stages[kind].kind if kind in recipe.stages else kind
+
+
+def service_kind(recipe: Recipe, kind: str) -> ServiceKind:
+    """What a kind declares. Raises ConfigError where the recipe has no such kind, or its module declares nothing."""
+    if kind not in (*BUILT_IN, *recipe.stages):
+        known = ", ".join((*BUILT_IN, *recipe.stages))
+        raise ConfigError(f"no service named {kind!r} (this recipe has {known})")
+    rules = plugins.load(SERVICES, module_of(recipe, kind), "SERVICE")
+    if not isinstance(rules, ServiceKind):
+        raise ConfigError(
+            f"SERVICE of {module_of(recipe, kind)!r} is no ServiceKind: {rules!r:.60}"
+        )
+    return rules
+
+
+def options_class(module: str) -> type[Config] | None:
+    """The `Config` of a kind's module, if it takes options. Raises ConfigError for no module."""
+    plugins.load(SERVICES, module, "SERVICE")
+    try:
+        kind = plugins.load(SERVICES, module, "Config")
+    except ConfigError:
+        return None
+    return kind if isinstance(kind, type) and issubclass(kind, Config) else None
+
+
+def stage_options(recipe: Recipe, name: str, kind: type[C]) -> C:
+    """The options of the recipe's stage `name`. Raises ConfigError, naming the key that is wrong."""
+    return read_options(kind, recipe.stages[name].options, where=f"stages.{name}.options")
+
+
+def stage_specs(recipe: Recipe, *, evaluation: bool = False) -> tuple[StageSpec, ...]:
+    """The stages of the training run or of the evaluation's, each after those whose columns it reads.
+
+    Raises:
+        ConfigError: a module that cannot be loaded, or a stage after one that the run does not have.
+    """
+    specs: dict[str, StageSpec] = {}
+    for name in (*BUILT_IN, *recipe.stages):
+        columns = service_kind(recipe, name).columns_of(recipe, evaluation=evaluation)
+        if columns is None:
+            continue
+        reads = dict.fromkeys(columns.reads)
+        for earlier in recipe.stages[name].after if name in recipe.stages else ():
+            if earlier not in specs:
+                raise ConfigError(
+                    f"stages.{name}.after: the run has no stage {earlier!r} before this one"
+                    f" (it has {', '.join(specs)})"
+                )
+            reads |= dict.fromkeys(specs[earlier].writes)
+        specs[name] = StageSpec(name=name, reads=tuple(reads), writes=columns.writes)
+    return tuple(specs.values())
+
+
+def mesh_services(recipe: Recipe) -> list[MeshService]:
+    """Every process of the mesh, in the order of its start; of one `start_order`, what ends by itself comes last."""
+    services = list(_services(recipe))
+    return sorted(services, key=lambda service: (service.rules.start_order, service.rules.finite))
+
+
+def _services(recipe: Recipe) -> Iterator[MeshService]:
+    for kind in (*BUILT_IN, *recipe.stages):
+        rules = service_kind(recipe, kind)
+        if rules.columns is not None and rules.columns_of(recipe, evaluation=False) is None:
+            continue
+        count = recipe.stages[kind].workers if kind in recipe.stages else rules.count(recipe)
+        names = [kind] if count is None else [f"{kind}-{index}" for index in range(count)]
+        yield from (MeshService(name=name, kind=kind, rules=rules) for name in names)
+
+
+def train_spec(recipe: Recipe) -> RunSpec:
+    """What the training run asks of the queue. Every service opens it, so start order does not matter."""
+    return recipe.queue.run_spec(
+        recipe.run.name,
+        group_size=group_rows(recipe),
+        batch_groups=groups_taken(recipe),
+        stages=stage_specs(recipe),
+    )
+
+
+def eval_spec(recipe: Recipe) -> RunSpec:
+    """What evaluation asks of the queue: a run of its own, ahead of training, bound to no version.
+
+    Its admission bound lies beyond any held-out set: an evaluation admits all its prompts at once.
+    """
+    return RunSpec(
+        run=recipe.run.name + EVAL_SUFFIX,
+        group_size=recipe.rollout.val_kwargs.n,
+        batch_groups=1,
+        max_staleness=math.inf,
+        stages=stage_specs(recipe, evaluation=True),
+        max_attempts=recipe.queue.max_attempts,
+        lease_ttl_s=recipe.queue.lease_ttl_s,
+        resident_batches=1 << 20,
+        resident_bytes=recipe.queue.resident_bytes,
+        gated=False,
+        priority=1,
+    )

@@ -1,0 +1,68 @@
+"""Runs the queue: a store, the transfer queue on it (one of several shards, or the only one), its servicers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from meshrl.config.recipe import Recipe
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
+from meshrl.rpc.queue_connection import build_store, shard_number
+from meshrl.rpc.queue_metrics import QueueCollector
+from meshrl.rpc.runtime import GrpcServer, Servicer
+from meshrl.rpc.service_context import ServiceContext
+from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
+from meshrl.rpc.servicers.shard import ShardServicer
+from meshrl.transferqueue.admin import QueueAdmin
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding.shard import ShardQueue
+
+
+async def run(recipe: Recipe, context: ServiceContext) -> None:
+    """Serve until stopped. The store is closed last, when no call can write to it any more.
+
+    Raises:
+        UserError: the store's directory cannot be made, or the store is damaged: the same command would fail again.
+        OwnerLostError: another queue took the store over.
+    """
+    collect_garbage_rarely()
+    limit_malloc_arenas()
+    store = build_store(recipe, shard_number(recipe, context.name))
+    try:
+        queue = await ShardQueue.open(store)
+    except CorruptError as error:
+        raise UserError(error.message) from error
+    try:
+        servicers: list[Servicer] = [
+            QueueServicer(queue),
+            ShardServicer(queue),
+            QueueAdminServicer(QueueAdmin(queue, store)),
+        ]
+        async with GrpcServer(context.settings, servicers) as server, _owning(queue, server):
+            server.registry.register(QueueCollector(queue, store))
+            await server.ready()
+            await server.until_stopped()
+            queue.end_no_lease()
+    finally:
+        await queue.close()
+
+
+@asynccontextmanager
+async def _owning(queue: TransferQueue, server: GrpcServer) -> AsyncIterator[None]:
+    """Stop serving when another queue has taken the store over, and say so."""
+
+    async def watch() -> None:
+        error = await queue.lost()
+        server.stop()
+        raise error
+
+    watching = asyncio.create_task(watch(), name="queue-owner")
+    try:
+        yield
+    finally:
+        if watching.done():
+            watching.result()
+        watching.cancel()

@@ -1,0 +1,103 @@
+"""Runs a rollout replica: an engine, the worker that leases its rows, the controller that keeps its weights current.
+
+queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── ReplicaController ◀──Join── trainer
+                                   ▲          ▲
+                 MemberServicer (GetReport, Drain)   RolloutServicer (Generate, GetStats)
+
+Where the program is led by agents of other makes, a gateway stands between them and the engine (services/gateway/).
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from meshrl.config.recipe import Recipe
+from meshrl.contract.errors import InfraError
+from meshrl.http.gateway.metrics import GatewayMetrics
+from meshrl.http.gateway.serving import gateway_of
+from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
+from meshrl.rollout.assembly import build_engine, is_deterministic
+from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.tokenizer import load_tokenizer
+from meshrl.rollout.worker import RolloutWorker
+from meshrl.rpc import tls
+from meshrl.rpc.queue_connection import connect_mesh_queue
+from meshrl.rpc.runtime import GrpcServer, NoProgressError
+from meshrl.rpc.service_context import ServiceContext
+from meshrl.rpc.servicers.member import MemberServicer
+from meshrl.rpc.servicers.rollout import RolloutServicer
+from meshrl.rpc.transport import CHANNEL_OPTIONS
+from meshrl.weights.carrier import Place
+from meshrl.weights.replica_controller import ReplicaController
+
+
+async def run(recipe: Recipe, context: ServiceContext) -> None:
+    """Serve until stopped; before the first committed version the engine answers nobody."""
+    trainer = context.peer("trainer")
+    tokenizer = load_tokenizer(recipe.tokenizer_dir)
+    engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(
+            gateway_of(
+                recipe,
+                tokenizer,
+                context.settings,
+                name=context.name,
+                on_demand=lambda: worker.wake(),
+            )
+        )
+        programs = await stack.enter_async_context(
+            Programs(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
+        )
+        external = getattr(await programs.start(), "external", False)
+        queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
+        max_staleness = float(recipe.queue.max_staleness)
+        worker = RolloutWorker(
+            queue,
+            engine,
+            tokenizer,
+            runs=await open_runs(queue, recipe),
+            worker=context.name,
+            slots=recipe.rollout.slots,
+            deterministic=is_deterministic(recipe.rollout, max_staleness),
+            journal=recipe.rollout.journal,
+            max_staleness=max_staleness,
+            breaker=recipe.rollout.breaker,
+            serving=lambda: agent.serving(),
+            programs=programs,
+            demand=(lambda: gateway.demand) if gateway is not None and external else None,
+        )
+
+        def drain() -> None:
+            worker.drain()
+            if gateway is not None:
+                gateway.drain()
+
+        member = MemberServicer(worker, engine, leave=lambda: server.stop())
+        async with GrpcServer(context.settings, [RolloutServicer(engine), member]) as server:
+            if gateway is not None:
+                server.registry.register(GatewayMetrics(gateway))
+            agent = ReplicaController(
+                recipe.weights,
+                run=recipe.run.name,
+                replica=context.name,
+                engine=engine,
+                on_update=recipe.rollout.on_update,
+                place=Place(directory=recipe.run.path, model_path=recipe.model.path),
+                connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
+                drain_s=recipe.rollout.deadline_s,
+                pause_s=lambda: engine.stats().update_pause_s,
+                address=server.reachable,
+            )
+            try:
+                await engine.start()
+                await server.ready()
+                await work_until_stopped(
+                    server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=agent.run()
+                )
+            except InfraError as error:
+                if worker.stats.written:
+                    raise
+                raise NoProgressError(error.message) from error
+            finally:
+                await engine.close()
