@@ -108,8 +108,7 @@ async def test_the_trainer_fetches_the_column_of_a_stage_from_outside(mesh: Mesh
         ),
         (
             ["stages.repeats.after=[rewards]"],
-            "stages.repeats.after: the run has no stage 'rewards' before this one (it has rollout, reward,"
-            " reference)",
+            "stages.repeats.after: the run has no stage 'rewards' before this one (it has rollout, reward)",
         ),
         (
             [f"stages.again.kind={KIND}"],
