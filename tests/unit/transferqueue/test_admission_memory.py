@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.transferqueue.operations import admission
+from meshrl.transferqueue.model import known_tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -26,7 +26,7 @@ async def trained(actors: Actors, start: int, steps: int) -> None:
 async def test_tasks_that_left_long_ago_are_forgotten_also_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "REMEMBERED", 4)
+    monkeypatch.setattr(known_tasks, "REMEMBERED", 4)
     store = MemoryStore()
     actors = Actors(await TransferQueue.open(store))
     await actors.start()
@@ -38,7 +38,7 @@ async def test_tasks_that_left_long_ago_are_forgotten_also_after_a_restart(
     # t2 .. t7 had left when t8 and t9 came: the last four are known, and change nothing.
     assert await queue.admit("run", tasks(4, start=4), cursor="", wait_s=0) == 4
     assert (await queue.ledger("run")).admitted == 20
-    assert len(queue._runs["run"].seen) == 6
+    assert len(queue._runs["run"].known_tasks) == 6
     await actors.feed(tasks(1, start=0))
     assert (await queue.ledger("run")).admitted == 22
     await queue.close()

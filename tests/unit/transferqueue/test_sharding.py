@@ -13,7 +13,6 @@ import pytest
 
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec
-from meshrl.transferqueue.operations import admission
 from meshrl.transferqueue.sharding import admission as feeding
 from meshrl.transferqueue.sharding.batch_plan import Plan, planned
 from meshrl.transferqueue.sharding.batches import split
@@ -59,7 +58,7 @@ async def shards() -> AsyncIterator[list[ShardQueue]]:
 
 
 def open_groups(shards: list[ShardQueue]) -> int:
-    return sum(admission.unconsumed(shard._runs["run"]) for shard in shards)
+    return sum(shard._runs["run"].unconsumed for shard in shards)
 
 
 # --- where tasks live

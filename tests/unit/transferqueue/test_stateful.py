@@ -285,11 +285,11 @@ class QueueMachine(RuleBasedStateMachine):
     def the_ready_sets_agree(self) -> None:
         run = self.actors.queue._runs["run"]
         for stage in STAGES:
-            ready = run.ready[run.stages[stage].number]
-            assert len(ready) == len(self.model.leasable(stage))
-        assert run.complete == sum(group.complete for group in self.model.groups)
+            assert run.num_ready(run.stages[stage]) == len(self.model.leasable(stage))
+        assert len(run.complete) == sum(group.complete for group in self.model.groups)
         assert run.in_batches == sum(group.batch is not None for group in run.groups.values())
-        assert len(run.replay) + len(run.sampler) == run.complete
+        complete = run.complete
+        assert len(complete._taken_before) + len(complete._sampler) == len(complete)
         open_bytes = sum(
             group.nbytes
             for group in run.groups.values()

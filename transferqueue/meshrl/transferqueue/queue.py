@@ -47,10 +47,11 @@ from meshrl.contract.types import (
 )
 from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.disk_space import Space
-from meshrl.transferqueue.model import specs
+from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.run_records import check_spec, compare_specs, encode_spec
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry, Signal, Wait, Waits, any_signal
 from meshrl.transferqueue.operations import admission, batches, leases, payload, progress
@@ -135,13 +136,13 @@ class TransferQueue(RowMethods):
         self._check_open()
         run = self._runs.get(spec.run)
         if run is not None:
-            specs.compare(run.spec, spec)
+            compare_specs(run.spec, spec)
         else:
-            specs.check(spec)
+            check_spec(spec)
             number = max((r.number for r in self._runs.values()), default=-1) + 1
             run = self._make_run(spec, number)
             self._runs[spec.run] = run
-            self._commit_log.put(Table.META, run.spec_key, encode_record(specs.encode(spec)))
+            self._commit_log.put(Table.META, run.spec_key, encode_record(encode_spec(spec)))
             run.save()
             self._opened.notify()
         await self._commit_log.flush()
@@ -156,9 +157,7 @@ class TransferQueue(RowMethods):
     async def acquire(self, run: str, owner: str) -> RunState:
         """See the port."""
         state = self._run(run)
-        state.epoch += 1
-        state.owner = owner
-        batches.give_back_taken(state)
+        state.begin_epoch(state.epoch + 1, owner)
         state.save()
         state.notify_all()
         answer = state.state()
@@ -172,10 +171,8 @@ class TransferQueue(RowMethods):
         if version >= state.published:
             # A rewind names the resumed version before the fleet has it: leases that wait under an older one
             # must hear of its commit too.
-            state.published = version
-            state.publishes += 1
+            state.publish(version)
             state.save()
-            admission.recount(state)
             state.notify_all()
         await self._commit_log.flush()
 
@@ -183,13 +180,14 @@ class TransferQueue(RowMethods):
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be answered, CapacityError for a full disk."""
-        packed = admission.packed(self._run(run), tasks)
+        state = self._run(run)
+        packed = admission.packed(state.spec, state.known_tasks, tasks)
         if packed:
             self._space.check(run, "feeder", sum(len(task.data) for task in packed.values()))
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
-            return admission.explain(self._run(run))
+            return admission.waits_for(self._run(run))
 
         with self._waits.tracked(self._wait("admit", (run,), "feeder", reason)):
             while True:
@@ -208,7 +206,7 @@ class TransferQueue(RowMethods):
         """See the port."""
         state = self._run(run)
         if not state.feed_closed:
-            state.feed_closed = True
+            state.close_feed()
             state.save()
             state.notify_all()
         await self._commit_log.flush()
@@ -419,7 +417,7 @@ class TransferQueue(RowMethods):
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See the port, in the order in which they died."""
-        letters = [row.letter for row in self._run(run).dead.values()]
+        letters = [row.letter for row in self._run(run).dead_letters.values()]
         await self._commit_log.flush()
         return letters
 
@@ -487,7 +485,7 @@ class TransferQueue(RowMethods):
             stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, groups=tuple(groups)
         )
 
-    async def _taken_before(self, run: str, taken: batches.TakenBatch, step: int) -> Batch:
+    async def _taken_before(self, run: str, taken: TakenBatch, step: int) -> Batch:
         if taken.step != step:
             raise ConflictError(
                 f"batch {taken.batch_id} was taken for step {taken.step}, not {step}",

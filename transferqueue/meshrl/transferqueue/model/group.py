@@ -1,7 +1,8 @@
-"""Groups: what the queue keeps in RAM of the rows of one task, and the record in which they are stored.
+"""A group: what the queue keeps in RAM about the rows of one task, and the record in which it is stored.
 
 A set of rows is a bit mask: bit i is the row at index i. A transition of eight siblings is then a few operations on
-integers and one put of one record, and a group is never half stored. Payload is not here: `frames` says where it is.
+integers and one put of one record, and a group is never half stored. The payload is in the store (see `frames`).
+Only the modules of `model/` change a group.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from orjson import Fragment
 
+from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import Json, Outcome, RowFacts, Siblings, Uid, Version
+from meshrl.transferqueue.model.batch import TakenBatch
+from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.masks import bits, hexed
 from meshrl.transferqueue.records import encode_record, fragment
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.fair_share import Holder
-    from meshrl.transferqueue.operations.batches import TakenBatch
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")
@@ -31,12 +31,12 @@ NONE: Counts = (0, 0, 0, 0, 0, 0)
 
 
 def task_key(run_number: int, number: int) -> bytes:
-    """Of a task's frame, which outlives its group where a dead letter keeps it."""
+    """The key of a task's payload, which outlives its group while a dead letter needs it."""
     return b"t" + _GROUP.pack(run_number, number)
 
 
 class TaskMetadata(NamedTuple):
-    """What of the task decides when its rows' turn comes."""
+    """The properties of a task that decide in which order its rows are leased and taken."""
 
     priority: int = 0
     data_source: str = ""
@@ -45,49 +45,56 @@ class TaskMetadata(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """Rows of one group in the hands of one worker for one stage."""
+    """Rows of one group that one worker holds for one stage."""
 
     group: Group
     stage: int
     token: int
     worker: str
     mask: int
-    """Rows held still; 0 when it has ended."""
+    """Rows that are still held; 0 when the grant has ended."""
     since: float
-    """Monotonic seconds; begins anew when the queue opens."""
+    """Monotonic seconds at which it was granted; starts again when the queue opens."""
     deadline: float
-    """On the clock of waiting.Expiry."""
+    """When it expires, on the clock of waiting.Expiry."""
     holder: Holder | None = None
-    """The books of the worker, where they are kept."""
-    heard: bool = False
-    """It was renewed: its rows have arrived."""
+    """The worker's entry in FairShare; None for stages that do not sample."""
+    renewed: bool = False
+    """It was renewed at least once, which shows that the rows reached the worker."""
+
+    def part(self, mask: int) -> Grant:
+        """A copy for the rows in `mask`."""
+        return Grant(
+            *(self.group, self.stage, self.token, self.worker, mask, self.since),
+            *(self.deadline, self.holder, self.renewed),
+        )
 
 
 @dataclass(slots=True, eq=False)
 class StoredFrame:
-    """Columns that one stage wrote for some rows at once."""
+    """Columns that one stage wrote for some rows in one call."""
 
     stage: int
     number: int
     rows: tuple[int, ...]
-    """Indices, in the order in which they lie in the frame."""
+    """Row indices, in the order in which they lie in the frame."""
     nbytes: int
     live: int
-    """Rows that are here still; the frame goes with the last of them."""
-    seal: int
-    """The frame's checksum: what is read back is this frame and no other."""
+    """Mask of the rows that still need the frame; it is deleted with the last of them."""
+    checksum: int
+    """The frame's checksum; a frame that is read back must have it."""
     partial: bool = False
-    """What a stage has made so far of rows that it has not written yet (`append`)."""
+    """Progress of rows that the stage has not written yet (`append`)."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The rows of one task that are in the queue now. Lists have an entry per stage, inner lists one per index."""
+    """The rows of one task that are in the queue. Outer lists have one entry per stage, inner lists one per index."""
 
     run: str
     run_number: int
     number: int
-    """Order of admission; a re-issued group keeps its own, so it stays the oldest."""
+    """Order of admission; a group that is issued again keeps its number, so it stays the oldest."""
     task_id: str
     size: int
     metadata: TaskMetadata
@@ -95,44 +102,44 @@ class Group:
     attempts: list[int]
     """The last attempt made at each index."""
     done: list[int]
-    """Masks: what each stage has written."""
+    """Masks of the rows that each stage has written."""
     held: list[int]
-    """Masks: what is granted for each stage."""
+    """Masks of the rows that are granted for each stage."""
     deliveries: list[list[int]]
     """How often each row was handed to each stage."""
     writers: list[list[int]]
-    """The fencing token under which each stage was written: a repeated write is known by it."""
+    """The fencing token under which each stage wrote each row: it identifies a repeated write."""
     facts: list[RowFacts | None]
     replacements: list[int]
-    """Per index: dead rows that the present one replaces (`replace_sibling`)."""
+    """Per index: how many dead rows the present one replaces (`replace_sibling`)."""
     facts_json: Fragment | None = None
-    """`facts` as they are stored, once that was asked for: they change once and are stored many times."""
+    """`facts` in their stored form, cached: they change once and are stored many times."""
     present: int = 0
-    """Mask of the rows that are here."""
+    """Mask of the rows that are in the queue."""
     dead: int = 0
     """Mask of the indices whose row was dead-lettered."""
     grants: list[Grant] = field(default_factory=list)
     frames: list[StoredFrame] = field(default_factory=list)
     next_frame: int = 0
     recorded_progress: list[int] = field(default_factory=list)
-    """Per index: entries of the first stage's partial columns; empty where nothing was ever appended."""
+    """Per index: entries that were appended for the first stage; empty if nothing was ever appended."""
     counts: Counts = NONE
-    """What the books count of this group now."""
+    """How the ledger counts the rows of this group now."""
     complete: bool = False
-    """Offered to the sampler (or to the replay)."""
+    """It is among the run's complete groups and can be taken."""
     batch: TakenBatch | None = None
     position: int = -1
-    """Place in the order of all takes: what a replay follows. -1: never taken."""
+    """Place in the order of all takes, which a repeated take follows. -1: never taken."""
     since: float = 0.0
     """When a row last changed hands; monotonic seconds."""
     lost_by: dict[int, str] = field(default_factory=dict)
     """Per index: the worker whose lease on the row expired last."""
     suffix: bytes = field(init=False)
-    """Names the group in every key."""
+    """The part of every key that names the group."""
     key: bytes = field(init=False)
-    """Of the group's record."""
+    """The key of the group's record."""
     task_key: bytes = field(init=False)
-    """Of the task's frame."""
+    """The key of the task's payload."""
 
     def __post_init__(self) -> None:
         self.suffix = _GROUP.pack(self.run_number, self.number)
@@ -152,7 +159,7 @@ class Group:
         attempts: list[int],
         stages: int,
     ) -> Group:
-        """A group without rows; `add_row` puts them in."""
+        """A group without rows; `add_all` or `add_row` puts them in."""
         size = len(attempts)
         return cls(
             *(run, run_number, number, task_id, size, metadata, task_bytes, attempts),
@@ -167,7 +174,7 @@ class Group:
     # --- names
 
     def frame_key(self, number: int) -> bytes:
-        """Of a frame of columns."""
+        """The key of a frame of columns."""
         return b"c" + self.suffix + _FRAME.pack(number)
 
     def uid(self, index: int) -> Uid:
@@ -181,7 +188,7 @@ class Group:
     # --- sets of rows
 
     def mask_of(self, rows: Siblings) -> int:
-        """The set of `rows`; 0 unless exactly these attempts of them are all here."""
+        """The mask of `rows`; 0 unless exactly these attempts of them are all present."""
         if rows.indices == bits(self.present) and list(rows.attempts) == self.attempts:
             return self.present
         mask = 0
@@ -192,7 +199,7 @@ class Group:
         return mask if mask & self.present == mask else 0
 
     def has(self, index: int, attempt: int) -> bool:
-        """True when exactly this attempt is here."""
+        """True when exactly this attempt is present."""
         return (
             0 <= index < self.size
             and bool(self.present >> index & 1)
@@ -213,7 +220,7 @@ class Group:
         return self.present & ~self.finished
 
     def leasable(self, stage: int, needs: Sequence[int]) -> int:
-        """Mask of the rows that have what `needs` (stages) write, and whose `stage` nobody has done or does."""
+        """Mask of the rows that stages `needs` have written and that `stage` has neither written nor been granted."""
         mask = self.present & ~self.done[stage] & ~self.held[stage]
         for need in needs:
             mask &= self.done[need]
@@ -229,7 +236,7 @@ class Group:
 
     @property
     def nbytes(self) -> int:
-        """Payload of the group."""
+        """Bytes of the group's payload."""
         return self.task_bytes + sum([frame.nbytes for frame in self.frames])
 
     @property
@@ -238,33 +245,66 @@ class Group:
         return sum([facts.num_tokens for facts in self.facts_of(self.present)])
 
     def facts_of(self, mask: int) -> list[RowFacts]:
-        """The facts of those rows in `mask` that have some."""
+        """The facts of the rows in `mask` that have facts."""
         return [facts for index in bits(mask) if (facts := self.facts[index]) is not None]
 
-    # --- changes
+    # --- rows come and go
 
-    def set_facts(self, indices: Sequence[int], facts: Sequence[RowFacts | None]) -> None:
-        """What is known of the rows at `indices`."""
-        for index, of_row in zip(indices, facts, strict=True):
-            self.facts[index] = of_row
-        self.facts_json = None
+    def add_all(self, now: float) -> None:
+        """Every row of a new group comes in."""
+        self.present = (1 << self.size) - 1
+        self.since = now
 
-    def add_row(self, index: int, now: float) -> None:
-        """The attempt of `attempts[index]` is here, fresh."""
+    def add_row(self, index: int, now: float, *, replacements: int = 0) -> None:
+        """The attempt `attempts[index]` comes in, with no column."""
         bit = 1 << index
         self.present |= bit
+        self.dead &= ~bit
         for stage in range(len(self.done)):
             self.done[stage] &= ~bit
             self.deliveries[stage][index] = self.writers[stage][index] = 0
         self.set_facts([index], [None])
-        self.replacements[index] = 0
+        self.replacements[index] = replacements
         if self.recorded_progress:
             self.recorded_progress[index] = 0
         self.lost_by.pop(index, None)
         self.since = now
 
+    def drop_rows(self, mask: int) -> list[StoredFrame]:
+        """The rows in `mask` leave; returns the frames that no other row needs."""
+        self.present &= ~mask
+        for stage in range(len(self.done)):
+            self.let_go(stage, mask)
+        for frame in self.frames:
+            frame.live &= ~mask
+        return self._dropped()
+
+    # --- grants
+
+    def add_grant(self, grant: Grant) -> None:
+        """The rows of `grant` are delivered to its worker."""
+        stage = grant.stage
+        if grant.holder is not None:
+            grant.holder.rows += grant.mask.bit_count()
+        self.grants.append(grant)
+        self.held[stage] |= grant.mask
+        self.since = grant.since
+        deliveries = self.deliveries[stage]
+        for index in bits(grant.mask):
+            deliveries[index] += 1
+
+    def split_grant(self, grant: Grant, mask: int) -> Grant | None:
+        """Reduce `grant` to the rows in `mask`; returns a grant of the others, None if there are none."""
+        rest = grant.mask & ~mask
+        if not rest:
+            return None
+        grant.mask &= mask
+        other = grant.part(rest)
+        self.grants.append(other)
+        return other
+
     def let_go(self, stage: int, mask: int) -> None:
-        """Rows in `mask` are granted for `stage` no more."""
+        """The rows in `mask` are no longer granted for `stage`."""
         self.held[stage] &= ~mask
         ended = False
         for grant in self.grants:
@@ -276,34 +316,80 @@ class Group:
         if ended:
             self.grants = [grant for grant in self.grants if grant.mask]
 
-    def drop_rows(self, mask: int) -> list[StoredFrame]:
-        """Rows in `mask` are here no more; returns the frames that went with the last of their rows."""
-        self.present &= ~mask
-        for stage in range(len(self.done)):
+    def undo_delivery(self, stage: int, mask: int) -> None:
+        """The delivery of the rows in `mask` to `stage` does not count as an attempt."""
+        for index in bits(mask):
+            self.deliveries[stage][index] -= 1
+
+    # --- columns
+
+    def add_frame(
+        self, stage: int, rows: tuple[int, ...], mask: int, frame: bytes, *, partial: bool
+    ) -> bytes:
+        """Columns of `rows` (indices in the frame's order; `mask` is their set) are stored; returns the key."""
+        number = self.next_frame
+        self.next_frame += 1
+        self.frames.append(
+            StoredFrame(stage, number, rows, len(frame), mask, checksum_of(frame), partial)
+        )
+        return self.frame_key(number)
+
+    def mark_written(self, stage: int, rows: Sequence[int], mask: int, token: int) -> None:
+        """`stage` has written `rows`, whose set is `mask`, under `token`; they are no longer granted."""
+        self.let_go(stage, mask)
+        self.done[stage] |= mask
+        writers = self.writers[stage]
+        for index in rows:
+            writers[index] = token
+
+    def set_facts(self, indices: Sequence[int], facts: Sequence[RowFacts | None]) -> None:
+        """Set the facts of the rows at `indices`."""
+        for index, of_row in zip(indices, facts, strict=True):
+            self.facts[index] = of_row
+        self.facts_json = None
+
+    def set_progress(self, rows: Sequence[int], entries: Sequence[int]) -> None:
+        """The first stage has appended so many `entries` of each row."""
+        self.recorded_progress = self.recorded_progress or [0] * self.size
+        for index, count in zip(rows, entries, strict=True):
+            self.recorded_progress[index] = count
+
+    def drop_progress(self, stage: int, mask: int) -> list[StoredFrame]:
+        """The progress of the rows in `mask` is not needed any more; returns the frames that no row needs."""
+        if not self.recorded_progress:
+            return []
+        for index in bits(mask):
+            self.recorded_progress[index] = 0
+        return self.drop_columns({stage}, mask, partial=True)
+
+    def undo_stages(self, stages: Collection[int], mask: int) -> list[StoredFrame]:
+        """The rows in `mask` go back to before `stages`; returns the frames that no row needs."""
+        for stage in stages:
             self.let_go(stage, mask)
-        for frame in self.frames:
-            frame.live &= ~mask
-        return self._dropped()
+            self.done[stage] &= ~mask
+            for index in bits(mask):
+                self.deliveries[stage][index] = self.writers[stage][index] = 0
+        return self.drop_columns(stages, mask, partial=False)
 
     def drop_columns(
         self, stages: Collection[int], mask: int, *, partial: bool
     ) -> list[StoredFrame]:
-        """What `stages` wrote (or appended) of the rows in `mask` is not needed; returns frames that went whole."""
+        """Columns (or progress) of `stages` of the rows in `mask` go; returns the frames that no row needs."""
         for frame in self.frames:
             if frame.stage in stages and frame.partial is partial:
                 frame.live &= ~mask
         return self._dropped()
 
     def _dropped(self) -> list[StoredFrame]:
-        gone = [frame for frame in self.frames if not frame.live]
-        if gone:
+        dropped = [frame for frame in self.frames if not frame.live]
+        if dropped:
             self.frames = [frame for frame in self.frames if frame.live]
-        return gone
+        return dropped
 
     # --- the record
 
     def encode(self) -> bytes:
-        """The record of the group and its rows. Masks are text, because JSON's integers end at 64 bits."""
+        """The record of the group and its rows. Masks are text, because integers of orjson end at 64 bits."""
         if self.facts_json is None:
             self.facts_json = fragment([facts and _stored_facts(facts) for facts in self.facts])
         return encode_record(
@@ -323,7 +409,7 @@ class Group:
                 self.replacements,
                 self.facts_json,
                 [
-                    (f.stage, f.number, f.rows, f.nbytes, hexed(f.live), f.seal, f.partial)
+                    (f.stage, f.number, f.rows, f.nbytes, hexed(f.live), f.checksum, f.partial)
                     for f in self.frames
                 ],
                 self.next_frame,
@@ -334,7 +420,7 @@ class Group:
 
     @classmethod
     def restored(cls, run: str, run_number: int, stored: Json, now: float) -> tuple[Group, int]:
-        """The inverse of `encode`, with the number of its batch (-1: none). Leases get no deadline yet."""
+        """The inverse of `encode`, with the number of the batch (-1: none). The caller sets the grants' deadlines."""
         number, task_id, metadata, task_bytes, attempts, present, dead, position, batch, *rest = (
             stored
         )
@@ -360,8 +446,8 @@ class Group:
             present=int(present, 16),
             dead=int(dead, 16),
             frames=[
-                StoredFrame(stage, own, tuple(rows), nbytes, int(live, 16), seal, partial)
-                for stage, own, rows, nbytes, live, seal, partial in frames
+                StoredFrame(stage, own, tuple(rows), nbytes, int(live, 16), checksum, partial)
+                for stage, own, rows, nbytes, live, checksum, partial in frames
             ],
             next_frame=next_frame,
             recorded_progress=recorded_progress,

@@ -60,6 +60,10 @@ class RunLedger:
         queued, leased, *_ = self.resident
         return queued + leased
 
+    def admit(self, rows: int) -> None:
+        """`rows` came in."""
+        self.admitted += rows
+
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
         """A group's rows by state, as they were counted and as they are."""
         self.resident = list(map(add, self.resident, map(sub, new, old)))

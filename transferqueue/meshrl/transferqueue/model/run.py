@@ -1,35 +1,32 @@
-"""One run in RAM: its groups, the sets they are ready in, its books; and the primitive moves of rows.
+"""One run in RAM: its resident rows, its versions, the batches that a trainer took, its dead letters.
 
-Everything here is synchronous: a transition happens between two awaits, stages its records in the journal and rings
-the signals of whoever may go on. The verbs (lease, write, take, settle …) are in leases.py and batches.py.
+The attributes of a run change by its methods alone; `operations/` decides which of them to call.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
-from meshrl.contract.errors import FencedError, NotFoundError
-from meshrl.contract.frames import checksum_of
-from meshrl.contract.types import Json, RunSpec, RunState, Siblings, Uid, Version
-from meshrl.transferqueue import sampling
+from meshrl.contract.errors import FencedError
+from meshrl.contract.frames import seal
+from meshrl.contract.types import DeadLetter, Json, Outcome, RunSpec, RunState, Uid, Version
 from meshrl.transferqueue.commit_log import CommitLog
-from meshrl.transferqueue.model.audit_log import ADMITTED, AuditLog
+from meshrl.transferqueue.model.batch import TakenBatch
+from meshrl.transferqueue.model.dead_letters import DeadLetters, DeadRow
 from meshrl.transferqueue.model.durations import Durations
-from meshrl.transferqueue.model.fair_share import FairShare
-from meshrl.transferqueue.model.group import Counts, Group, StoredFrame, TaskMetadata
-from meshrl.transferqueue.model.ledger import Exit, RunLedger, State
-from meshrl.transferqueue.model.ordered import OrderedNumbers
-from meshrl.transferqueue.model.ready import ReadyRows
-from meshrl.transferqueue.model.stages import Stages
-from meshrl.transferqueue.model.waiting import Expiry, Signal
-from meshrl.transferqueue.operations.batches import TakenBatch
-from meshrl.transferqueue.operations.dead_letters import DeadRow
+from meshrl.transferqueue.model.group import Group, TaskMetadata
+from meshrl.transferqueue.model.known_tasks import KnownTasks
+from meshrl.transferqueue.model.ledger import Exit, RunLedger
+from meshrl.transferqueue.model.rows import Rows
+from meshrl.transferqueue.model.run_records import RunRecord
+from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
 
-class Run:
+class Run(Rows):
     """The state of one run."""
 
     def __init__(
@@ -41,108 +38,117 @@ class Run:
         expiry: Expiry,
         clock: Callable[[], float],
     ) -> None:
-        self.spec = spec
-        self.name = spec.run
-        self.number = number
-        self.stages = Stages(spec.stages)
-        self.commit_log = commit_log
-        self.expiry = expiry
-        self.clock = clock
+        super().__init__(spec, number, commit_log=commit_log, expiry=expiry, clock=clock)
+        self._record = RunRecord()
+        self._batches: dict[str, TakenBatch] = {}
+        self._dead = DeadLetters()
+        self.known_tasks: Final = KnownTasks(number, commit_log)
+        self._in_batches = 0
+        self._consumed = 0
+        self._publishes = 0
+        self.ready_to_taken: Final = Durations()
+        """Per row since the queue opened: from the last column of its group to the batch that takes it."""
 
-        self.epoch = 0
-        self.owner = ""
-        self.published = Version(0, 0)
-        self.cursor = ""
-        self.feed_closed = False
-        self.committed_step = 0
-        self.last_token = 0
-        self.next_group = 0
-        self.next_position = 0
-        self.next_batch = 0
-        self.next_dead = 0
+    # --- what others may read
 
-        self.groups: dict[int, Group] = {}
-        self.by_task: dict[str, Group] = {}
-        self.seen: dict[str, int] = {}
-        """Tasks that were admitted, with their group's number: a feeder that repeats itself changes nothing."""
-        self.departed: deque[str] = deque()
-        """Those of `seen` that left, in that order; the oldest are forgotten (see admission.py)."""
-        self.batches: dict[str, TakenBatch] = {}
-        self.dead: dict[Uid, DeadRow] = {}
-        self.dead_of: dict[int, list[DeadRow]] = {}
-        """Dead letters by group number: they keep the task of a group that left."""
-        self.ledger = RunLedger()
-        self.audit_log = AuditLog(number)
+    @property
+    def epoch(self) -> int:
+        """The epoch of the trainer that has the run."""
+        return self._record.epoch
 
-        self.ready = tuple(ReadyRows() for _ in self.stages)
-        self.fair_share = FairShare()
-        """Of the workers that sample."""
-        self.sampler = sampling.build(spec.sampler)
-        self.replay = OrderedNumbers()
-        """Complete groups that were taken before, by position: to be taken again first, and in that order."""
-        self.complete = 0
-        """Groups that could be taken now."""
-        self.in_batches = 0
+    @property
+    def owner(self) -> str:
+        """The name of that trainer; empty before the first one."""
+        return self._record.owner
+
+    @property
+    def published(self) -> Version:
+        """The newest version that rollout may sample with."""
+        return self._record.published
+
+    @property
+    def publishes(self) -> int:
+        """Calls of `publish` since the queue opened: shows a waiting lease that its version may be too old."""
+        return self._publishes
+
+    @property
+    def cursor(self) -> str:
+        """The feeder's position in its data."""
+        return self._record.cursor
+
+    @property
+    def feed_closed(self) -> bool:
+        """No task will come any more."""
+        return self._record.feed_closed
+
+    @property
+    def committed_step(self) -> int:
+        """Steps before this one are covered by a checkpoint."""
+        return self._record.committed_step
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next group that is taken for the first time."""
+        return self._record.next_position
+
+    @property
+    def batches(self) -> Mapping[str, TakenBatch]:
+        """The batches that are taken or settled, by id."""
+        return self._batches
+
+    @property
+    def dead_letters(self) -> Mapping[Uid, DeadRow]:
+        """The dead rows, in the order in which they died."""
+        return self._dead.by_uid
+
+    @property
+    def in_batches(self) -> int:
         """Groups in a batch, taken or settled."""
-        self.consumed = 0
-        """Groups whose batch gives no credit back any more: see admission.py."""
-        self.open_bytes = 0
-        """Payload of the groups that are not consumed."""
-        self.open_tokens = 0
-        """Tokens of their rows, as far as these are sampled."""
+        return self._in_batches
 
-        self.lease_expiries: Counter[str] = Counter()
-        """Rows whose holder fell silent, by stage; since the queue opened, like `ready_to_taken`."""
-        self.ready_to_taken = Durations()
-        """Per row: from the last column of its group to the batch that takes it."""
-        self.publishes = 0
-        """Calls of `publish` since the queue opened: tells a waiting lease that its engine's version is old news."""
-        self.rows_signals = tuple(Signal() for _ in self.stages)
-        self._ready_by_stage = tuple(zip(self.stages, self.ready, self.rows_signals, strict=True))
-        self.complete_signal = Signal()
-        self.admission_signal = Signal()
+    @property
+    def unconsumed(self) -> int:
+        """Groups that are admitted and not consumed: they hold admission credit (see operations/admission.py)."""
+        return len(self._groups) - self._consumed
 
-    # --- what is stored of the run itself
+    def groups_of(self, batch: TakenBatch) -> list[Group]:
+        """The groups of a batch of this run."""
+        return [self._groups[number] for number in batch.groups]
+
+    def check_epoch(self, epoch: int) -> None:
+        """Refuse a trainer that lost the run. Raises FencedError."""
+        if epoch != self._record.epoch:
+            raise FencedError(
+                f"run {self.name}: epoch {epoch} is fenced, epoch {self.epoch} has the run"
+                f" ({self.owner or 'nobody acquired it'})",
+                epoch=epoch,
+                newest=self.epoch,
+            )
+
+    # --- records
 
     @property
     def key(self) -> bytes:
-        """Of the record that every transition rewrites."""
+        """The key of the record that every transition rewrites."""
         return b"s" + self.number.to_bytes(4, "big")
 
     @property
     def spec_key(self) -> bytes:
-        """Of the record that never changes."""
+        """The key of the record that never changes."""
         return b"r" + self.number.to_bytes(4, "big")
 
     def encode(self) -> bytes:
-        """Counters and position, with the books: they change in the transaction of the rows."""
-        return encode_record(
-            {
-                "epoch": self.epoch,
-                "owner": self.owner,
-                "published": str(self.published),
-                "cursor": self.cursor,
-                "feed_closed": self.feed_closed,
-                "committed_step": self.committed_step,
-                "last_token": self.last_token,
-                "next_group": self.next_group,
-                "next_position": self.next_position,
-                "next_batch": self.next_batch,
-                "next_dead": self.next_dead,
-                "books": self.ledger.totals(),
-            }
-        )
+        """State and ledger: they change in the transaction of the rows."""
+        return encode_record({**self._record.encode(), "books": self._ledger.totals()})
 
     def decode(self, stored: Json) -> None:
         """The inverse of `encode`."""
         fields = dict(stored)
-        self.ledger = RunLedger.restored(fields.pop("books"))
-        self.published = Version.parse(fields.pop("published"))
-        for name, value in fields.items():
-            setattr(self, name, value)
+        self._ledger = RunLedger.restored(fields.pop("books"))
+        self._record = RunRecord.decode(fields)
 
     def state(self) -> RunState:
-        """What the port tells of the run."""
+        """The run's state as the port returns it."""
         return RunState(
             spec=self.spec,
             epoch=self.epoch,
@@ -153,228 +159,252 @@ class Run:
         )
 
     def save(self, groups: Iterable[Group] = ()) -> None:
-        """Stage the run's record and those of `groups` that are still here."""
-        self.commit_log.touch(self)
-        self.audit_log.stage(self.commit_log)
+        """Stage the run's record and those of the `groups` that are still resident."""
+        self._commit_log.touch(self)
+        self.audit_log.stage(self._commit_log)
         for group in groups:
-            if self.groups.get(group.number) is group:
-                self.commit_log.touch(group)
+            if self._groups.get(group.number) is group:
+                self._commit_log.touch(group)
 
-    def check_epoch(self, epoch: int) -> None:
-        """Refuse a trainer that lost the run. Raises FencedError."""
-        if epoch != self.epoch:
-            raise FencedError(
-                f"run {self.name}: epoch {epoch} is fenced, epoch {self.epoch} has the run"
-                f" ({self.owner or 'nobody acquired it'})",
-                epoch=epoch,
-                newest=self.epoch,
-            )
+    # --- trainer and versions
 
-    # --- signals
+    def begin_epoch(self, epoch: int, owner: str) -> None:
+        """`owner` has the run now; batches that an older epoch took and did not settle are complete groups again."""
+        self._record.epoch, self._record.owner = epoch, owner
+        self.give_back([batch for batch in self._batches.values() if not batch.settled])
 
-    def notify_stages(self) -> None:
-        """Something changed that every lease may wait for."""
-        for signal in self.rows_signals:
-            signal.notify()
+    def publish(self, version: Version) -> None:
+        """`version` is the newest one; batches of earlier steps may become consumed."""
+        self._record.published = version
+        self._publishes += 1
+        self.recount()
 
-    def notify_all(self) -> None:
-        """Everybody looks again."""
-        self.notify_stages()
-        self.complete_signal.notify()
-        self.admission_signal.notify()
+    # --- the feed
 
-    # --- rows come, change hands and go
+    def admit(self, task_id: str, metadata: TaskMetadata, payload: bytes, size: int) -> Group:
+        """A task that is not known comes in as a group of `size` rows; `payload` is the packed task."""
+        number = self._record.next_group
+        self._record.next_group += 1
+        self.known_tasks.add(task_id, number)
+        group = self._new_group(number, task_id, metadata, len(payload), [0] * size)
+        self._commit_log.put(Table.PAYLOAD, group.task_key, seal(payload))
+        self._add_group(group)
+        return group
 
-    def find(self, uid: Uid) -> Group | None:
-        """The group of a resident row, of exactly this attempt."""
-        group = self.by_task.get(uid.task)
-        return group if group is not None and group.has(uid.index, uid.attempt) else None
+    def move_cursor(self, cursor: str) -> None:
+        """The feeder's position changed."""
+        self._record.cursor = cursor
 
-    def resident(self, rows: Siblings) -> tuple[Group, int]:
-        """The group of rows that are all here, and the rows' mask. Raises NotFoundError, with `uid`."""
-        group = self.by_task.get(rows.task)
-        if group is not None and ((mask := group.mask_of(rows)) or not rows.indices):
-            return group, mask
-        for uid in rows.uids(self.name):
-            if group is None or not group.has(uid.index, uid.attempt):
-                raise NotFoundError(f"no row {uid} in run {self.name}", uid=uid)
-        raise NotFoundError(f"no rows of task {rows.task} in run {self.name}", task=rows.task)
+    def close_feed(self) -> None:
+        """No task will come any more."""
+        self._record.feed_closed = True
 
-    def open_load(self, groups: Iterable[Group], sign: int = 1) -> None:
-        """Groups are not consumed (any more, or with -1: are): their bytes and tokens count for admission."""
-        for group in groups:
-            self.open_bytes += sign * group.nbytes
-            self.open_tokens += sign * group.num_tokens
+    def forget_tasks(self) -> None:
+        """Forget the ids of the tasks that left longest ago."""
+        self.known_tasks.forget(self._by_task)
 
-    def new_group(
-        self,
-        number: int,
-        task_id: str,
-        *,
-        metadata: TaskMetadata,
-        task_bytes: int,
-        attempts: list[int],
+    def _new_group(
+        self, number: int, task_id: str, metadata: TaskMetadata, nbytes: int, attempts: list[int]
     ) -> Group:
-        """A group without rows, of this run."""
         return Group.fresh(
             *(self.name, self.number, number, task_id),
             metadata=metadata,
-            task_bytes=task_bytes,
+            task_bytes=nbytes,
             attempts=attempts,
             stages=len(self.stages),
         )
 
-    def add_group(self, group: Group) -> None:
-        """A `new_group` comes in (or comes in again), with a fresh row at every index."""
-        self.groups[group.number] = group
-        self.by_task[group.task_id] = group
-        self.open_bytes += group.task_bytes
-        group.present = (1 << group.size) - 1
-        group.since = self.clock()
-        self._came_in(group, group.size)
+    # --- leases
 
-    def add_rows(self, group: Group, indices: Sequence[int]) -> None:
-        """The attempts of `group.attempts` at `indices` come in, in the place of earlier ones."""
+    def next_token(self) -> int:
+        """A fencing token that nobody has."""
+        self._record.last_token += 1
+        return self._record.last_token
+
+    # --- batches
+
+    def open_batch(
+        self, batch_id: str, step: int, epoch: int, groups: Sequence[Group]
+    ) -> TakenBatch:
+        """A trainer takes complete `groups`, whose rows all have every column."""
+        batch = TakenBatch(self.number, self._record.next_batch, batch_id, step, epoch)
+        self._record.next_batch += 1
+        self._batches[batch_id] = batch
         now = self.clock()
-        for index in indices:
-            group.add_row(index, now)
-        self._came_in(group, len(indices))
+        for group in groups:
+            self.withdraw(group)
+            self._put_in(group, batch)
+            if group.position < 0:
+                self.ready_to_taken.add(now - group.since, group.present.bit_count())
+                group.position = self._record.next_position
+                self._record.next_position += 1
+            self._refresh(group)
+        self._commit_log.touch(batch)
+        return batch
 
-    def _came_in(self, group: Group, rows: int) -> None:
-        self.ledger.admitted += rows
-        self.audit_log.note(group.task_id, rows, ADMITTED)
-        self.refresh(group)
+    def store_manifest(self, batch: TakenBatch, manifest: bytes) -> None:
+        """Keep what `take` answers, for a caller that asks again."""
+        self._commit_log.put(Table.PAYLOAD, batch.manifest_key, manifest)
 
-    def counts(self, group: Group) -> Counts:
-        """The group's rows by state: queued, leased, pending, ready, taken, settled."""
-        present, batch = group.present, group.batch
-        here = present.bit_count()
-        if batch is not None:
-            return (0, 0, 0, 0, 0, here) if batch.settled else (0, 0, 0, 0, here, 0)
-        some = held = 0
-        every = present
-        for done, granted in zip(group.done, group.held, strict=True):
-            some |= done
-            every &= done
-            held |= granted
-        ready = every.bit_count()
-        pending = (some & present).bit_count() - ready
-        leased = (held & ~some).bit_count()
-        return (here - ready - pending - leased, leased, pending, ready, 0, 0)
+    def skip_positions(self, position: int) -> None:
+        """Groups that are taken for the first time get `position` or later."""
+        self._record.next_position = max(self._record.next_position, position)
 
-    def state_of(self, group: Group, index: int) -> State:
-        """Where one row is; for people. `counts` says the same of all rows at once."""
-        if group.batch is not None:
-            return State.SETTLED if group.batch.settled else State.TAKEN
-        if group.finished >> index & 1:
-            return State.READY
-        if any(done >> index & 1 for done in group.done):
-            return State.PENDING
-        return State.LEASED if any(held >> index & 1 for held in group.held) else State.QUEUED
+    def settle(self, batch: TakenBatch) -> None:
+        """The batch went into its optimizer step."""
+        batch.settled = True
+        for group in self.groups_of(batch):
+            self._refresh(group)
+        self._commit_log.touch(batch)
+        self.recount()
 
-    def refresh(self, group: Group) -> None:
-        """Bring the books and the ready sets in line with the group."""
-        counts = self.counts(group)
-        if counts != group.counts:
-            self.ledger.move(group.counts, counts)
-            group.counts = counts
-        if group.batch is not None:
-            return  # its rows have every column, so they have left the ready sets
-        for stage, ready, signal in self._ready_by_stage:
-            if ready.set(group, group.leasable(stage.number, stage.after)):
-                signal.notify()
+    def commit(self, step: int) -> None:
+        """A checkpoint covers the steps before `step`: rows that were settled at these leave as trained."""
+        for batch in [b for b in self._batches.values() if b.settled and b.step < step]:
+            for group in self.groups_of(batch):
+                self.remove_group(group, Exit.TRAINED, "")
+            self._close_batch(batch)
+        self._record.committed_step = step
 
-    def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
-        """Rows of the group leave; their payload goes, whoever holds one is fenced."""
-        self.ledger.leave(mask.bit_count(), exit_, reason)
-        self.audit_log.note(group.task_id, mask.bit_count(), exit_, reason)
-        if not (group.batch and group.batch.consumed):
-            self.open_tokens -= sum([facts.num_tokens for facts in group.facts_of(mask)])
-        self.drop_frames(group, group.drop_rows(mask))
-        self.refresh(group)
+    def rewind(self, step: int) -> int:
+        """Batches settled at `step` or later are complete groups again, and `step` is published; returns the rows."""
+        batches = [b for b in self._batches.values() if b.settled and b.step >= step]
+        rows = sum(g.present.bit_count() for batch in batches for g in self.groups_of(batch))
+        self.give_back(batches)
+        self._record.published = Version(self.epoch, step)
+        self.recount()
+        self.complete_signal.notify()
+        return rows
 
-    def keep_frame(
-        self,
-        group: Group,
-        stage: int,
-        rows: tuple[int, ...],
-        mask: int,
-        frame: bytes,
-        *,
-        partial: bool = False,
-    ) -> None:
-        """Columns that `stage` made of `rows` (indices in the frame's order; `mask` is their set) are stored."""
-        number = group.next_frame
-        group.next_frame += 1
-        group.frames.append(
-            StoredFrame(
-                *(stage, number, rows, len(frame), mask), seal=checksum_of(frame), partial=partial
+    def give_back(self, batches: Sequence[TakenBatch]) -> None:
+        """The groups of `batches` are complete groups again, in the order in which they were taken."""
+        for batch in batches:
+            batch.settled = False
+            groups = self.groups_of(batch)
+            for group in groups:
+                self._in_batches -= 1
+                if batch.consumed:
+                    self._consumed -= 1
+                    self._count_open(group, 1)
+                group.batch = None
+                self._refresh(group)
+                self.offer(group)
+            self.save(groups)
+            batch.groups.clear()
+            self._close_batch(batch)
+
+    def recount(self) -> None:
+        """The published version or a batch changed: find the batches that hold no credit any more. O(batches)."""
+        for batch in self._batches.values():
+            consumed = batch.settled and (
+                not self.spec.gated or batch.step < self._record.published.step
             )
-        )
-        self.commit_log.put(Table.PAYLOAD, group.frame_key(number), frame)
-        self.open_bytes += len(frame)
+            if consumed is not batch.consumed:
+                batch.consumed = consumed
+                self._consumed += len(batch.groups) if consumed else -len(batch.groups)
+                for group in self.groups_of(batch):
+                    self._count_open(group, -1 if consumed else 1)
+        self.admission_signal.notify()
+        self.notify_stages()
 
-    def drop_frames(self, group: Group, frames: Iterable[StoredFrame]) -> None:
-        """Frames that the group has no use for any more are not stored any more."""
-        for frame in frames:
-            self.commit_log.delete(Table.PAYLOAD, group.frame_key(frame.number))
-            if not (group.batch and group.batch.consumed):
-                self.open_bytes -= frame.nbytes
+    def _put_in(self, group: Group, batch: TakenBatch) -> None:
+        group.batch = batch
+        batch.groups.append(group.number)
+        self._in_batches += 1
+
+    def _close_batch(self, batch: TakenBatch) -> None:
+        del self._batches[batch.batch_id]
+        self._commit_log.delete(Table.META, batch.key)
+        self._commit_log.delete(Table.PAYLOAD, batch.manifest_key)
+
+    # --- groups and dead letters
 
     def remove_group(self, group: Group, exit_: Exit, reason: str) -> None:
-        """Every row that is left leaves, and the group with them."""
+        """Every remaining row leaves, and the group with them."""
         if group.present:
             self.remove_rows(group, group.present, exit_, reason)
         self.withdraw(group)
         batch = group.batch
         if batch is not None:
-            del batch.groups[group.number]
-            self.in_batches -= 1
+            batch.groups.remove(group.number)
+            self._in_batches -= 1
         if batch is not None and batch.consumed:
-            self.consumed -= 1
+            self._consumed -= 1
         else:
-            self.open_bytes -= group.task_bytes
-        del self.groups[group.number]
-        del self.by_task[group.task_id]
-        self.commit_log.delete(Table.META, group.key)
-        dead = self.dead_of.get(group.number, [])
-        for letter in dead:
-            letter.attempts = list(group.attempts)
-            self.commit_log.touch(letter)
+            self._open_bytes -= group.task_bytes
+        del self._groups[group.number]
+        del self._by_task[group.task_id]
+        self._commit_log.delete(Table.META, group.key)
+        dead = self._dead.of_group(group.number)
+        for row in dead:
+            row.attempts = list(group.attempts)
+            self._commit_log.touch(row)
         if not dead:
-            self.commit_log.delete(Table.PAYLOAD, group.task_key)
-            self.departed.append(group.task_id)
+            self._commit_log.delete(Table.PAYLOAD, group.task_key)
+            self.known_tasks.mark_departed(group.task_id)
         self.notify_all()
 
-    # --- completeness
+    def dead_letter(
+        self, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str
+    ) -> None:
+        """The row at `index` leaves as a dead letter of `stage`."""
+        row = DeadRow(
+            run_number=self.number,
+            number=self._record.next_dead,
+            letter=DeadLetter(
+                uid=group.uid(index),
+                stage=stage.name,
+                outcome=outcome,
+                reason=reason,
+                attempts=group.deliveries[stage.number][index],
+            ),
+            group=group.number,
+            metadata=group.metadata,
+            task_bytes=group.task_bytes,
+            attempts=list(group.attempts),
+        )
+        self._record.next_dead += 1
+        self._dead.add(row)
+        self._commit_log.touch(row)
+        self.remove_rows(group, 1 << index, Exit.DEAD, reason)
 
-    def offer(self, group: Group) -> None:
-        """The group is complete: to be taken, where its place is."""
-        group.complete = True
-        self.complete += 1
-        if group.position >= 0:
-            self.replay.add(group.number, (group.position,))
-        else:
-            facts = group.facts_of(group.finished)
-            _, num_tokens, oldest, newest, _ = zip(*facts, strict=True)
-            self.sampler.add(
-                sampling.CompleteGroup(
-                    number=group.number,
-                    task_id=group.task_id,
-                    priority=group.metadata.priority,
-                    data_source=group.metadata.data_source,
-                    difficulty=group.metadata.difficulty,
-                    num_tokens=num_tokens,
-                    oldest=min(oldest),
-                    newest=max(newest),
-                )
-            )
-        self.complete_signal.notify()
+    def remove_dead_letter(self, row: DeadRow) -> None:
+        """A dead letter is answered."""
+        self._dead.remove(row)
+        self._commit_log.delete(Table.META, row.key)
 
-    def withdraw(self, group: Group) -> None:
-        """The group is not to be taken (any more)."""
-        if group.complete:
-            group.complete = False
-            self.complete -= 1
-            self.sampler.discard(group.number)
-            self.replay.discard(group.number)
+    def readmit(self, row: DeadRow) -> Group:
+        """The task of a dead row whose group left comes in again, with a new attempt at each index."""
+        attempts = [attempt + 1 for attempt in row.attempts]
+        group = self._new_group(
+            row.group, row.letter.uid.task, row.metadata, row.task_bytes, attempts
+        )
+        self._add_group(group)
+        return group
+
+    # --- what a store held when the queue opened
+
+    def restore_batches(self, batches: Iterable[TakenBatch]) -> None:
+        """Batches as they were stored, without groups."""
+        self._batches = {batch.batch_id: batch for batch in batches}
+
+    def restore_dead_letter(self, row: DeadRow) -> None:
+        """A dead letter as it was stored."""
+        self._dead.add(row)
+
+    def restore_group(self, group: Group, batch: TakenBatch | None) -> None:
+        """A group as it was stored, with the batch that has it. Its leases go on, each with a full time to live."""
+        self._groups[group.number] = group
+        self._by_task[group.task_id] = group
+        self._count_open(group, 1)
+        if batch is not None:
+            self._put_in(group, batch)
+        for grant in group.grants:
+            grant.deadline = self.lease_deadline()
+            self._expiry.watch(grant)
+        self._refresh(group)
+
+    def restore_departed(self) -> None:
+        """Every known task that neither has a group nor is needed by a dead letter has left."""
+        dead = {uid.task for uid in self._dead.by_uid}
+        self.known_tasks.restore_departed({*self._by_task, *dead})

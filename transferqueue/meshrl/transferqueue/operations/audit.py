@@ -123,14 +123,14 @@ def _of_books(run: Run) -> Iterator[str]:
     left = run.ledger.totals()
     if any(count < 0 for exit_ in run.ledger.exits.values() for count in exit_.values()):
         yield f"run {run.name}: less than nothing left: {left}"
-    if len(run.dead) > sum(ledger.dead_lettered.values()):
+    if len(run.dead_letters) > sum(ledger.dead_lettered.values()):
         yield (
-            f"run {run.name}: {len(run.dead)} dead letters are stored, the books know of"
+            f"run {run.name}: {len(run.dead_letters)} dead letters are stored, the books know of"
             f" {sum(ledger.dead_lettered.values())}"
         )
     yield from _of_trail(run)
     for group in run.groups.values():
-        if group.task_id not in run.seen:
+        if group.task_id not in run.known_tasks:
             yield f"run {run.name}: task {group.task_id} is resident and was never admitted"
         for stage in run.stages:
             framed = {
@@ -173,7 +173,7 @@ def _wanted(run: Run) -> dict[bytes, str]:
             wanted[group.frame_key(frame.number)] = (
                 f"columns of {run.name}/{group.task_id}, {stage}"
             )
-    for dead in run.dead.values():
+    for dead in run.dead_letters.values():
         wanted[task_key(run.number, dead.group)] = f"task of dead letter {dead.letter.uid}"
     for batch in run.batches.values():
         wanted[batch.manifest_key] = f"manifest of batch {batch.batch_id}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +12,8 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.frames import Column, Frame
 from meshrl.contract.types import PackedGroup, Uid
 from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.run import Run
 
 _I4, _I8, _U1, _F4 = map(np.dtype, ("<i4", "<i8", "u1", "<f4"))
 TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {

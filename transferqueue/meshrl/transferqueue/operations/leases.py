@@ -1,23 +1,20 @@
-"""What a worker does with rows: lease, renew, write, fail, release; and what happens when it falls silent."""
+"""The workers' operations on rows: lease, renew, write, fail, release; and what happens when a lease expires."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.types import Outcome, PackedGroup, RowFacts, Uid, Version
-from meshrl.transferqueue.model import policies
 from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.operations import admission, columns, dead_letters, progress
+from meshrl.transferqueue.operations import admission, columns, dead_letters, group_policies
 from meshrl.transferqueue.operations.payload import Extract, located
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.run import Run
 
 EXPIRED = "lease expired"
 
@@ -80,7 +77,7 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
     Fixed partitions are for training; an evaluation's feed stays open between evaluations, so waiting for
     `at_least` there would be waiting for the next one.
     """
-    available = len(run.ready[stage.number])
+    available = run.num_ready(stage)
     if available == 0 or available >= at_least or not run.spec.gated:
         return available > 0
     upstream = 0 if stage.first else run.ledger.unstarted
@@ -88,33 +85,19 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
 
 
 def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
-    """Hand at most `limit` rows to `worker`."""
-    number = stage.number
-    run.last_token += 1
-    token = run.last_token
-    now = run.clock()
-    deadline = run.expiry.now() + run.spec.lease_ttl_s
+    """Deliver at most `limit` rows to `worker`."""
+    grants = run.grant(stage, worker, limit, run.next_token())
     granted: list[Granted] = []
-    rows = run.ready[number].pop(limit, worker, now)
-    holder = run.fair_share.holder(worker, now) if stage.first else None
-    for group, mask in rows:
-        given = Grant(group, number, token, worker, mask, now, deadline, holder)
-        if holder is not None:
-            holder.rows += mask.bit_count()
-        group.grants.append(given)
-        group.held[number] |= mask
-        group.since = now
-        indices = bits(mask)
-        deliveries = group.deliveries[number]
-        for index in indices:
-            deliveries[index] += 1
-        run.expiry.watch(given)
-        run.refresh(group)
-        wanted = located(
-            *(group, indices, group.attempts_at(indices), mask, stage.after), progress_of=number
+    for each in grants:
+        group, indices = each.group, bits(each.mask)
+        extract = located(
+            *(group, indices, group.attempts_at(indices), each.mask, stage.after),
+            progress_of=stage.number,
         )
-        granted.append(Granted(wanted, token, tuple([deliveries[index] for index in indices])))
-    run.save([group for group, _ in rows])
+        deliveries = group.deliveries[stage.number]
+        counts = tuple([deliveries[index] for index in indices])
+        granted.append(Granted(extract, each.token, counts))
+    run.save([each.group for each in grants])
     return granted
 
 
@@ -128,14 +111,14 @@ def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]
             lost.append(uid)
         else:
             named[group.number] = named.get(group.number, 0) | 1 << uid.index
-    deadline = run.expiry.now() + run.spec.lease_ttl_s
+    deadline = run.lease_deadline()
     if stage.first:
         run.fair_share.holder(worker, run.clock())
     for number, mask in named.items():
         group = run.groups[number]
         for held in list(group.grants):
             if held.stage == stage.number and held.worker == worker and held.mask & mask:
-                _extend(run, held, mask, deadline)
+                run.extend(held, mask, deadline)
     return lost
 
 
@@ -145,21 +128,6 @@ def _held_by(group: Group, stage: Stage, worker: str) -> int:
         if held.stage == stage.number and held.worker == worker:
             mask |= held.mask
     return mask
-
-
-def _extend(run: Run, held: Grant, mask: int, deadline: float) -> None:
-    """Move the deadline of the named rows; rows of the grant that were not named keep theirs."""
-    rest = held.mask & ~mask
-    if rest:
-        held.mask &= mask
-        left = Grant(
-            *(held.group, held.stage, held.token, held.worker, rest, held.since),
-            *(held.deadline, held.holder, held.heard),
-        )
-        held.group.grants.append(left)
-        run.expiry.watch(left)
-    held.deadline = deadline
-    held.heard = True
 
 
 def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[CheckedWrite]:
@@ -237,34 +205,16 @@ def read_frame(run: Run, write: PackedGroup) -> Frame:
 
 def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
     """Add the columns."""
-    number = stage.number
-    now = run.clock()
     for item in writes:
-        group = item.group
-        run.keep_frame(group, number, item.rows, item.mask, item.frame)
-        _measure(group, stage, item, now)
-        group.let_go(number, item.mask)
-        group.done[number] |= item.mask
-        progress.drop(run, stage, group, item.mask)
-        writers = group.writers[number]
-        for index in item.rows:
-            writers[index] = item.token
-        if item.facts:
-            group.set_facts(item.rows, item.facts)
-            run.open_tokens += sum([facts.num_tokens for facts in item.facts])
-        group.since = now
-        run.refresh(group)
-        policies.rows_finished(run, group)
+        run.write(
+            *(stage, item.group, item.rows, item.mask),
+            frame=item.frame,
+            token=item.token,
+            facts=item.facts,
+        )
+        group_policies.offer_if_complete(run, item.group)
     run.save([item.group for item in writes])
-    settled_with(run, stage)
-
-
-def _measure(group: Group, stage: Stage, item: CheckedWrite, now: float) -> None:
-    """How fast its holder made these rows."""
-    for held in group.grants:
-        if held.holder is not None and held.stage == stage.number and held.token == item.token:
-            tokens = [facts.num_tokens for facts in item.facts]
-            held.holder.finished(tokens, now - held.since)
+    run.notify_shares(stage)
 
 
 def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int:
@@ -273,7 +223,7 @@ def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int
         return limit
     return run.fair_share.share(
         worker,
-        len(run.ready[stage.number]),
+        run.num_ready(stage),
         limit,
         now=run.clock(),
         silence_s=run.spec.lease_ttl_s,
@@ -285,18 +235,12 @@ def waiting(candidates: Sequence[tuple[Run, Stage]], worker: str) -> Iterator[No
     """`worker` waits for rows that it would sample, for as long as the block runs."""
     runs = [run for run, stage in candidates if stage.first]
     for run in runs:
-        run.fair_share.holder(worker, run.clock()).waiting += 1
+        run.fair_share.count_wait(worker, run.clock(), 1)
     try:
         yield
     finally:
         for run in runs:
-            run.fair_share.holder(worker, run.clock()).waiting -= 1
-
-
-def settled_with(run: Run, stage: Stage) -> None:
-    """A worker holds fewer rows than before: one that waits for its share may have one now."""
-    if stage.first and len(run.ready[stage.number]):
-        run.rows_signals[stage.number].notify()
+            run.fair_share.count_wait(worker, run.clock(), -1)
 
 
 def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason: str) -> None:
@@ -308,47 +252,37 @@ def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason:
 
 
 def release(run: Run, stage: Stage, token_of: Mapping[Uid, int]) -> None:
-    """Rows come back untouched; those that the caller holds no longer are passed over."""
-    groups: dict[int, Group] = {}
+    """Rows come back untouched; rows that the caller does not hold any more are skipped."""
+    masks: dict[int, int] = {}
     for uid, token in token_of.items():
         group = run.find(uid)
-        if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
-            continue
-        group.let_go(stage.number, 1 << uid.index)
-        group.deliveries[stage.number][uid.index] -= 1
-        group.since = run.clock()
-        groups[group.number] = group
-    for group in groups.values():
-        run.refresh(group)
-    if groups:
-        run.save(groups.values())
+        if group is not None and group.held_under(stage.number, token) >> uid.index & 1:
+            masks[group.number] = masks.get(group.number, 0) | 1 << uid.index
+    for number, mask in masks.items():
+        run.return_rows(stage, run.groups[number], mask, undelivered=True)
+    if masks:
+        run.save([run.groups[number] for number in masks])
 
 
 def expired(run: Run, held: Grant, *, attended: bool) -> None:
-    """The holder was silent for `lease_ttl_s`: its rows go to somebody else.
+    """The worker was silent for `lease_ttl_s`: its rows go to another one.
 
-    Where the holder is `attended` and never renewed them, they never reached it: that was no attempt.
+    If the worker is `attended` and never renewed the rows, they never reached it: that does not count as an attempt.
     """
     stage = next(stage for stage in run.stages if stage.number == held.stage)
-    run.lease_expiries[stage.name] += held.mask.bit_count()
-    held.group.lost_by.update(dict.fromkeys(bits(held.mask), held.worker))
-    if attended and not held.heard:
-        for index in bits(held.mask):
-            held.group.deliveries[held.stage][index] -= 1
+    run.count_expiry(stage, held, delivered=held.renewed or not attended)
     _redeliver(run, stage, held.group, held.mask, Outcome.INFRA_FAULT, EXPIRED)
 
 
 def _redeliver(
     run: Run, stage: Stage, group: Group, mask: int, outcome: Outcome, reason: str
 ) -> None:
-    """Rows come back, or are given up if that was their last delivery."""
-    group.let_go(stage.number, mask)
-    group.since = run.clock()
-    run.refresh(group)
+    """Rows come back; those that had their last delivery are dead-lettered."""
+    run.return_rows(stage, group, mask)
     run.save([group])
     deliveries = group.deliveries[stage.number]
     for index in bits(mask):
-        # Burying one row may take its siblings with it.
+        # A dead letter may take its siblings with it.
         if deliveries[index] >= run.spec.max_attempts and group.present >> index & 1:
             dead_letters.dead_letter(run, group, index, stage, outcome, reason)
 

@@ -28,8 +28,8 @@ class Wanted(NamedTuple):
     """For each wanted row, its place among the rows that were asked for."""
     positions: tuple[int, ...] | None
     """For each wanted row, its place in the frame; None: every row of the frame, in order."""
-    seal: int
-    """The checksum that the frame must carry: a store that returns another row's frame is found out."""
+    checksum: int
+    """The checksum that the frame must have: it detects a store that returns the frame of another row."""
 
 
 class Extract(NamedTuple):
@@ -85,7 +85,7 @@ def located(
         if wanted and frame.live & mask:
             rows_, positions = _overlap(indices, frame, mask)
             (progress if frame.partial else found).append(
-                Wanted(group.frame_key(frame.number), frame.stage, rows_, positions, frame.seal)
+                Wanted(group.frame_key(frame.number), frame.stage, rows_, positions, frame.checksum)
             )
     return Extract(group.task_id, indices, attempts, group.task_key, tuple(found), tuple(progress))
 
@@ -220,7 +220,7 @@ def _part(
     Raises:
         CorruptError: it is not the frame that was written there.
     """
-    if checksum_of(value) != frame.seal:
+    if checksum_of(value) != frame.checksum:
         raise CorruptError(f"frame {frame.key.hex()}: the store returns another one")
     if frame.positions is None and (names is None or names.issuperset(written)):
         return Part(rows=frame.rows, frame=value)

@@ -8,18 +8,15 @@ A frame per append; the stage's write, or the end of the row's attempt, drops th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.types import ProgressGroup, Uid
 from meshrl.transferqueue.model.group import Group
-from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import leases
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.run import Run
 
 
 class CheckedAppend(NamedTuple):
@@ -86,23 +83,10 @@ def _lengths(run: Run, given: ProgressGroup, frame: Frame) -> list[int]:
 
 
 def append(run: Run, stage: Stage, appends: Sequence[CheckedAppend]) -> None:
-    """Keep them."""
+    """Keep what was checked."""
     for item in appends:
-        group = item.group
-        mask = sum(1 << index for index in item.rows)
-        run.keep_frame(group, stage.number, item.rows, mask, item.frame, partial=True)
-        group.recorded_progress = group.recorded_progress or [0] * group.size
-        for index, entries in zip(item.rows, item.entries, strict=True):
-            group.recorded_progress[index] = entries
+        run.append(stage, item.group, item.rows, item.entries, item.frame)
     run.save([item.group for item in appends])
-
-
-def drop(run: Run, stage: Stage, group: Group, mask: int) -> None:
-    """The rows in `mask` are written: their work in progress goes."""
-    if group.recorded_progress:
-        run.drop_frames(group, group.drop_columns({stage.number}, mask, partial=True))
-        for index in bits(mask):
-            group.recorded_progress[index] = 0
 
 
 def redo(run: Run, stage: Stage, uids: Sequence[Uid]) -> int:
@@ -128,15 +112,7 @@ def redo(run: Run, stage: Stage, uids: Sequence[Uid]) -> int:
         if group.batch is not None or not mask:
             continue
         rows += mask.bit_count()
-        run.withdraw(group)
-        for other in again:
-            group.let_go(other, mask)
-            group.done[other] &= ~mask
-            for index in bits(mask):
-                group.deliveries[other][index] = group.writers[other][index] = 0
-        run.drop_frames(group, group.drop_columns(again, mask, partial=False))
-        group.since = run.clock()
-        run.refresh(group)
+        run.undo(again, group, mask)
         touched.append(group)
     run.save(touched)
     return rows

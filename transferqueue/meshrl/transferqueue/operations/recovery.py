@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Json, RunSpec
-from meshrl.transferqueue.model import policies, specs
+from meshrl.transferqueue.model.batch import TakenBatch
+from meshrl.transferqueue.model.dead_letters import DeadRow
 from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.operations import admission
-from meshrl.transferqueue.operations.batches import TakenBatch
-from meshrl.transferqueue.operations.dead_letters import DeadRow, keep
+from meshrl.transferqueue.model.run_records import decode_spec
+from meshrl.transferqueue.operations import group_policies
 from meshrl.transferqueue.records import decode_record
 
 MakeRun: TypeAlias = Callable[[RunSpec, int], Run]
@@ -48,51 +48,34 @@ def restore(items: Sequence[tuple[bytes, bytes]], make_run: MakeRun) -> dict[str
 
 
 def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
-    run = make_run(specs.decode(_single(records[b"r"])), number)
+    run = make_run(decode_spec(_single(records[b"r"])), number)
     run.decode(_single(records[b"s"]))
-    numbers = _values(records[b"n"])
-    run.seen = {key[5:].decode(): n for (key, _), n in zip(records[b"n"], numbers, strict=True)}
+    run.known_tasks.restore(_items(records[b"n"]))
     folded: Json = next(_values(records[b"y"]), {})
-    keys = [key for key, _ in records[b"x"]]
-    run.audit_log.restore(folded, list(zip(keys, _values(records[b"x"]), strict=True)))
+    run.audit_log.restore(folded, list(_items(records[b"x"])))
     batches = {
         batch.number: batch
-        for batch in (_batch(number, stored) for stored in _values(records[b"b"]))
+        for batch in (TakenBatch.restored(number, stored) for stored in _values(records[b"b"]))
     }
-    run.batches = {batch.batch_id: batch for batch in batches.values()}
+    run.restore_batches(batches.values())
     for stored in _values(records[b"d"]):
-        keep(run, DeadRow.restored(number, stored))
-    for (key, _), stored in zip(records[b"g"], _values(records[b"g"]), strict=True):
+        run.restore_dead_letter(DeadRow.restored(number, stored))
+    for key, stored in _items(records[b"g"]):
         group, batch_number = Group.restored(run.name, number, stored, run.clock())
         if group.key != key:
             raise ValueError(f"record {key.hex()} is that of group {group.number}")
-        _file(run, group, batches[batch_number] if batch_number >= 0 else None)
-    kept = {*run.by_task, *(uid.task for uid in run.dead)}
-    run.departed.extend(sorted(run.seen.keys() - kept, key=lambda task: run.seen[task]))
-    admission.recount(run)
+        run.restore_group(group, batches[batch_number] if batch_number >= 0 else None)
+        taken_before = group.position >= 0
+        if group.batch is None and (taken_before or group_policies.is_complete(run, group)):
+            run.offer(group)
+    run.restore_departed()
+    run.recount()
     return run
 
 
-def _file(run: Run, group: Group, batch: TakenBatch | None) -> None:
-    """Put a restored group where its record says that it was."""
-    run.groups[group.number] = group
-    run.by_task[group.task_id] = group
-    run.open_load([group])
-    group.batch = batch
-    if batch is not None:
-        batch.groups[group.number] = group
-        run.in_batches += 1
-    for held in group.grants:
-        held.deadline = run.expiry.now() + run.spec.lease_ttl_s
-        run.expiry.watch(held)
-    run.refresh(group)
-    if batch is None and (group.position >= 0 or policies.is_complete(run, group)):
-        run.offer(group)
-
-
-def _batch(run_number: int, stored: Json) -> TakenBatch:
-    number, batch_id, step, epoch, settled = stored
-    return TakenBatch(run_number, number, batch_id, step, epoch, settled)
+def _items(items: Sequence[tuple[bytes, bytes]]) -> Iterator[tuple[bytes, Json]]:
+    """Key and value of each record."""
+    return zip([key for key, _ in items], _values(items), strict=True)
 
 
 def _values(items: Iterable[tuple[bytes, bytes]]) -> Iterator[Json]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from meshrl.contract.types import Uid, Waiting
 from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Wait
 from meshrl.transferqueue.operations import admission
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.run import Run
 
 UIDS = 16
 """At most so many rows are named in one line."""
@@ -67,7 +64,7 @@ def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
             by_holder[held.stage, held.worker].append(held)
     for (stage, worker), leases in by_holder.items():
         oldest = min(held.since for held in leases)
-        ends = min(held.deadline for held in leases) - run.expiry.now()
+        ends = min(run.seconds_left(held) for held in leases)
         yield Waiting(
             who=f"{sum(held.mask.bit_count() for held in leases)} rows",
             what=f"stage {names[stage]} by {worker}, the first lease ends in {ends:.1f} s",
@@ -98,7 +95,9 @@ def _unheld(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
 def take_reason(run: Run, count: int, step: int) -> str:
     """What a take waits for."""
     open_groups = len(run.groups) - run.in_batches
-    reason = f"{count} complete groups for step {step}: {run.complete} are, of {open_groups} open"
+    reason = (
+        f"{count} complete groups for step {step}: {len(run.complete)} are, of {open_groups} open"
+    )
     if open_groups < count:
         closed = "closed" if run.feed_closed else "open"
         reason += (

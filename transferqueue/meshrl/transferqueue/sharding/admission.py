@@ -34,7 +34,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
 from meshrl.contract.types import RunSpec, Task
@@ -42,9 +41,6 @@ from meshrl.transferqueue.operations import admission
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of, by_key
 from meshrl.transferqueue.sharding.placement import Grown, Members
 from meshrl.transferqueue.sharding.port import Room, Rows, Shard
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.run import Run
 
 TURN_S = 2.0
 """A turn that lasts longer is taken away: its feeder is slow or dead, and if it comes back it is fenced."""
@@ -116,7 +112,7 @@ class ShardedAdmission:
             UserError: a task can never be answered. ConflictError: the feed is closed and a task is unknown.
         """
         known = set().union(*(room.known for room in rooms))
-        packed = admission.packed(cast("Run", _AsRun(self.spec.run, self.spec, known)), tasks)
+        packed = admission.packed(self.spec, known, tasks)
         new: dict[str, Task] = {}
         size = 0
         for count, task in enumerate(tasks):
@@ -175,12 +171,3 @@ class ShardedAdmission:
             shard.room(spec.run, fewer_than=room.open_groups, why=why, wait_s=wait_s)
             for shard, room in zip(self.shards, rooms, strict=True)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _AsRun:
-    """What `admission.packed` reads of a run."""
-
-    name: str
-    spec: RunSpec
-    seen: set[str]

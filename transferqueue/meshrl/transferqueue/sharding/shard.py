@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
 from meshrl.transferqueue.model.waiting import Signal, any_signal
-from meshrl.transferqueue.operations import admission, batches, leases
+from meshrl.transferqueue.operations import batches, leases
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.batch_plan import ROUND_BITS, planned
 from meshrl.transferqueue.sharding.membership import SUFFIX
@@ -58,7 +58,7 @@ class ShardQueue(TransferQueue):
             raise ConflictError(f"{name} has become {written!r}, it is no longer {instead_of!r}")
         run = self._run(name)
         if written != text:
-            run.cursor = text
+            run.move_cursor(text)
             run.save()
             self._written.notify()
         await self._commit_log.flush()
@@ -73,14 +73,12 @@ class ShardQueue(TransferQueue):
         if state.epoch < run.epoch:
             run.check_epoch(state.epoch)
         if state.epoch > run.epoch:
-            run.epoch, run.owner = state.epoch, owner
-            batches.give_back_taken(run)
+            run.begin_epoch(state.epoch, owner)
         if state.published > run.published:
-            run.published = state.published
-            run.publishes += 1
-            admission.recount(run)
+            run.publish(state.published)
         batches.commit(run, state.committed_step)
-        run.feed_closed |= state.feed_closed
+        if state.feed_closed:
+            run.close_feed()
         run.save()
         run.notify_all()
         await self._commit_log.flush()
@@ -109,10 +107,10 @@ class ShardQueue(TransferQueue):
         if turn:
             self._turns[run] = turn
         answer = Room(
-            open_groups=admission.unconsumed(state),
+            open_groups=state.unconsumed,
             open_bytes=state.open_bytes,
             feed_closed=state.feed_closed,
-            known=frozenset(task for task in tasks if task in state.seen),
+            known=frozenset(task for task in tasks if task in state.known_tasks),
             members=self._text(run + SUFFIX),
         )
         # A task that is told to be known must stay known.
@@ -129,7 +127,7 @@ class ShardQueue(TransferQueue):
 
     def _has_room(self, run: str, fewer_than: int) -> bool:
         state = self._run(run)
-        return state.feed_closed or admission.unconsumed(state) < fewer_than
+        return state.feed_closed or state.unconsumed < fewer_than
 
     async def admit_in_turn(
         self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
@@ -206,7 +204,7 @@ class ShardQueue(TransferQueue):
             raise ConflictError(
                 f"batch {name} is taken under plan {recorded}, not {plan}", plan=recorded
             )
-        state.next_position = max(state.next_position, plan.round << ROUND_BITS)
+        state.skip_positions(plan.round << ROUND_BITS)
         return await self._take(run, epoch, step, groups, batch_id, wait_s)
 
     async def publish_and_tell(self, run: str, version: Version) -> str:
@@ -308,7 +306,7 @@ def _groups(run: Run, step: int, count: int, plan: str, members: str) -> Groups:
         plan=plan,
         replays=tuple(sorted(replays.items())),
         fresh=len(found) - replays.total(),
-        unfinished=len(run.groups) - run.in_batches - run.complete,
+        unfinished=len(run.groups) - run.in_batches - len(run.complete),
         feed_closed=run.feed_closed,
         next_round=(run.next_position >> ROUND_BITS) + 1,
         members=members,
@@ -318,9 +316,9 @@ def _groups(run: Run, step: int, count: int, plan: str, members: str) -> Groups:
 def _rows(run: Run, stage: Stage) -> Rows:
     return Rows(
         run=run.name,
-        ready=len(run.ready[stage.number]),
+        ready=run.num_ready(stage),
         upstream=0 if stage.first else run.ledger.unstarted,
-        open_groups=admission.unconsumed(run),
+        open_groups=run.unconsumed,
         open_bytes=run.open_bytes,
         feed_closed=run.feed_closed,
         epoch=run.epoch,

@@ -1,20 +1,16 @@
-"""When a group is complete, and what becomes of it when a row dies or grows too old."""
+"""When a group is complete, and what happens to it when a row dies or grows too old."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from meshrl.contract.types import GroupPolicy, StalePolicy
 from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.ledger import Exit, State
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.run import Run
 
 INCOMPLETE = "group_incomplete"
-"""Why siblings of a dead row leave."""
+"""The reason with which siblings of a dead row leave."""
 SPARE = "k_of_n"
-"""Why unfinished rows leave when the k that were asked for are taken."""
+"""The reason with which unfinished rows leave when the k rows that were asked for are taken."""
 REISSUED, DROPPED = "reissued", "dropped"
 
 READY = list(State).index(State.READY)
@@ -23,7 +19,7 @@ READY = list(State).index(State.READY)
 def is_complete(run: Run, group: Group) -> bool:
     """True when a group that is in no batch may be taken.
 
-    `all` and `replace_sibling` want every row. `k_of_n` wants k; its unfinished rows go on until the group is taken.
+    `all` and `replace_sibling` need every row. `k_of_n` needs k; the unfinished rows go on until the group is taken.
     """
     wanted = group.size
     if run.spec.group_policy is GroupPolicy.K_OF_N:
@@ -31,22 +27,20 @@ def is_complete(run: Run, group: Group) -> bool:
     return group.counts[READY] >= wanted
 
 
-def rows_finished(run: Run, group: Group) -> None:
-    """Rows got a column, maybe their last."""
+def offer_if_complete(run: Run, group: Group) -> None:
+    """Rows of the group got a column, maybe their last."""
     if not group.complete and group.batch is None and is_complete(run, group):
         run.offer(group)
 
 
-def lost_row(run: Run, group: Group, index: int) -> None:
-    """The row at `index` of an open group was dead-lettered."""
+def after_dead_letter(run: Run, group: Group, index: int) -> None:
+    """The row at `index` of an open group was dead-lettered: replace it, go on without it, or drop the group."""
     policy = run.spec.group_policy
     replacements = group.replacements[index]
     if policy is GroupPolicy.REPLACE_SIBLING and replacements < run.spec.max_attempts:
-        group.attempts[index] += 1
-        run.add_rows(group, [index])
-        group.replacements[index] = replacements + 1
+        run.start_attempts(group, [index], replacements=replacements + 1)
         return
-    group.dead |= 1 << index
+    run.mark_dead(group, index)
     if policy is not GroupPolicy.K_OF_N or group.present.bit_count() < run.spec.group_k:
         run.remove_group(group, Exit.FILTERED, INCOMPLETE)
 
@@ -58,15 +52,10 @@ def too_old(run: Run, group: Group, step: int) -> bool:
 
 
 def retire(run: Run, group: Group) -> None:
-    """The group is too old: every row leaves as stale; by policy the task is sampled anew in its old place."""
+    """The group is too old: every row leaves as stale; `reissue` samples the task again in its old place."""
     if run.spec.stale_policy is StalePolicy.DROP:
         run.remove_group(group, Exit.STALE, DROPPED)
         run.save()
         return
-    run.withdraw(group)
-    run.remove_rows(group, group.present, Exit.STALE, REISSUED)
-    group.dead = 0
-    group.position = -1
-    group.attempts = [attempt + 1 for attempt in group.attempts]
-    run.add_rows(group, range(group.size))
+    run.reissue(group, REISSUED)
     run.save([group])

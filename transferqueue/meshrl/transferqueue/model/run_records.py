@@ -1,17 +1,21 @@
-"""The declaration of a run: checked once, stored once, compared when the run is opened again."""
+"""The two stored records of a run: its spec, which never changes, and its state, which every transition rewrites.
+
+A spec is checked and stored once, and compared when the run is opened again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy
+from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy, Version
 
 RUN_BYTES = 200
 
 
-def check(spec: RunSpec) -> None:
-    """Refuse a run that could not go on. Stages and sampler are checked where they are built. Raises UserError."""
+def check_spec(spec: RunSpec) -> None:
+    """Refuse a spec that cannot work. Stages and sampler are checked where they are built. Raises UserError."""
     problem = ""
     if not spec.run or "/" in spec.run or len(spec.run.encode()) > RUN_BYTES:
         problem = f"a run's name has 1 to {RUN_BYTES} bytes and no '/'"
@@ -27,7 +31,7 @@ def check(spec: RunSpec) -> None:
         raise UserError(f"run {spec.run!r}: {problem}")
 
 
-def compare(old: RunSpec, new: RunSpec) -> None:
+def compare_specs(old: RunSpec, new: RunSpec) -> None:
     """Raises ConflictError naming the first field that differs."""
     for field in dataclasses.fields(RunSpec):
         had, wants = getattr(old, field.name), getattr(new, field.name)
@@ -37,7 +41,7 @@ def compare(old: RunSpec, new: RunSpec) -> None:
             )
 
 
-def encode(spec: RunSpec) -> Json:
+def encode_spec(spec: RunSpec) -> Json:
     """As JSON; an infinite staleness is null."""
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(RunSpec)}
     fields["stages"] = [[stage.name, stage.reads, stage.writes] for stage in spec.stages]
@@ -45,8 +49,8 @@ def encode(spec: RunSpec) -> Json:
     return fields
 
 
-def decode(stored: Json) -> RunSpec:
-    """The inverse of `encode`."""
+def decode_spec(stored: Json) -> RunSpec:
+    """The inverse of `encode_spec`."""
     fields = dict(stored)
     fields["stages"] = tuple(
         StageSpec(name=name, reads=tuple(reads), writes=tuple(writes))
@@ -57,3 +61,48 @@ def decode(stored: Json) -> RunSpec:
     fields["group_policy"] = GroupPolicy(fields["group_policy"])
     fields["stale_policy"] = StalePolicy(fields["stale_policy"])
     return RunSpec(**fields)
+
+
+UNPUBLISHED = Version(0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class RunRecord:
+    """The state of a run itself: versions, the feeder's cursor, counters. The names are those of the stored JSON."""
+
+    epoch: int = 0
+    owner: str = ""
+    """The trainer that acquired the run last."""
+    published: Version = UNPUBLISHED
+    cursor: str = ""
+    """The feeder's position in its data."""
+    feed_closed: bool = False
+    committed_step: int = 0
+    last_token: int = 0
+    """The last fencing token."""
+    next_group: int = 0
+    next_position: int = 0
+    """The position of the next group that is taken for the first time."""
+    next_batch: int = 0
+    next_dead: int = 0
+
+    def encode(self) -> Json:
+        """As JSON."""
+        return {
+            "epoch": self.epoch,
+            "owner": self.owner,
+            "published": str(self.published),
+            "cursor": self.cursor,
+            "feed_closed": self.feed_closed,
+            "committed_step": self.committed_step,
+            "last_token": self.last_token,
+            "next_group": self.next_group,
+            "next_position": self.next_position,
+            "next_batch": self.next_batch,
+            "next_dead": self.next_dead,
+        }
+
+    @classmethod
+    def decode(cls, stored: Json) -> RunRecord:
+        """The inverse of `encode`. Raises KeyError, TypeError or ValueError for other JSON."""
+        return cls(**{**stored, "published": Version.parse(stored["published"])})
