@@ -27,7 +27,7 @@ async def ours(
     redis = None
     if store == "redis":
         redis, section["redis_url"] = await start_redis(folder / "redis")
-        section["durability"] = "everysec"
+        section["durability"] = "none"  # the server's own appendfsync, everysec, holds
     parts = {"server": [redis.pid]} if redis else {}
     server = [sys.executable, str(HERE / "ours_server.py")]
     servers = [

@@ -33,7 +33,7 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         server: RedisServer = request.getfixturevalue("redis_server")
         config = QueueConfig(
             store="redis",
-            durability="everysec",
+            durability="none",
             redis_url=server.url,
             redis_prefix=uuid4().hex,
         )

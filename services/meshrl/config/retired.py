@@ -12,10 +12,14 @@ KEYS: Final[Mapping[Loc, str]] = {
     ("queue", "shared_memory_bytes"): "payload always travels over gRPC",
 }
 """Keys that are ignored, and what holds instead."""
+VALUES: Final[Mapping[Loc, Mapping[object, object]]] = {
+    ("queue", "durability"): {"everysec": "always"},
+}
+"""Values that are replaced, and by what."""
 
 
 def drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
-    """Take retired keys out of `tree` and `origins`. Returns a line for the user for each of them."""
+    """Remove retired keys and replace retired values in `tree`. Returns a line for the user for each of them."""
     lines = []
     for (*path, last), instead in KEYS.items():
         section = _section(tree, path)
@@ -24,6 +28,14 @@ def drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
             name = ".".join(map(str, (*path, last)))
             origin = origins.pop((*path, last), name)
             lines.append(f"{origin}: {name} is no longer a key and is ignored: {instead}")
+    for (*path, last), replacements in VALUES.items():
+        section = _section(tree, path)
+        value = section.get(last)
+        if isinstance(value, str) and value in replacements:
+            section[last] = replacements[value]
+            name = ".".join(map(str, (*path, last)))
+            origin = origins.get((*path, last), name)
+            lines.append(f"{origin}: {name}={value} is no longer a value: {section[last]} is used")
     return lines
 
 

@@ -102,6 +102,18 @@ def test_a_key_that_is_gone_is_dropped_with_one_line(
     assert not capsys.readouterr().err
 
 
+def test_a_value_that_is_gone_is_replaced_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load(MINIMAL + "queue: {durability: everysec}\n")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "my.yaml:2: queue.durability=everysec is no longer a value: always is used"
+    assert recipe.queue.durability == "always"
+    save_recipe(recipe, tmp_path / "saved.yaml")
+    load_recipe(tmp_path / "saved.yaml", check=False)
+    assert not capsys.readouterr().err
+
+
 def test_a_key_that_is_gone_is_dropped_from_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

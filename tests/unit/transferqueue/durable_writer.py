@@ -2,8 +2,7 @@
 
     python durable_writer.py FOLDER DURABILITY
 
-Commit n rewrites what commit n-1 wrote: META `at` is n, PAYLOAD 0..KEYS-1 hold n. Prints n once it is acknowledged,
-and `synced n` once the first n commits are synced.
+Commit n rewrites what commit n-1 wrote: META `at` is n, PAYLOAD 0..KEYS-1 hold n. Prints n once it is acknowledged.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 from pathlib import Path
 
 from meshrl.transferqueue.store import Operation, Table
-from meshrl.transferqueue.stores import _lmdb_sync, disk
 from meshrl.transferqueue.stores.disk import DiskStore
 
 KEYS = 8
@@ -36,25 +34,11 @@ async def check(store: DiskStore) -> int:
 
 
 async def main(folder: Path, durability: str) -> None:
-    disk.SYNC_EVERY_S = 0.05  # type: ignore[misc]
-    number = 0
-    sync = _lmdb_sync.Synced.sync
-
-    def told(self: _lmdb_sync.Synced) -> None:
-        # In the commit thread: what is committed by now is what is synced.
-        done = committed
-        sync(self)
-        print("synced", done, flush=True)
-
-    _lmdb_sync.Synced.sync = told  # type: ignore[method-assign]
-    committed = 0
     store = DiskStore(folder, durability=durability, grow_bytes=1 << 20)
     number = await check(store)
-    committed = number
     while True:
         number += 1
         await store.apply(commit(number))
-        committed = number
         print(number, flush=True)
 
 

@@ -1,12 +1,11 @@
 """A disk whose power can be cut: ext4 on a loop device, shut down as a crash leaves it (FS_IOC_SHUTDOWN, no flush).
 
-What was fsynced is there after the next mount; what was only in the page cache is gone, but for what the kernel
-happened to write back, which `write_back` does for a range. This is what xfstests does.
+What was fsynced is there after the next mount; what was only in the page cache is gone, except for what the kernel
+happened to write back. This is what xfstests does.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import struct
@@ -18,21 +17,6 @@ from pathlib import Path
 SHUTDOWN = 0x8004587D
 """_IOR('X', 125, __u32)"""
 WITHOUT_FLUSH = struct.pack("I", 2)
-
-WRITE_AND_WAIT = 7
-"""SYNC_FILE_RANGE_WAIT_BEFORE | _WRITE | _WAIT_AFTER"""
-
-
-def write_back(path: Path, nbytes: int) -> None:
-    """The first bytes of a file reach the disk, as they may at any time; the rest of it does not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    file = os.open(path, os.O_RDWR)
-    try:
-        offset, length = ctypes.c_int64(0), ctypes.c_int64(nbytes)
-        if libc.sync_file_range(file, offset, length, WRITE_AND_WAIT) != 0:
-            raise OSError(ctypes.get_errno(), "sync_file_range")
-    finally:
-        os.close(file)
 
 
 def call(*command: str) -> None:

@@ -40,9 +40,7 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeS
         return
     with TemporaryDirectory() as folder, running(Path(folder)) as server:
         yield lambda name: stores.build(
-            QueueConfig(
-                store="redis", durability="everysec", redis_url=server.url, redis_prefix=name
-            ),
+            QueueConfig(store="redis", durability="none", redis_url=server.url, redis_prefix=name),
             tmp_path,
         )
 

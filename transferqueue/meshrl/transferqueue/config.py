@@ -26,11 +26,11 @@ def _spell_infinity(value: object) -> object:
 
 def _know_old_names(value: object) -> object:
     if value == "process":
-        raise ValueError('"process" is spelled "none" (want always, everysec or none)')
+        raise ValueError('"process" is spelled "none" (want always or none)')
     return value
 
 
-Durability = Annotated[Literal["always", "everysec", "none"], BeforeValidator(_know_old_names)]
+Durability = Annotated[Literal["always", "none"], BeforeValidator(_know_old_names)]
 Staleness = Annotated[NonNegativeInt | Literal["inf"], BeforeValidator(_spell_infinity)]
 
 
@@ -45,8 +45,8 @@ class QueueConfig(Config):
     """Queue processes, each with a store of its own (`queue`, `queue-1`, …). May grow from one start to the next, and
     from 2 on while the run goes on: `meshrl queue add-shard`."""
     durability: Durability = "always"
-    """What a power cut may cost: `always` nothing that was acknowledged (fsync), `everysec` the last second or two,
-    `none` everything. kill -9 of the queue costs nothing with any of them (but for the memory store)."""
+    """What a power cut may cost: `always` nothing that was acknowledged (fsync), `none` everything. kill -9 of the
+    queue costs nothing with either (but for the memory store)."""
     reserve_bytes: NonNegativeInt = 64 << 20
     """Free disk space (redis: of maxmemory) that rows may not use, so that they can still leave when it is full."""
     memory_bytes: NonNegativeInt = 0

@@ -27,13 +27,16 @@ from meshrl.contract import errors
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, Table
-from meshrl.transferqueue.stores import _lmdb_checksums, _lmdb_damage, _lmdb_sync, _lmdb_walk
+from meshrl.transferqueue.stores import (
+    _lmdb_checksums,
+    _lmdb_damage,
+    _lmdb_unsynced,
+    _lmdb_walk,
+)
 
 log = logging.getLogger(__name__)
 
 STAMP = b"\x00format"
-SYNC_EVERY_S: Final = 1.0
-"""Under `everysec`: from the first commit that is not synced to the sync."""
 TELL_EVERY_S: Final = 0.5
 """From the first commit that the witness does not know to when it does; at each commit it would cost 2 % of CPU."""
 EXPORT_BYTES: Final = 8 << 20
@@ -78,22 +81,16 @@ class DiskStore:
         self._tally = _lmdb_checksums.Tally()
         self._witness: _lmdb_checksums.Witness | None = None
         self._witness_timer: asyncio.TimerHandle | None = None
-        self._synced: _lmdb_sync.Synced | None = None
-        self._sync_timer: asyncio.TimerHandle | None = None
-        self._syncing: asyncio.Task[None] | None = None
-        self._sync_error: InfraError | CapacityError | CorruptError | None = None
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
         """Open the environment (anew) and return META. Raises UserError, CorruptError, CapacityError."""
-        await self._stop_syncing()
+        self._cancel_witness_timer()
         async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             return await self._run(self._commits, self._open_and_load)
 
     async def apply(self, operations: Sequence[Operation]) -> None:
         """One transaction, on disk on return under `always`. Raises CapacityError, InfraError."""
-        if self._sync_error is not None:
-            raise self._sync_error
         while True:
             try:
                 await self._run(self._commits, lambda: self._commit(operations))
@@ -105,11 +102,9 @@ class DiskStore:
                 raise self._translated(error) from error
             else:
                 break
-        loop = asyncio.get_running_loop()
         if self._witness_timer is None:
+            loop = asyncio.get_running_loop()
             self._witness_timer = loop.call_later(TELL_EVERY_S, self._tell_witness)
-        if self._durability == "everysec" and self._sync_timer is None:
-            self._sync_timer = loop.call_later(SYNC_EVERY_S, self._start_sync)
 
     async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         """Copies of the PAYLOAD values. Raises InfraError, CorruptError."""
@@ -159,7 +154,7 @@ class DiskStore:
     async def close(self) -> None:
         """Wait for the threads, close the files, let another process own them."""
         self._closing = True
-        await self._stop_syncing()
+        self._cancel_witness_timer()
         async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             await self._run(self._commits, self._shut)
@@ -190,7 +185,7 @@ class DiskStore:
         self._shut_environment(clean=False)
         self._own()
         _lmdb_damage.refuse_emptied(self._path)
-        _lmdb_sync.recover(self._path)
+        _lmdb_unsynced.recover(self._path)
         known = _lmdb_damage.marked(self._path)
         walked = _lmdb_damage.walk(self._path)
         size = max(self._grow_bytes, self._file_bytes())
@@ -205,11 +200,9 @@ class DiskStore:
             walked = (0, 0)
         _lmdb_damage.mark(self._path)
         if fsync:
-            _lmdb_sync.settle(self._path, self._environment)
+            _lmdb_unsynced.clear(self._path, self._environment)
         else:
-            points = self._durability == "everysec"
-            self._synced = _lmdb_sync.Synced(self._path, self._environment, points=points)
-        self._sync_error = None
+            _lmdb_unsynced.mark(self._path)
         return walked
 
     def _own(self) -> None:
@@ -299,42 +292,20 @@ class DiskStore:
             if piece:
                 yield piece
 
-    def _start_sync(self) -> None:
-        self._syncing = asyncio.create_task(self._sync(), name="queue-sync")
-
-    async def _sync(self) -> None:
-        """One sync; one that fails refuses the next commit, so that the queue goes back to what is there."""
-        self._sync_timer = None
-        assert self._synced is not None
-        try:
-            await self._run(self._commits, self._synced.sync)
-        except (lmdb.Error, OSError) as error:
-            self._sync_error = self._translated(error)
-
     def _tell_witness(self) -> None:
         self._witness_timer = None  # it is cancelled before the file is closed
         if self._witness is not None:
             self._witness.tell(self._tally.number)
 
-    async def _stop_syncing(self) -> None:
+    def _cancel_witness_timer(self) -> None:
         if self._witness_timer is not None:
             self._witness_timer.cancel()
             self._witness_timer = None
-        if self._sync_timer is not None:
-            self._sync_timer.cancel()
-            self._sync_timer = None
-        if self._syncing is not None:
-            await self._syncing
 
     def _grow(self) -> None:
-        if self._synced is not None:
-            # No transaction may be open while the map moves, the pin neither: what it pins becomes older than this.
-            self._synced.unpin()
         size = 2 * self._env.info()["map_size"]
         log.info("queue store %s: map grows to %d bytes", self._path, size)
         self._env.set_mapsize(size)
-        if self._synced is not None:
-            self._synced.sync()
 
     def _shut_environment(self, *, clean: bool) -> None:
         if self._witness is not None:
@@ -345,11 +316,10 @@ class DiskStore:
         if self._environment is None:
             return
         try:
-            if self._synced is not None:
-                self._synced.close(clean=clean)
+            if clean:
+                _lmdb_unsynced.clear(self._path, self._environment)
         except (lmdb.Error, OSError) as error:
             log.error("queue store %s: the last sync failed: %s", self._path, error)
-        self._synced = None
         self._environment.close()
         self._environment = None
 

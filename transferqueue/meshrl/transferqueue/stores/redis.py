@@ -9,8 +9,8 @@ for again; a commit that is there already changes nothing.
 One owner: a queue holds a subscription, which dies with its connection, so a second queue is refused while the first
 one lives; whoever owned the store before has an older fencing token, which every script compares.
 
-A server that forgot acknowledged commits (failover, power cut under `everysec`) shows an older number: the commit in
-hand is refused, and `load` goes back to what the server has.
+A server that forgot acknowledged commits (failover, power cut without `appendfsync always`) shows an older number:
+the current commit is refused, and `load` goes back to what the server has.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ROOM_EVERY_S: Final = 1.0
 READ_KEYS: Final = 1024
 SCAN_RECORDS: Final = 2000
 _RANK: Final = {"none": 0, "no": 0, "everysec": 1, "always": 2}
-"""Of our words and of Redis'."""
+"""Compares `queue.durability` with Redis' `appendfsync`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class RedisStore:
         link: Link,
         prefix: str,
         *,
-        durability: str = "everysec",
+        durability: str = "always",
         reserve_bytes: int = 0,
         part_bytes: int = PART_BYTES,
     ) -> None:
@@ -259,7 +259,7 @@ class RedisStore:
             raise UserError(
                 f"queue.durability is {self._durability} and redis at {self._link.name} has appendonly"
                 f" {found['appendonly']}, appendfsync {found['appendfsync']}: CONFIG SET it to"
-                f" appendonly yes, appendfsync {self._durability}, or ask for less"
+                f" appendonly yes, appendfsync {self._durability}, or set queue.durability=none"
             )
         if int(found["maxmemory"]) and found["maxmemory-policy"].startswith("allkeys"):
             raise UserError(
