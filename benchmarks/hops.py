@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/hops.py
 
-One task of one row goes through admission, rollout, reward and the trainer's calls while every call of a Python
-function is noted; files and functions under `meshrl` are counted, generated code is not. Everything but the reward
-function's own process runs in this one, so that both ends of each call are seen. The last line is JSON.
+A task of one row goes through admission, rollout, reward and the trainer's calls while every call of a Python
+function is noted; a row before it warms up what happens only once. Files and functions under `meshrl` are counted:
+no generated code, no comprehensions. Everything but the reward function's own process runs in this one, so that both
+ends of each call are seen. `--files` lists the files. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from meshrl.transferqueue.stores import build as build_store
 
 RUN = "hops"
 FIRST = Version(1, 0)
-HOPS = ("admit", "rollout", "reward", "train")
+HOPS = ("admit", "stages", "train")
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")
 
 
@@ -65,6 +66,10 @@ class Calls:
     def __init__(self) -> None:
         self.hop = ""
         self._code: dict[str, set[CodeType]] = {hop: set() for hop in HOPS}
+
+    def enter(self, hop: str) -> None:
+        """Calls count to `hop` from here on; to none if it is empty."""
+        self.hop = hop
 
     def note(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and self.hop:
@@ -96,36 +101,40 @@ def _is_ours(code: CodeType) -> bool:
     )
 
 
-async def pass_one_row(folder: Path, calls: Calls) -> None:
-    """From `admit` to `commit`, one hop after the other."""
-    async with _mesh(folder) as (queue, rollout, reward):
-        calls.hop = "admit"
-        task = Task(
-            run=RUN,
-            task_id="t0",
-            prompt_ids=np.arange(8, dtype=np.int32),
-            group_size=1,
-            data_source="openai/gsm8k",
-            ground_truth="4",
-            sampling=SamplingParams(max_tokens=8),
-        )
-        await queue.admit(RUN, [task], cursor="0", wait_s=10)
-        calls.hop = "rollout"
-        await _while(rollout, lambda ledger: ledger.resident["pending"] > 0, queue)
-        calls.hop = "reward"
-        await _while(reward, lambda ledger: ledger.resident["ready"] > 0, queue)
-        calls.hop = "train"
-        batch = await queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b0", wait_s=10)
-        await queue.fetch(RUN, [row.uid for row in batch.rows], COLUMNS)
-        await queue.settle(RUN, epoch=1, step=0, batch_id="b0")
-        await queue.commit(RUN, epoch=1, step=1)
-        calls.hop = ""
-        assert (await queue.ledger(RUN)).trained == 1
+async def pass_rows(folder: Path, calls: Calls) -> None:
+    """One row to warm up, so that what happens once is not counted, then the one that is."""
+    async with _mesh(folder) as queue:
+        await _pass_row(queue, step=0, enter=lambda hop: None)
+        await _pass_row(queue, step=1, enter=calls.enter)
+        assert (await queue.ledger(RUN)).trained == 2
+
+
+async def _pass_row(queue: QueueClient, *, step: int, enter: Callable[[str], None]) -> None:
+    """From `admit` to `commit`; the stages work beside it, so what they do counts to the hop of that moment."""
+    task = Task(
+        run=RUN,
+        task_id=f"t{step}",
+        prompt_ids=np.arange(8, dtype=np.int32),
+        group_size=1,
+        data_source="openai/gsm8k",
+        ground_truth="4",
+        sampling=SamplingParams(max_tokens=8),
+    )
+    enter("admit")
+    await queue.admit(RUN, [task], cursor=str(step), wait_s=10)
+    enter("stages")
+    batch_id = f"b{step}"
+    batch = await queue.take(RUN, epoch=1, step=step, groups=1, batch_id=batch_id, wait_s=60)
+    enter("train")
+    await queue.fetch(RUN, [row.uid for row in batch.rows], COLUMNS)
+    await queue.settle(RUN, epoch=1, step=step, batch_id=batch_id)
+    await queue.commit(RUN, epoch=1, step=step + 1)
+    enter("")
 
 
 @asynccontextmanager
-async def _mesh(folder: Path) -> AsyncIterator[tuple[QueueClient, RolloutWorker, RewardStage]]:
-    """Queue, rollout worker and reward stage, all ready; the stages work while `_while` says so."""
+async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
+    """Queue, rollout worker and reward stage, at work."""
     config = QueueConfig()
     core = await ShardQueue.open(build_store(config, folder))
     settings = ServerSettings(port=0, metrics_port=None)
@@ -161,21 +170,18 @@ async def _mesh(folder: Path) -> AsyncIterator[tuple[QueueClient, RolloutWorker,
                 RewardConfig.model_validate({"functions": [{"name": "gsm8k"}], "workers": 1})
             )
             await judge.start()
+            reward = RewardStage(queue, [RUN], judge, worker="reward-0")
             try:
-                yield queue, rollout, RewardStage(queue, [RUN], judge, worker="reward-0")
+                async with asyncio.TaskGroup() as stages:
+                    stages.create_task(rollout.run(grace_s=5))
+                    stages.create_task(reward.run(grace_s=5))
+                    yield queue
+                    rollout.drain()
+                    reward.drain()
             finally:
                 await judge.close()
                 await engine.close()
     await core.close()
-
-
-async def _while(stage: Any, done: Callable[[Any], bool], queue: QueueClient) -> None:
-    """The stage works until the ledger says that its row is done."""
-    work = asyncio.create_task(stage.run(grace_s=5))
-    while not done(await queue.ledger(RUN)):  # noqa: ASYNC110 - the ledger lies behind gRPC
-        await asyncio.sleep(0.02)
-    stage.drain()
-    await work
 
 
 def main() -> None:
@@ -183,7 +189,7 @@ def main() -> None:
     threading.setprofile(calls.note)
     sys.setprofile(calls.note)
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(pass_one_row(Path(folder), calls))
+        asyncio.run(pass_rows(Path(folder), calls))
     sys.setprofile(None)
     if "--files" in sys.argv:
         print(*calls.files(), sep="\n")
