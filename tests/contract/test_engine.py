@@ -15,7 +15,7 @@ from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.config import RolloutConfig
 
-from .. import marked
+from .. import sglang_checkpoint
 from ..unit.rollout.checkpoints import make_model, pack
 from .engine_suite import LONG, SLOTS, EngineSuite
 
@@ -60,7 +60,7 @@ class TestSglang(EngineSuite):
 
     @pytest.fixture
     async def engine(self, tmp_path: Path) -> AsyncIterator[Engine]:
-        model = marked.make_checkpoint(tmp_path / "model", max_length=2 * LONG)
+        model = sglang_checkpoint.make_checkpoint(tmp_path / "model", max_length=2 * LONG)
         options = {
             "command": [sys.executable, "-m", "meshrl.testing.sglang_server"],
             "extra_args": ["--step-s", "0.002"],  # else a response ends before an update can begin
@@ -75,4 +75,4 @@ class TestSglang(EngineSuite):
         await engine.close()
 
     def weights(self, version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
-        return marked.weights(version)
+        return sglang_checkpoint.weights(version)

@@ -1,4 +1,4 @@
-"""What engines over servers share and needs no server: files, processes, borders of versions, a log's last words."""
+"""Parts of the server engines that need no server: files, processes, version spans, errors in logs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import Version
-from meshrl.rollout.engines._server import subprocess_guard
-from meshrl.rollout.engines._server.checkpoint import check_version, read_checkpoint, write_version
-from meshrl.rollout.engines._server.response import Answer, Chunk
-from meshrl.rollout.engines._server.server_process import Server, last_fault
-from meshrl.rollout.engines._server.staging import PREFIX, Staging
+from meshrl.rollout.server_engine import subprocess_guard
+from meshrl.rollout.server_engine.checkpoint import check_version, read_checkpoint, write_version
+from meshrl.rollout.server_engine.response import Chunk, ResponseReader
+from meshrl.rollout.server_engine.server_process import ServerProcess, last_error
+from meshrl.rollout.server_engine.staging import PREFIX, Staging
 
 from ..unit.rollout.checkpoints import VOCAB, make_model, pack
 
@@ -41,7 +41,7 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_checkpoint_tells_its_facts_without_torch(checkpoint: Path) -> None:
+def test_a_checkpoint_is_read_without_torch(checkpoint: Path) -> None:
     facts = read_checkpoint(checkpoint)
     assert (facts.vocab_size, facts.max_length, facts.eos_token_ids) == (VOCAB, 256, (2,))
     assert facts.tied
@@ -76,40 +76,40 @@ def chunk(tokens: list[int], reason: str = "", spans: Any = None) -> Chunk:
     return Chunk(tokens=tokens, logprobs=logprobs, finish_reason=reason, spans=spans)
 
 
-def test_tokens_around_a_border_wait_for_the_servers_account_of_them() -> None:
-    answer = Answer(OLD, None)
-    answer.add(chunk([1, 2]))
-    first = answer.certain()
+def test_tokens_after_an_update_has_begun_wait_for_the_servers_version_spans() -> None:
+    reader = ResponseReader(OLD, None)
+    reader.add(chunk([1, 2]))
+    first = reader.certain()
     assert first is not None and first.version == OLD
-    answer.add(chunk([3, 4, 5]))  # an update has begun: nobody asks `certain` any more
+    reader.add(chunk([3, 4, 5]))  # an update has begun: `certain` is not called any more
     last = chunk([6], "length", [("1.0", 0, 3), ("1.1", 3, 6)])
-    answer.add(last)
-    rest = answer.rest(last)
+    reader.add(last)
+    rest = reader.rest(last)
     assert [(d.tokens.tolist(), d.version) for d in rest[:-1]] == [([3], OLD), ([4, 5, 6], NEW)]
     assert [delta.finish_reason for delta in rest] == ["", "", "length"]
 
 
 @pytest.mark.parametrize(
-    ("reason", "spans", "said"),
+    ("reason", "spans", "message"),
     [
         ("stop", [("default", 0, 3)], "'default', which the mesh did not load"),
-        ("stop", [("1.1", 0, 3)], "somebody else changes its weights"),
-        ("stop", [("1.0", 0, 2)], "who sampled 2 of 3 tokens"),
+        ("stop", [("1.1", 0, 3)], "another program changes its weights"),
+        ("stop", [("1.0", 0, 2)], "which version sampled 2 of 3 tokens"),
         ("stop", None, "does not say which weights"),
         ("abort", [("1.0", 0, 3)], "ended a request by itself: abort"),
     ],
 )
-def test_tokens_of_unknown_weights_are_no_answer(reason: str, spans: Any, said: str) -> None:
-    answer = Answer(OLD, None)
-    answer.add(chunk([1, 2]))
-    answer.certain()
+def test_tokens_of_unknown_weights_are_refused(reason: str, spans: Any, message: str) -> None:
+    reader = ResponseReader(OLD, None)
+    reader.add(chunk([1, 2]))
+    reader.certain()
     last = chunk([3], reason, spans)
-    answer.add(last)
-    with pytest.raises(InfraError, match=said):
-        answer.rest(last)
+    reader.add(last)
+    with pytest.raises(InfraError, match=message):
+        reader.rest(last)
 
 
-def test_the_last_words_are_the_cause_and_not_the_reference_to_it() -> None:
+def test_the_reported_error_is_the_cause_and_not_the_reference_to_it() -> None:
     text = """
 (EngineCore pid=7) ERROR 11-20 22:04:25 [core.py:99] Traceback (most recent call last):
 (EngineCore pid=7) ERROR 11-20 22:04:25 [core.py:99]   File "x.py", line 3, in f
@@ -117,18 +117,18 @@ def test_the_last_words_are_the_cause_and_not_the_reference_to_it() -> None:
 (APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.
 INFO: shutting down
 """
-    assert last_fault(text) == "ValueError: no such dtype"
-    assert last_fault("api_server.py: error: unrecognized arguments: --x") == (
+    assert last_error(text) == "ValueError: no such dtype"
+    assert last_error("api_server.py: error: unrecognized arguments: --x") == (
         "api_server.py: error: unrecognized arguments: --x"
     )
-    assert last_fault("") == "it wrote nothing"
+    assert last_error("") == "it wrote nothing"
 
 
-def test_staging_leaves_nothing_behind_and_clears_what_a_killed_process_left(
+def test_staging_removes_its_files_and_those_of_a_killed_process(
     tmp_path: Path,
 ) -> None:
     script = (
-        "import os, pathlib; from meshrl.rollout.engines._server.staging import Staging;"
+        "import os, pathlib; from meshrl.rollout.server_engine.staging import Staging;"
         f"Staging(pathlib.Path({str(tmp_path)!r}), version_bytes=1).new().path.mkdir();"
         "os._exit(9)"
     )
@@ -137,7 +137,7 @@ def test_staging_leaves_nothing_behind_and_clears_what_a_killed_process_left(
     first = Staging(tmp_path, version_bytes=1)
     second = Staging(tmp_path, version_bytes=1)
     assert not abandoned.exists()
-    assert len(list(tmp_path.iterdir())) == 2  # the living leave each other alone
+    assert len(list(tmp_path.iterdir())) == 2  # running processes keep theirs
     for staging in (first, second, first):
         staging.close()
     assert list(tmp_path.iterdir()) == []
@@ -172,7 +172,7 @@ time.sleep(600)
 
 
 async def test_a_server_and_its_children_end_when_it_is_stopped(tmp_path: Path) -> None:
-    server = Server([sys.executable, "-c", FAMILY], dict(os.environ), tmp_path / "log")
+    server = ServerProcess([sys.executable, "-c", FAMILY], dict(os.environ), tmp_path / "log")
     await server.start()
     grandchild = await first_number(server.log)
     assert alive(grandchild)
@@ -181,10 +181,10 @@ async def test_a_server_and_its_children_end_when_it_is_stopped(tmp_path: Path) 
     assert await gone(grandchild)
 
 
-async def test_what_a_killed_guard_leaves_behind_is_killed_by_who_waits_for_it(
+async def test_processes_that_a_killed_guard_leaves_are_killed(
     tmp_path: Path,
 ) -> None:
-    server = Server([sys.executable, "-c", FAMILY], dict(os.environ), tmp_path / "log")
+    server = ServerProcess([sys.executable, "-c", FAMILY], dict(os.environ), tmp_path / "log")
     await server.start()
     grandchild = await first_number(server.log)
     # The group's number is the guard's pid.
@@ -217,13 +217,13 @@ time.sleep(600)
 """
 
 
-def test_logprobs_of_a_long_answer_keep_their_places() -> None:
-    answer = Answer(OLD, None)
+def test_logprobs_of_a_long_response_stay_with_their_tokens() -> None:
+    reader = ResponseReader(OLD, None)
     for start in range(0, 30, 3):
         tokens = [start, start + 1, start + 2]
         logprobs = [-float(token) for token in tokens]
-        answer.add(Chunk(tokens=tokens, logprobs=logprobs, finish_reason="", spans=None))
-    delta = answer.certain()
+        reader.add(Chunk(tokens=tokens, logprobs=logprobs, finish_reason="", spans=None))
+    delta = reader.certain()
     assert delta is not None
     np.testing.assert_array_equal(delta.logprobs, -delta.tokens.astype(np.float32))
-    assert answer.certain() is None
+    assert reader.certain() is None

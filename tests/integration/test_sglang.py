@@ -16,16 +16,15 @@ import pytest
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.engines._server.engine import ServerEngine
-from meshrl.rollout.engines._sglang.client import LOADER
-from meshrl.rollout.engines.sglang import build
+from meshrl.rollout.engines.sglang import LOADER, build
 from meshrl.rollout.sampling import Response, closing, sample
+from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.versions import UNSERVED
 from meshrl.testing.sglang_server.routes import NOT_FLUSHED
 from meshrl.testing.sglang_server.updates import PARTIAL
 
 from ..contract.engine_suite import SLOTS, ask
-from ..marked import (
+from ..sglang_checkpoint import (
     EOS,
     cache_marks,
     fault,
@@ -190,7 +189,7 @@ async def test_the_stand_in_mislabels_as_sglang_does_when_paused_in_place_with_a
 ) -> None:
     """Why an overlapping server is retracted: without that the check above would fail."""
     engine = await make()
-    client: Any = engine._host.client
+    client: Any = engine._server.client
     client.facts = client.facts.__class__(
         **{name: getattr(client.facts, name) for name in client.facts.__dataclass_fields__}
         | {"overlaps": False}
@@ -267,7 +266,9 @@ async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until
     poisoned = engine.url
     await fault(poisoned, route=route, status=status, message=message)
     running = await begun(engine, until=NEVER)
-    with pytest.raises(InfraError, match=f"weights 1.2 did not get into SGLang: .*{route}") as said:
+    with pytest.raises(
+        InfraError, match=f"loading weights 1.2 failed in SGLang: .*{route}"
+    ) as said:
         await commit(engine, 2, OnUpdate.INTERRUPT)
     assert message[:40] in str(said.value) and "\n" not in str(said.value)
     assert engine.version == UNSERVED
@@ -301,7 +302,7 @@ async def test_a_loader_that_raises_ends_the_server_and_the_next_one_says_so(
     await commit(engine, 1)
     await engine.stage_weights(*weights(Version(1, 2)))
     lose_newest_file(tmp_path)
-    with pytest.raises(InfraError, match=r"weights 1\.2 did not get into SGLang"):
+    with pytest.raises(InfraError, match=r"loading weights 1\.2 failed in SGLang"):
         await engine.commit_weights(Version(1, 2), OnUpdate.IN_FLIGHT)
     await commit(engine, 3)
     assert mislabelled(await sample(engine, ask("b"))) == 0
@@ -312,7 +313,7 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(make: Ma
     engine = await make(url=owner.url)
     await commit(engine, 1)
     await fault(owner.url, route="/end_weight_update", status=400, message="no")
-    with pytest.raises(InfraError, match="did not get into SGLang"):
+    with pytest.raises(InfraError, match="failed in SGLang"):
         await commit(engine, 2)
     with pytest.raises(MeshError, match="half loaded: restart it"):
         await sample(engine, ask("a"))
@@ -384,7 +385,7 @@ async def test_a_silent_server_fails_the_request_and_is_replaced(make: Maker) ->
         (
             "/update_weight_version",
             {"new_version": "9.9", "abort_all_requests": False},
-            "by '9.9', the server was left at 1.1: somebody else changes its weights",
+            "by '9.9', the server was left at 1.1: another program changes its weights",
         ),
     ],
     ids=["abort", "relabel", "relabel quietly"],

@@ -22,9 +22,9 @@ from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.ports import Engine
 from meshrl.contract.types import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
 from meshrl.rollout.engines import torch as torch_engine
-from meshrl.rollout.engines._server.engine import ServerEngine
 from meshrl.rollout.engines.vllm import build
 from meshrl.rollout.sampling import Response, sample
+from meshrl.rollout.server_engine.engine import ServerEngine
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..unit.rollout.checkpoints import (
@@ -341,7 +341,7 @@ async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until
     half_loaded = server_pid(checkpoint / "vllm.log")
     await owner.stage_weights(*pack(tied(seed=1), Version(11, 1)))
     await lose_newest_file(staging)
-    with pytest.raises(InfraError, match=r"weights 11\.1 did not get into vLLM: .*safetensors"):
+    with pytest.raises(InfraError, match=r"loading weights 11\.1 failed in vLLM: .*safetensors"):
         await owner.commit_weights(Version(11, 1), OnUpdate.IN_FLIGHT)
     assert owner.version == Version(0, 0)
     waiting = asyncio.create_task(sample(owner, request("a", [5, 6], max_tokens=8)))
@@ -362,7 +362,7 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
     await commit(engine, tied(), Version(1, 0))
     await engine.stage_weights(*pack(tied(seed=1), Version(1, 1)))
     await lose_newest_file(tmp_path)
-    with pytest.raises(InfraError, match=r"weights 1\.1 did not get into vLLM: .*safetensors"):
+    with pytest.raises(InfraError, match=r"loading weights 1\.1 failed in vLLM: .*safetensors"):
         await engine.commit_weights(Version(1, 1), OnUpdate.IN_FLIGHT)
     assert engine.version == Version(0, 0)
     with pytest.raises(MeshError, match="half loaded: restart it"):

@@ -22,18 +22,17 @@ from hypothesis import strategies as st
 
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.engines._server.engine import ServerEngine
-from meshrl.rollout.engines._server.tensor_ranges import ITEM_BYTES, Piece
 from meshrl.rollout.engines._vllm.packing import pack as pack_pieces
 from meshrl.rollout.engines._vllm.packing import update_info
 from meshrl.rollout.engines.vllm import build
+from meshrl.rollout.server_engine.engine import ServerEngine
+from meshrl.rollout.server_engine.tensor_ranges import ITEM_BYTES, TensorRange
 from meshrl.testing.libraries.stub import VARIABLE
 
 from ..unit.rollout.checkpoints import make_model, pack
 
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-SERVER = Path(__file__).with_name("vllm_server.py")
 FIRST, SECOND, THIRD = Version(1, 0), Version(1, 1), Version(1, 2)
 
 
@@ -56,7 +55,7 @@ async def make(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Any]:
     async def engine(start: bool = True, **options: Any) -> ServerEngine:
         server: dict[str, Any] = options.pop("server", {})
         defaults = {
-            "command": [sys.executable, str(SERVER)],
+            "command": [sys.executable, "-m", "meshrl.testing.vllm_server"],
             "env": {"FAKE_VLLM": json.dumps({"once": str(tmp_path / "struck"), **server})},
             "log": str(tmp_path / "log"),
             "update": "native",
@@ -116,7 +115,7 @@ async def test_every_byte_arrives_in_every_worker_also_after_the_root_was_killed
     update = ["pause", "start_weight_update", "update_weights", "finish_weight_update"]
     update += ["weight_info", "resume"]
     assert found["calls"] == start + 2 * update
-    root = engine._host.client._sender._root._process  # type: ignore[attr-defined]
+    root = engine._server.client._sender._root._process  # type: ignore[attr-defined]
     os.kill(root.pid, signal.SIGKILL)
     await root._process.wait()
     await commit(engine, model_of(2), THIRD, "bfloat16")
@@ -130,7 +129,7 @@ async def test_every_byte_arrives_in_every_worker_also_after_the_root_was_killed
 async def test_an_error_of_the_server_ends_a_broadcast_that_waits_for_it(make: Any) -> None:
     engine = await make(server={"fault": "refuse"})
     with pytest.raises(
-        InfraError, match=r"weights 1\.0 did not get into vLLM: .*no such parameter"
+        InfraError, match=r"loading weights 1\.0 failed in vLLM: .*no such parameter"
     ):
         await commit(engine, model_of(1), FIRST, "float32")
     # The server is half loaded: its successor, and a communicator of its own, take the next version.
@@ -140,13 +139,13 @@ async def test_an_error_of_the_server_ends_a_broadcast_that_waits_for_it(make: A
 
 async def test_a_server_that_never_answers_is_given_up_at_the_deadline(make: Any) -> None:
     engine = await make(server={"fault": "deaf"}, update_s=1.0)
-    with pytest.raises(InfraError, match=r"weights 1\.0 did not get into vLLM"):
+    with pytest.raises(InfraError, match=r"loading weights 1\.0 failed in vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
 
 
 async def test_a_server_that_dies_between_two_buckets_comes_back(make: Any) -> None:
     engine = await make(server={"fault": "die"})
-    with pytest.raises(InfraError, match=r"weights 1\.0 did not get into vLLM"):
+    with pytest.raises(InfraError, match=r"loading weights 1\.0 failed in vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
     await commit(engine, model_of(2), SECOND, "float32")
     assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
@@ -159,7 +158,7 @@ async def test_a_root_that_stops_in_a_broadcast_is_killed_and_the_server_replace
     fault = {"at": "middle", "nth": 2, "do": "stop", "once": str(stopped)}
     root = {"library": "stub", "env": {VARIABLE: json.dumps({"faults": [fault]})}}
     engine = await make(nccl=root, update_s=4.0)
-    with pytest.raises(InfraError, match=r"weights 1\.0 did not get into vLLM"):
+    with pytest.raises(InfraError, match=r"loading weights 1\.0 failed in vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
     await gone([int(stopped.read_text())])
     await commit(engine, model_of(2), SECOND, "float32")
@@ -208,11 +207,13 @@ tensors = st.lists(
 )
 
 
-def make_pieces(drawn: list[tuple[str, int]]) -> list[Piece]:
+def make_pieces(drawn: list[tuple[str, int]]) -> list[TensorRange]:
     pieces, start = [], 0
     for number, (dtype, items) in enumerate(drawn):
         end = start + items * ITEM_BYTES[dtype]
-        pieces.append(Piece(name=f"t{number}", dtype=dtype, shape=(items,), start=start, end=end))
+        pieces.append(
+            TensorRange(name=f"t{number}", dtype=dtype, shape=(items,), start=start, end=end)
+        )
         start = end
     return pieces
 

@@ -1,4 +1,4 @@
-"""A response that another engine goes on with is the response that nothing had interrupted."""
+"""A response that another engine continues equals the uninterrupted response."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, OnUpdate, Version
-from meshrl.rollout.engines._server.checkpoint import Checkpoint as CheckpointFacts
-from meshrl.rollout.engines._server.config import ServerConfig
-from meshrl.rollout.engines._server.request import Ask, ended_before, read_request
-from meshrl.rollout.engines._server.response import Answer, Chunk
 from meshrl.rollout.resumable_generator import continuation
 from meshrl.rollout.sampling import closing, sample, version_spans
+from meshrl.rollout.server_engine.checkpoint import Checkpoint as CheckpointFacts
+from meshrl.rollout.server_engine.config import ServerConfig
+from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
+from meshrl.rollout.server_engine.response import Chunk, ResponseReader
 from meshrl.rollout.torch_engine.stopping import StopStrings
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs, make_model, pack, request
@@ -54,7 +54,7 @@ async def test_draws_do_not_depend_on_where_a_continuation_began(
         assert rest.finish_reason == "length"
 
 
-async def test_a_stop_string_may_begin_before_the_border_and_end_behind_it(
+async def test_a_stop_string_may_begin_before_the_cut_and_end_after_it(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, tokenizer=Letters(), eos_token_ids=[])
@@ -71,7 +71,7 @@ async def test_a_stop_string_may_begin_before_the_border_and_end_behind_it(
     assert (ended.tokens.tolist(), ended.finish_reason) == ([], "stop")
 
 
-async def test_a_response_that_has_ended_already_is_only_told_why(
+async def test_a_response_that_has_ended_already_gets_only_its_finish_reason(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, max_model_len=30, eos_token_ids=[9])
@@ -124,7 +124,7 @@ async def test_continued_and_new_requests_share_a_batch(
         assert answer.tokens.tolist() == undisturbed.tokens[5 * (i % 3) :].tolist()
 
 
-def server_ask(asked: GenerateRequest) -> Ask:
+def server_request(asked: GenerateRequest) -> ServerRequest:
     checkpoint = CheckpointFacts(
         **{field: None for field in CheckpointFacts.__dataclass_fields__}
         | {"vocab_size": 61, "eos_token_ids": (2,)}
@@ -132,12 +132,12 @@ def server_ask(asked: GenerateRequest) -> Ask:
     return read_request(asked, ServerConfig(), checkpoint, max_length=30, finds_strings=True)
 
 
-def test_a_server_is_asked_for_the_rest_with_draws_of_its_own() -> None:
+def test_the_request_for_the_rest_of_a_response_has_another_seed() -> None:
     asked = request("a", PROMPT, max_tokens=20, seed=3)
-    whole, rest = server_ask(asked), server_ask(after(asked, [7, 8]))
+    whole, rest = server_request(asked), server_request(after(asked, [7, 8]))
     assert (whole.max_tokens, rest.max_tokens) == (20, 18)
-    assert whole.seed != rest.seed == server_ask(after(asked, [9, 9])).seed
-    assert server_ask(after(asked, [9] * 27)).max_tokens == 0
+    assert whole.seed != rest.seed == server_request(after(asked, [9, 9])).seed
+    assert server_request(after(asked, [9] * 27)).max_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_a_server_is_not_asked_for_a_response_that_has_ended(
     text = Letters().decode([10, 11])[1:3]
     asked = after(request("a", PROMPT, max_tokens=20, stop=(text,)), tokens)
     strings = StopStrings((text,), Letters(), {})
-    assert ended_before(asked, server_ask(asked), strings) == reason
+    assert ended_before(asked, server_request(asked), strings) == reason
 
 
-def test_a_servers_answer_finds_a_stop_string_that_began_before_it() -> None:
+def test_a_stop_string_that_began_before_the_continuation_is_found() -> None:
     text = Letters().decode([10, 11])[1:3]
-    answer = Answer(FIRST, StopStrings((text,), Letters(), {}), before=[7, 10])
+    reader = ResponseReader(FIRST, StopStrings((text,), Letters(), {}), before=[7, 10])
     assert (
-        answer.add(Chunk(tokens=[11, 12], logprobs=[-1.0, -1.0], finish_reason="", spans=None)) == 1
+        reader.add(Chunk(tokens=[11, 12], logprobs=[-1.0, -1.0], finish_reason="", spans=None)) == 1
     )
-    assert answer.stopped
+    assert reader.stopped

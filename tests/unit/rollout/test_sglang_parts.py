@@ -1,4 +1,4 @@
-"""What the sglang engine says to a server, without one."""
+"""The requests and payloads of the sglang engine, without a server."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ import torch
 from safetensors.torch import save_file
 
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.rollout.engines._server.request import Ask
-from meshrl.rollout.engines._server.tensor_ranges import read_pieces
-from meshrl.rollout.engines._sglang.client import Facts, _Reader, request_body
-from meshrl.rollout.engines._sglang.kind import PLUGIN_DIR
-from meshrl.rollout.engines._sglang.payload import named_empty_tensor
-from meshrl.rollout.engines._sglang.plan import plan, update_body
+from meshrl.rollout.engines._sglang.native import plan_buckets, update_body
+from meshrl.rollout.engines.sglang import (
+    PLUGIN_DIR,
+    EventReader,
+    ServerFacts,
+    named_empty_tensor,
+    request_body,
+)
+from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.tensor_ranges import read_tensor_ranges
 
-FACTS = Facts(
+FACTS = ServerFacts(
     ranks=1, overlaps=True, increments=True, eos_token_ids=(2,), vocab_size=50_000, mask_tokens=4096
 )
 
 
-def asked(**what: Any) -> Ask:
+def sampling_request(**what: Any) -> ServerRequest:
     default = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop_token_ids": (2,)}
     rest = {"token_ids": [5], "max_tokens": 9, "seed": 3, "stream_interval": 4}
-    return Ask(**{**default, **rest, **what})
+    return ServerRequest(**{**default, **rest, **what})
 
 
 def test_the_payload_is_one_named_tensor_and_calls_nothing_else() -> None:
@@ -78,40 +82,42 @@ def test_tensors_of_a_bucket_begin_where_their_dtype_can(tmp_path: Path) -> None
         "d": torch.ones(7),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    pieces = read_pieces(tmp_path / "model.safetensors")
-    assert {piece.name for piece in pieces} == tensors.keys()
-    (whole,) = plan(pieces, 1 << 20)
+    ranges = read_tensor_ranges(tmp_path / "model.safetensors")
+    assert {each.name for each in ranges} == tensors.keys()
+    (whole,) = plan_buckets(ranges, 1 << 20)
     offset = 0
-    for piece in whole.pieces:
-        assert offset % tensors[piece.name].element_size() == 0
-        offset += piece.end - piece.start
+    for each in whole.tensors:
+        assert offset % tensors[each.name].element_size() == 0
+        offset += each.end - each.start
     assert offset == whole.nbytes == 6 + 20 + 2 + 28
-    small = plan(pieces, 8)
-    assert sorted(piece.name for bucket in small for piece in bucket.pieces) == sorted(tensors)
-    assert all(bucket.nbytes <= 8 or len(bucket.pieces) == 1 for bucket in small)
+    small = plan_buckets(ranges, 8)
+    assert sorted(each.name for bucket in small for each in bucket.tensors) == sorted(tensors)
+    assert all(bucket.nbytes <= 8 or len(bucket.tensors) == 1 for bucket in small)
     assert update_body(whole, group="g", label=None)["flush_cache"] is False
 
 
 @pytest.mark.parametrize(
     ("stops", "ignored"), [((2,), False), ((2, 9), False), ((), True), ((9,), True)], ids=str
 )
-def test_the_server_looks_for_stops_only_where_its_own_is_among_them(
+def test_the_server_stops_a_response_only_where_its_own_eos_is_requested(
     stops: tuple[int, ...], ignored: bool
 ) -> None:
-    params = request_body("r", asked(stop_token_ids=stops), "1.0", FACTS)["sampling_params"]
+    params = request_body("r", sampling_request(stop_token_ids=stops), "1.0", FACTS)[
+        "sampling_params"
+    ]
     assert params["ignore_eos"] is ignored
     assert params["stop_token_ids"] == (None if ignored else list(stops))
 
 
-def test_a_cut_distribution_is_asked_for_with_its_mask() -> None:
-    whole = request_body("r", asked(), "1.0", FACTS)
+def test_a_request_with_top_k_or_top_p_asks_for_the_sampling_mask() -> None:
+    whole = request_body("r", sampling_request(), "1.0", FACTS)
     assert (whole["return_sampling_mask"], whole["sampling_params"]["top_k"]) == (False, -1)
-    cut = request_body("r", asked(top_k=20, top_p=0.9), "1.0", FACTS)
+    cut = request_body("r", sampling_request(top_k=20, top_p=0.9), "1.0", FACTS)
     assert (cut["return_sampling_mask"], cut["sampling_params"]["top_k"]) == (True, 20)
-    greedy = request_body("r", asked(top_k=20, temperature=0.0), "1.0", FACTS)
+    greedy = request_body("r", sampling_request(top_k=20, temperature=0.0), "1.0", FACTS)
     assert greedy["return_sampling_mask"] is False
     with pytest.raises(UserError, match=r"top_p 0\.9 with top_k -1: .* up to 4096 tokens"):
-        request_body("r", asked(top_p=0.9), "1.0", FACTS)
+        request_body("r", sampling_request(top_p=0.9), "1.0", FACTS)
 
 
 def event(tokens: list[int], finish: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
@@ -120,8 +126,8 @@ def event(tokens: list[int], finish: dict[str, Any] | None = None, **meta: Any) 
     return {"output_ids": tokens, "meta_info": meta}
 
 
-def test_a_servers_own_account_of_a_failed_request_is_kept() -> None:
-    reader = _Reader(increments=True, cut=False)
+def test_the_servers_message_about_a_failed_request_is_kept() -> None:
+    reader = EventReader(increments=True, cut=False)
     with pytest.raises(InfraError, match="SGLang failed a request: out of memory"):
         reader.read({"error": {"message": "out of memory"}})
     with pytest.raises(UserError, match="refuses a request: too long"):
@@ -135,7 +141,7 @@ def test_a_servers_own_account_of_a_failed_request_is_kept() -> None:
         reader.read(broken)
 
 
-def test_events_that_repeat_what_was_said_are_read_once() -> None:
-    reader = _Reader(increments=False, cut=False)
+def test_tokens_that_events_repeat_are_read_once() -> None:
+    reader = EventReader(increments=False, cut=False)
     chunks = [reader.read(event(list(range(n)))) for n in (1, 4, 4, 6)]
     assert [list(chunk.tokens) for chunk in chunks] == [[0], [1, 2, 3], [], [4, 5]]

@@ -1,16 +1,61 @@
-"""The engine over a stock SGLang server."""
+"""The `sglang` engine, over a stock SGLang server: its options, its HTTP routes, how it is started and checked.
+
+The behaviour of the server that this relies on was read in the sources of SGLang 0.5.23.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import contextlib
+import logging
+import os
+import struct
+import uuid
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import PositiveInt
 
 from meshrl.contract.config import read_options
-from meshrl.rollout.engines._server.engine import ServerEngine
-from meshrl.rollout.engines._server.server import Host
-from meshrl.rollout.engines._sglang.config import Config
-from meshrl.rollout.engines._sglang.kind import Sglang
+from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.types import OnUpdate, Version
+from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.config import ServerConfig
+from meshrl.rollout.server_engine.engine import ServerEngine
+from meshrl.rollout.server_engine.http import HttpClient, error_message
+from meshrl.rollout.server_engine.kind import PROBE, check_max_length, processed
+from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PLUGIN_DIR = Path(__file__).parent / "_sglang" / "plugin"
+"""Added to the server's PYTHONPATH: the folder of `meshrl_sglang`."""
+LOADER = "meshrl_sglang.load"
+LOADER_ARGUMENTS = ("--custom-weight-loader", LOADER)
+READ_VERSION = "0.5.23"
+"""The version whose sources were read."""
+BAD_REQUEST = 400
+ABORT_S = 5.0
+"""Deadline of the abort of a request that its reader leaves."""
+
+
+class Config(ServerConfig):
+    """`rollout.engine` for `rollout.name: sglang`."""
+
+    update: Literal["staged", "disk", "native"] = "staged"
+    """How the server gets a version: `staged`: every rank reads the staged file, through our loader that the server
+    was started with; `disk`: the same file through /update_weights_from_disk, without that loader; `native`: this
+    process broadcasts it through the server's own process group, which needs no common file system."""
+    group_address: str = "127.0.0.1"
+    """For `native`: the address at which the server's ranks find this process."""
+    group_backend: Literal["nccl", "gloo"] = "nccl"
+    """For `native`: `gloo` is for machines without GPUs."""
+    bucket_bytes: PositiveInt = 512 << 20
+    """For `native`: bytes of one broadcast."""
 
 
 def build(
@@ -25,5 +70,381 @@ def build(
     `tokenizer` is needed by requests with stop strings only. Raises ConfigError for wrong options.
     """
     options = read_options(Config, config, where="rollout.engine")
-    host = Host(Sglang(options), options, slots=slots)
-    return ServerEngine(options, host, model=model, slots=slots, tokenizer=tokenizer)
+    kind = SglangServer(options)
+    return ServerEngine(kind, options, model=model, slots=slots, tokenizer=tokenizer)
+
+
+class SglangServer:
+    """How an SGLang server is started and checked. Satisfies `server_engine.kind.ServerKind`."""
+
+    name = "SGLang"
+    package = "sglang"
+    module: tuple[str, ...] = ("-m", "sglang.launch_server")
+    plugin: Path | None = PLUGIN_DIR
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def arguments(
+        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+    ) -> Sequence[str]:
+        """Command-line arguments of a server that is started here."""
+        return (
+            *("--model-path", str(checkpoint.path)),
+            *("--host", "127.0.0.1", "--port", port),
+            *("--dtype", self._config.dtype),
+            *("--context-length", str(max_length)),
+            *("--max-running-requests", str(slots)),
+            # Requests are complete: token ids in and out, no default of the checkpoint applies.
+            *("--skip-tokenizer-init", "--sampling-defaults", "openai"),
+            "--incremental-streaming-output",
+            *LOADER_ARGUMENTS,
+            *self._config.extra_args,
+        )
+
+    def environment(self) -> Mapping[str, str]:
+        """Environment of a server that is started here; `rollout.engine.env` is added to it."""
+        return dict(os.environ)
+
+    def client(self, url: str) -> SglangClient:
+        """A client of the server at `url`."""
+        config = self._config
+        return SglangClient(
+            url,
+            update=config.update,
+            silence_s=config.silence_s,
+            update_s=config.update_s,
+            sender=_sender(config) if config.update == "native" else None,
+        )
+
+    async def check(self, client: SglangClient, checkpoint: Checkpoint, max_length: int) -> None:
+        """Try everything that generation and updates will need; also warms the server up.
+
+        Raises:
+            UserError: naming the option that the server was started with or without, or its limit below `max_length`.
+        """
+        info = await client.call("GET", "/server_info")
+        self._check_options(client, info)
+        if self._config.update != "disk":
+            with contextlib.suppress(InfraError):  # 405: the route exists, for POST
+                await client.call("GET", "/begin_weight_update")
+        client.facts = ServerFacts(
+            ranks=int(info.get("tp_size") or 1),
+            overlaps=not info.get("disable_overlap_schedule"),
+            increments=bool(info.get("incremental_streaming_output")),
+            eos_token_ids=checkpoint.eos_token_ids,
+            vocab_size=checkpoint.vocab_size,
+            mask_tokens=int(info.get("sampling_mask_max_tokens") or 1),
+        )
+        if client.facts.overlaps:
+            log.info(
+                "SGLang at %s overlaps steps: updates in flight recompute the cache of running requests, so that "
+                "every token's version is exact (--disable-overlap-schedule keeps their cache instead)",
+                client.url,
+            )
+        check_max_length(self.name, client.url, await client.call("GET", "/v1/models"), max_length)
+        chunks = [chunk async for chunk in client.generate(uuid.uuid4().hex, PROBE, "probe")]
+        if chunks[-1].spans is None:
+            raise UserError(
+                f"the SGLang server at {client.url} ({info.get('version')}) does not say which weights sampled its "
+                f"tokens: want {READ_VERSION} or later"
+            )
+        if not processed(chunks):
+            raise UserError(
+                f"the SGLang server at {client.url} gives log-probs of a distribution that was not sampled"
+            )
+
+    def _check_options(self, client: SglangClient, info: Mapping[str, Any]) -> None:
+        """Raises UserError for options with which the first update would fail."""
+        where = f"the SGLang server at {client.url} was started"
+        loaders = info.get("custom_weight_loader") or ()
+        if self._config.update == "staged" and LOADER not in loaders:
+            raise UserError(
+                f"{where} without {' '.join(LOADER_ARGUMENTS)} and PYTHONPATH={PLUGIN_DIR} (or set "
+                "rollout.engine.update=disk)"
+            )
+        if int(info.get("dp_size") or 1) > 1:
+            raise UserError(
+                f"{where} with --dp-size {info['dp_size']}: it refuses weights; want one server a replica"
+            )
+        if int(info.get("pp_size") or 1) > 1 and self._config.update == "native":
+            raise UserError(
+                f"{where} with --pp-size {info['pp_size']}: its weight-update group knows tensor-parallel ranks only"
+            )
+        if info.get("weight_cache_mode", "off") != "off":
+            raise UserError(
+                f"{where} with --weight-cache-mode {info['weight_cache_mode']}: it refuses weights; want off"
+            )
+
+
+def _sender(config: Config) -> Sender:
+    from meshrl.rollout.engines._sglang.native import GroupSender  # imports torch
+
+    return GroupSender(
+        address=config.group_address,
+        backend=config.group_backend,
+        bucket_bytes=config.bucket_bytes,
+        deadline_s=config.update_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """How a server was started, as far as it matters to its client."""
+
+    ranks: int
+    """Tensor-parallel ranks: each wants its own copy of a payload."""
+    overlaps: bool
+    """It computes a step while it records the one before, and so has an unrecorded step when it is paused."""
+    increments: bool
+    """Each event of a stream has only the new tokens."""
+    eos_token_ids: Collection[int]
+    """Tokens that end a response by the checkpoint's own configuration."""
+    vocab_size: int
+    mask_tokens: int
+    """The most tokens that a returned sampling mask may have."""
+
+
+class Sender(Protocol):
+    """Broadcasts a version to the server's ranks while the server is called to receive it."""
+
+    async def send(
+        self, client: HttpClient, directory: Path, version: Version, *, ranks: int
+    ) -> None:
+        """Raises MeshError."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class SglangClient(HttpClient):
+    """The routes of an SGLang server. Satisfies `server_engine.kind.ServerClient`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        update: str,
+        silence_s: float,
+        update_s: float,
+        sender: Sender | None = None,
+    ) -> None:
+        key = os.environ.get("SGLANG_API_KEY")
+        super().__init__("SGLang", url, key=key, silence_s=silence_s, update_s=update_s)
+        self._update = update
+        self._sender = sender
+        self.facts = ServerFacts(
+            ranks=1, overlaps=True, increments=False, eos_token_ids=(), vocab_size=1, mask_tokens=1
+        )
+        """Set by the check at the start."""
+
+    async def close(self) -> None:
+        """Leave a weight-update group, free the connections."""
+        if self._sender is not None:
+            await self._sender.close()
+        await super().close()
+
+    async def label(self) -> str:
+        """The version label that the server currently stamps on tokens. Raises what `call` does."""
+        return str((await self.call("GET", "/model_info"))["weight_version"])
+
+    async def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds; 0 where the server does not report it."""
+        info = await self.call("GET", "/server_info")
+        return int(info.get("max_total_num_tokens") or 0)
+
+    async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
+        """Pause, replace the weights by those in `directory`, label them, continue.
+
+        Raises:
+            MeshError: at any point; the server must then be considered half loaded.
+        """
+        await self.call("POST", "/pause_generation", json={"mode": self._pause_mode(on_update)})
+        if self._update == "disk":
+            await self._load_from_disk(directory, version)
+        else:
+            await self.call("POST", "/begin_weight_update", json={})
+            if self._sender is not None:
+                await self._sender.send(self, directory, version, ranks=self.facts.ranks)
+            else:
+                await self._load_staged(directory, version)
+            await self.call("POST", "/end_weight_update", json={})
+        if on_update is OnUpdate.INTERRUPT:
+            await self.call("POST", "/flush_cache")
+        label = await self.label()
+        if label != str(version):
+            raise InfraError(f"{self.who} says its weights are {label!r}, not {version}")
+        await self.call("POST", "/continue_generation", json={"torch_empty_cache": False})
+
+    def _pause_mode(self, on_update: OnUpdate) -> str:
+        """`retract` puts running requests back into the waiting queue; `in_place` keeps them where they are.
+
+        With overlap, `in_place` leaves one step that was sampled and is not recorded yet: after the update its token
+        would be labelled with weights that did not sample it. `retract` records it first.
+        """
+        keeps = on_update is not OnUpdate.INTERRUPT and not self.facts.overlaps
+        return "in_place" if keeps else "retract"
+
+    async def _load_staged(self, directory: Path, version: Version) -> None:
+        payload = named_empty_tensor(str(directory))
+        await self.call(
+            "POST",
+            "/update_weights_from_tensor",
+            json={
+                "serialized_named_tensors": [payload] * self.facts.ranks,
+                "load_format": LOADER,
+                "weight_version": str(version),
+                # With running requests the server refuses the flush, after it has loaded the weights.
+                "flush_cache": False,
+            },
+        )
+
+    async def _load_from_disk(self, directory: Path, version: Version) -> None:
+        await self.call(
+            "POST",
+            "/update_weights_from_disk",
+            json={
+                "model_path": str(directory),
+                "load_format": "auto",  # the default is that of the start, which may be `dummy`
+                "weight_version": str(version),
+                "flush_cache": False,
+            },
+        )
+
+    async def generate(
+        self, request_id: str, request: ServerRequest, salt: str
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream one response. Closing the iterator aborts the request.
+
+        Raises:
+            UserError: the server refuses the request.
+            InfraError: the server failed, disconnected or sent nothing for too long.
+        """
+        body = request_body(request_id, request, salt, self.facts)
+        reader = EventReader(increments=self.facts.increments, cut=body["return_sampling_mask"])
+        ended = False
+        try:
+            async with contextlib.aclosing(self.stream("/generate", body)) as events:
+                async for event in events:
+                    chunk = reader.read(event)
+                    ended = bool(chunk.finish_reason)
+                    yield chunk
+        finally:
+            if not ended:
+                # The server notices a closed connection seconds later, or with the next token.
+                with contextlib.suppress(MeshError):
+                    await self.abort(request_id, wait_s=ABORT_S)
+
+    async def abort(self, request_id: str, *, wait_s: float | None = None) -> None:
+        """End a request, and every other whose id begins with `request_id`; its stream gets a last chunk."""
+        await self.call("POST", "/abort_request", json={"rid": request_id}, wait_s=wait_s)
+
+
+def request_body(
+    request_id: str, request: ServerRequest, salt: str, facts: ServerFacts
+) -> dict[str, Any]:
+    """The body of `/generate`. Raises UserError for a distribution whose log-probs the server cannot give."""
+    # The server's log-probs are of the distribution after temperature, before top-k and top-p; the tokens that these
+    # leave come as a mask.
+    cut = bool(request.temperature) and (request.top_p < 1 or request.top_k > 0)
+    top_k = min(request.top_k, facts.vocab_size) if request.top_k > 0 else facts.vocab_size
+    if cut and top_k > facts.mask_tokens:
+        raise UserError(
+            f"top_p {request.top_p} with top_k {request.top_k}: SGLang gives exact log-probs for up to "
+            f"{facts.mask_tokens} tokens; set a smaller top_k, or start it with a larger --sampling-mask-max-tokens"
+        )
+    # `ignore_eos` also disables stop tokens, and without it the checkpoint's own end of sequence stops. So the server
+    # looks for stop tokens only where its own are among those requested; else the engine does.
+    stops = set(request.stop_token_ids)
+    ignore = not stops or not set(facts.eos_token_ids) <= stops
+    return {
+        "rid": request_id,
+        "input_ids": list(request.token_ids),
+        "sampling_params": {
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": top_k if cut else -1,
+            "max_new_tokens": request.max_tokens,
+            "stop_token_ids": None if ignore else list(request.stop_token_ids),
+            "ignore_eos": ignore,
+            "no_stop_trim": True,
+            "stream_interval": request.stream_interval,
+            "sampling_seed": request.seed,
+        },
+        "return_logprob": True,
+        "return_sampling_mask": cut,
+        "cache_salt": salt,
+        "stream": True,
+    }
+
+
+class EventReader:
+    """Turns the events of one stream into chunks, whether each has all tokens so far or only new ones."""
+
+    def __init__(self, *, increments: bool, cut: bool) -> None:
+        """`increments`: events have only new tokens. `cut`: the request has a top-k or top-p."""
+        self._increments = increments
+        self._cut = cut
+        self._seen = 0
+
+    def read(self, event: Mapping[str, Any]) -> Chunk:
+        """The new tokens of `event`.
+
+        Raises:
+            UserError: the server refuses the request.
+            InfraError: the server failed, or its log-probs do not fit its tokens.
+        """
+        if "meta_info" not in event:
+            raise InfraError(f"SGLang failed a request: {error_message(event)}")
+        meta = event["meta_info"]
+        finish = meta.get("finish_reason") or {}
+        reason = str(finish.get("type", ""))
+        if reason == "abort":
+            if finish.get("status_code") == BAD_REQUEST:
+                raise UserError(f"SGLang refuses a request: {finish.get('message')}")
+            # Each place where a request is aborted fills this event differently, so its tokens are not read.
+            return Chunk(
+                tokens=(),
+                logprobs=(),
+                finish_reason=f"abort ({finish.get('message')})",
+                spans=_spans(meta),
+            )
+        start = 0 if self._increments else self._seen
+        tokens = event["output_ids"][start:]
+        logprobs = self._logprobs(meta)[start:]
+        if len(logprobs) != len(tokens):
+            raise InfraError(f"SGLang gave {len(logprobs)} log-probs for {len(tokens)} tokens")
+        self._seen += len(tokens)
+        return Chunk(tokens=tokens, logprobs=logprobs, finish_reason=reason, spans=_spans(meta))
+
+    def _logprobs(self, meta: Mapping[str, Any]) -> Sequence[float]:
+        if self._cut:
+            logprobs: Sequence[float] = meta.get("output_token_sampling_logprobs") or ()
+            return logprobs
+        return [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+
+
+def _spans(meta: Mapping[str, Any]) -> Sequence[tuple[str, int, int]] | None:
+    """With the last event only: the `weight_version` of the others is of when they were sent, not sampled."""
+    spans = meta.get("weight_versions")
+    return None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans]
+
+
+_PROTOCOL_2_EMPTY_LIST = b"\x80\x02]"
+_TEXT = b"X"
+_CALL_TORCH_TENSOR = b"ctorch\nTensor\n)R"
+_PAIR_APPEND_STOP = b"\x86a."
+
+
+def named_empty_tensor(name: str) -> str:
+    """Base64 of the pickle of `[(name, torch.Tensor())]`: the smallest legal body of `/update_weights_from_tensor`.
+
+    The name says where a version is. SGLang wants one pickle for each tensor-parallel rank and reads it with an
+    unpickler that allows a list of harmless names (0.5.23, `srt/utils/common.py`: `SafeUnpickler.ALLOWED_GLOBALS`).
+    These are eight opcodes written by hand, so that no code of ours pickles or unpickles anything.
+    """
+    text = name.encode()
+    body = _PROTOCOL_2_EMPTY_LIST + _TEXT + struct.pack("<I", len(text)) + text
+    return base64.b64encode(body + _CALL_TORCH_TENSOR + _PAIR_APPEND_STOP).decode()

@@ -1,16 +1,81 @@
-"""The engine over a stock vLLM server."""
+"""The `vllm` engine, over a stock vLLM server: its options, its HTTP routes, how it is started and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+import os
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
+
+from meshrl.contract import plugins
 from meshrl.contract.config import read_options
-from meshrl.rollout.engines._server.engine import ServerEngine
-from meshrl.rollout.engines._server.server import Host
-from meshrl.rollout.engines._vllm.config import Config
-from meshrl.rollout.engines._vllm.kind import Vllm
+from meshrl.contract.errors import InfraError, UserError
+from meshrl.contract.types import OnUpdate, Version
+from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
+from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.config import ServerConfig
+from meshrl.rollout.server_engine.engine import ServerEngine
+from meshrl.rollout.server_engine.http import HttpClient, error_message
+from meshrl.rollout.server_engine.kind import PROBE, check_max_length, processed
+from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
+
+ENGINES = "meshrl.rollout.engines"
+PLUGIN_DIR = Path(__file__).parent / "_vllm" / "plugin"
+"""Added to the server's PYTHONPATH: the folder of `meshrl_vllm`."""
+UPDATE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "staged": (
+        *("--worker-extension-cls", "meshrl_vllm.Worker"),
+        *("--weight-transfer-config", '{"backend": "mesh"}'),
+    ),
+    "native": ("--weight-transfer-config", '{"backend": "nccl"}'),
+}
+"""Arguments without which a server takes no weights, by `rollout.engine.update`."""
+ARGUMENTS = ("--logprobs-mode", "processed_logprobs", "--enable-scale-out")
+"""Arguments without which the mesh cannot use a server."""
+PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+CHILD_ENVIRONMENT = {
+    # On a CPU: a second engine would be pinned to the first one's cores, and idle OpenMP threads spin.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Defaults; the parent's environment and `rollout.engine.env` override them."""
+
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+ID_PREFIX = "generate-tokens-"
+"""vLLM puts it before the ids of token-in/token-out requests."""
+METRICS_S = 10.0
+PAUSE = {
+    OnUpdate.DRAIN: {"mode": "wait", "clear_cache": "true"},
+    OnUpdate.INTERRUPT: {"mode": "keep", "clear_cache": "true"},
+    OnUpdate.IN_FLIGHT: {"mode": "keep", "clear_cache": "false"},
+}
+"""`keep` with `clear_cache` preempts running requests: their cache is recomputed under the new weights."""
+
+
+class Config(ServerConfig):
+    """`rollout.engine` for `rollout.name: vllm`."""
+
+    update: Literal["staged", "native"] = "staged"
+    """How the server gets a version: `staged`: every rank reads the staged file, through our plugin; `native`: this
+    process broadcasts it over NCCL to vLLM's own backend, which needs neither the plugin nor a common file system."""
+    nccl: dict[str, JsonValue] = Field(default_factory=dict)
+    """For `native`: options of rank 0's process, the keys of `weights.nccl`."""
+    packed_bytes: PositiveInt = 256 << 20
+    """For `native`: a broadcast has as many whole tensors as it takes to exceed this many bytes."""
+    join_s: PositiveFloat = 120.0
+    """For `native`: deadline for meeting the server's ranks, in seconds."""
+    root: str = "meshrl.weights.nccl.root"
+    """For `native`: the module whose `build` makes rank 0."""
 
 
 def build(
@@ -25,5 +90,223 @@ def build(
     `tokenizer` is needed by requests with stop strings only. Raises ConfigError for wrong options.
     """
     options = read_options(Config, config, where="rollout.engine")
-    host = Host(Vllm(options), options, slots=slots)
-    return ServerEngine(options, host, model=model, slots=slots, tokenizer=tokenizer)
+    return ServerEngine(VllmServer(options), options, model=model, slots=slots, tokenizer=tokenizer)
+
+
+class VllmServer:
+    """How a vLLM server is started and checked. Satisfies `server_engine.kind.ServerKind`."""
+
+    name = "vLLM"
+    package = "vllm"
+    # Not the `vllm` command, which vllm-cpu 0.32.0 ships broken.
+    module: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
+    plugin: Path | None = PLUGIN_DIR
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for wrong options of `update: native`."""
+        self._config = config
+        if config.update == "native":
+            self._build_root: RootBuilder = plugins.load(ENGINES, config.root, "build")
+            self._build_root(config.nccl)  # raises for wrong options now, not at the first update
+
+    def arguments(
+        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+    ) -> Sequence[str]:
+        """Command-line arguments of a server that is started here."""
+        return (
+            *("--model", str(checkpoint.path)),
+            *("--host", "127.0.0.1", "--port", port),
+            *("--dtype", self._config.dtype),
+            *("--max-model-len", str(max_length)),
+            *("--max-num-seqs", str(slots)),
+            # Requests are complete: token ids in and out, no default of the checkpoint applies.
+            *("--skip-tokenizer-init", "--generation-config", "vllm"),
+            *UPDATE_ARGUMENTS[self._config.update],
+            *ARGUMENTS,
+            *self._config.extra_args,
+        )
+
+    def environment(self) -> Mapping[str, str]:
+        """Environment of a server that is started here; `rollout.engine.env` is added to it."""
+        return {**CHILD_ENVIRONMENT, **os.environ, **PLUGIN_ENVIRONMENT}
+
+    def client(self, url: str) -> VllmClient:
+        """A client of the server at `url`."""
+        config = self._config
+        return VllmClient(
+            url, silence_s=config.silence_s, update_s=config.update_s, sender=self._sender()
+        )
+
+    def _sender(self) -> NativeSender | None:
+        config = self._config
+        if config.update != "native":
+            return None
+        return NativeSender(
+            functools.partial(self._build_root, config.nccl),
+            buffer_bytes=config.packed_bytes,
+            join_s=config.join_s,
+            update_s=config.update_s,
+        )
+
+    async def check(self, client: VllmClient, checkpoint: Checkpoint, max_length: int) -> None:
+        """Try everything that generation and updates will need; also warms the server up.
+
+        Raises:
+            UserError: naming the option that the server was started without, or its limit below `max_length`.
+        """
+        try:
+            await client.label()
+        except UserError as error:
+            raise _without(client, "the environment variable VLLM_SERVER_DEV_MODE=1") from error
+        try:
+            await client.prepare_updates()
+        except InfraError as error:
+            options = " ".join(UPDATE_ARGUMENTS[self._config.update])
+            if self._config.update == "staged":
+                options += f" and PYTHONPATH={PLUGIN_DIR}"
+            raise _without(client, f"{options} ({error})") from error
+        check_max_length(self.name, client.url, await client.call("GET", "/v1/models"), max_length)
+        try:
+            chunks = [chunk async for chunk in client.generate(uuid.uuid4().hex, PROBE, "probe")]
+        except UserError as error:
+            raise _without(client, f"--enable-scale-out ({error})") from error
+        if not processed(chunks):
+            raise _without(client, "--logprobs-mode processed_logprobs")
+
+
+class VllmClient(HttpClient):
+    """The routes of a vLLM server. Satisfies `server_engine.kind.ServerClient`."""
+
+    def __init__(
+        self, url: str, *, silence_s: float, update_s: float, sender: NativeSender | None = None
+    ) -> None:
+        """With a `sender` versions are broadcast, without one the server's plugin reads them."""
+        key = os.environ.get("VLLM_API_KEY")  # the server itself reads the same name
+        super().__init__("vLLM", url, key=key, silence_s=silence_s, update_s=update_s)
+        self._sender = sender
+
+    async def close(self) -> None:
+        """Leave the communicator, free the connections."""
+        if self._sender is not None:
+            await self._sender.close()
+        await super().close()
+
+    async def prepare_updates(self) -> None:
+        """Make the server's workers ready for an update. Raises MeshError."""
+        if self._sender is not None:
+            await self._sender.join(self)
+        else:
+            await self.call("POST", "/init_weight_transfer_engine", json={"init_info": {}})
+
+    async def label(self) -> str:
+        """The version label that the server currently stamps on tokens. Raises what `call` does."""
+        return str((await self.call("GET", "/weight_info"))["weight_version"])
+
+    async def cache_tokens(self) -> int:
+        """Tokens that the KV caches of all engine cores hold, from the server's metrics; 0 without metrics."""
+        return cache_tokens(await self.text("/metrics", wait_s=METRICS_S))
+
+    async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
+        """Pause, replace the weights by those in `directory`, label them, resume.
+
+        Raises:
+            MeshError: at any point; the server must then be considered half loaded.
+        """
+        if self._sender is not None:
+            await self._sender.join(self)  # again, if rank 0 has died since
+        await self.call("POST", "/pause", params=PAUSE[on_update])
+        await self.call("POST", "/start_weight_update")
+        if self._sender is not None:
+            await self._sender.send(self, directory)
+        else:
+            info = {"path": str(directory)}
+            await self.call("POST", "/update_weights", json={"update_info": info})
+        await self.call("POST", "/finish_weight_update", json={"weight_version": str(version)})
+        label = await self.label()
+        if label != str(version):
+            raise InfraError(f"vLLM at {self.url} says its weights are {label!r}, not {version}")
+        await self.call("POST", "/resume")
+
+    async def generate(
+        self, request_id: str, request: ServerRequest, salt: str
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream one response. Closing the iterator closes the connection, which aborts the request.
+
+        Raises:
+            UserError: the server refuses the request.
+            InfraError: the server failed, disconnected or sent nothing for too long.
+        """
+        body = {
+            "request_id": request_id,
+            "token_ids": request.token_ids,
+            "cache_salt": salt,
+            "sampling_params": sampling_params(request),
+            "stream": True,
+        }
+        async with contextlib.aclosing(self.stream(GENERATE, body)) as events:
+            async for event in events:
+                yield _chunk(event)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last chunk."""
+        await self.call("POST", ABORT, json={"request_ids": [ID_PREFIX + request_id]})
+
+
+def cache_tokens(metrics: str) -> int:
+    """The sum over the samples of `vllm:cache_config_info`, one for each engine core.
+
+    `kv_cache_size_tokens` counts groups of layers that share blocks; servers without it have one kind of layer.
+    """
+    total = 0
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == "vllm:cache_config_info":
+                blocks = _count(sample.labels, "num_gpu_blocks")
+                tokens = _count(sample.labels, "kv_cache_size_tokens")
+                total += tokens or blocks * _count(sample.labels, "block_size")
+    return total
+
+
+def _count(labels: Mapping[str, str], name: str) -> int:
+    """0 for a label that is absent or no number: vLLM writes None."""
+    text = labels.get(name, "")
+    return int(text) if text.isdigit() else 0
+
+
+def sampling_params(request: ServerRequest) -> Mapping[str, Any]:
+    """The `sampling_params` of the token-in/token-out route."""
+    return {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_tokens": request.max_tokens,
+        "seed": request.seed if request.temperature else None,
+        "stop_token_ids": list(request.stop_token_ids),
+        "ignore_eos": True,  # `stop_token_ids` has those that count
+        "logprobs": 0,
+        "detokenize": False,
+        "stream_interval": request.stream_interval,
+    }
+
+
+def _chunk(event: Mapping[str, Any]) -> Chunk:
+    if "choices" not in event:
+        raise InfraError(f"vLLM failed a request: {error_message(event)}")
+    (choice,) = event["choices"]
+    content = (choice["logprobs"] or {}).get("content") or []
+    spans = choice.get("weight_versions")
+    tokens = choice["token_ids"] or []
+    if len(content) != len(tokens):
+        raise InfraError(f"vLLM gave {len(content)} log-probs for {len(tokens)} tokens")
+    return Chunk(
+        tokens=tokens,
+        logprobs=[entry["logprob"] for entry in content],
+        finish_reason=choice["finish_reason"] or "",
+        spans=None
+        if spans is None
+        else [(span["version"], span["start"], span["end"]) for span in spans],
+    )
+
+
+def _without(client: VllmClient, what: str) -> UserError:
+    return UserError(f"the vLLM server at {client.url} was started without {what}")

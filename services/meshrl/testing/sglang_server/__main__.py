@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from meshrl.rollout.engines._server.checkpoint import read_checkpoint
+from meshrl.rollout.server_engine.checkpoint import read_checkpoint
 from meshrl.testing.sglang_server.routes import Routes
 from meshrl.testing.sglang_server.scheduler import Scheduler
 from meshrl.testing.sglang_server.updates import Group, Updates

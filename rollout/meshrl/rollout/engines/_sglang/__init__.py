@@ -1,1 +1,1 @@
-"""The parts of the `sglang` engine that are SGLang's own: its HTTP routes, its start, the loader in its workers."""
+"""Parts of the `sglang` engine: the sender of `update: native`, and the loader that runs in SGLang's workers."""

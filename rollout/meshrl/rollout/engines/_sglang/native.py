@@ -17,7 +17,8 @@ import contextlib
 import functools
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,15 +29,64 @@ import torch.distributed
 
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.types import Version
-from meshrl.rollout.engines._server.tensor_ranges import read_pieces
-from meshrl.rollout.engines._sglang.client import Client
-from meshrl.rollout.engines._sglang.plan import Bucket, plan, update_body
+from meshrl.rollout.server_engine.http import HttpClient
+from meshrl.rollout.server_engine.tensor_ranges import (
+    TORCH_DTYPE,
+    TensorRange,
+    aligned,
+    read_tensor_ranges,
+)
 
 c10d: Any = torch.distributed
 """torch's stubs leave out the stores and the options of process groups."""
 JOIN_S = 60.0
 LEAVE_S = 10.0
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """The tensors of one broadcast, in its order.
+
+    A flattened bucket is one run of bytes; the receiver cuts it where names, dtypes and shapes say, and refuses a
+    tensor that begins where its dtype cannot (`Unaligned received tensor`). So the tensors are ordered by item size,
+    the widest first: each then begins at a multiple of its own.
+    """
+
+    tensors: tuple[TensorRange, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the broadcast."""
+        return sum(tensor.end - tensor.start for tensor in self.tensors)
+
+
+def plan_buckets(tensors: Sequence[TensorRange], bucket_bytes: int) -> list[Bucket]:
+    """Buckets of up to `bucket_bytes` (or one larger tensor), in the file's order, aligned inside."""
+    buckets: list[Bucket] = []
+    current: list[TensorRange] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.end - tensor.start
+        if current and size + nbytes > bucket_bytes:
+            buckets.append(Bucket(tensors=aligned(current)))
+            current, size = [], 0
+        current.append(tensor)
+        size += nbytes
+    return [*buckets, Bucket(tensors=aligned(current))] if current else buckets
+
+
+def update_body(bucket: Bucket, *, group: str, label: str | None) -> dict[str, Any]:
+    """Of `/update_weights_from_distributed`. `label` with the last bucket only: each call would record it."""
+    return {
+        "names": [tensor.name for tensor in bucket.tensors],
+        "dtypes": [TORCH_DTYPE[tensor.dtype] for tensor in bucket.tensors],
+        "shapes": [list(tensor.shape) for tensor in bucket.tensors],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+        "weight_version": label,
+        "flush_cache": False,
+    }
 
 
 class GroupSender:
@@ -52,9 +102,11 @@ class GroupSender:
         self._name = f"meshrl-{uuid.uuid4().hex}"
         self._store: Any = None
         self._group: Any = None
-        self._client: Client | None = None
+        self._client: HttpClient | None = None
 
-    async def send(self, client: Client, directory: Path, version: Version) -> None:
+    async def send(
+        self, client: HttpClient, directory: Path, version: Version, *, ranks: int
+    ) -> None:
         """Broadcast the version in `directory`; the server's weight-update session is open.
 
         Raises:
@@ -62,9 +114,11 @@ class GroupSender:
         """
         try:
             if self._group is None:
-                await self._join(client)
+                await self._join(client, ranks)
             file = directory / "model.safetensors"
-            buckets = plan(await asyncio.to_thread(read_pieces, file), self._bucket_bytes)
+            buckets = plan_buckets(
+                await asyncio.to_thread(read_tensor_ranges, file), self._bucket_bytes
+            )
             for number, bucket in enumerate(buckets, 1):
                 label = str(version) if number == len(buckets) else None
                 body = update_body(bucket, group=self._name, label=label)
@@ -91,7 +145,7 @@ class GroupSender:
                 )
         self._give_up()
 
-    async def _join(self, client: Client) -> None:
+    async def _join(self, client: HttpClient, ranks: int) -> None:
         self._client = client
         self._store = c10d.TCPStore(
             self._address,
@@ -101,7 +155,7 @@ class GroupSender:
             wait_for_workers=False,
             timeout=timedelta(seconds=JOIN_S),
         )
-        size = 1 + client.facts.ranks
+        size = 1 + ranks
         body = {
             "master_address": self._address,
             "master_port": self._store.port,
@@ -182,9 +236,9 @@ def _fill(file: Path, bucket: Bucket, device: torch.device) -> torch.Tensor:
     )  # "c": torch wants it writable
     flat = torch.empty(bucket.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     offset = 0
-    for piece in bucket.pieces:
-        size = piece.end - piece.start
-        flat[offset : offset + size] = mapped[piece.start : piece.end]
+    for tensor in bucket.tensors:
+        size = tensor.end - tensor.start
+        flat[offset : offset + size] = mapped[tensor.start : tensor.end]
         offset += size
     return flat.to(device)
 

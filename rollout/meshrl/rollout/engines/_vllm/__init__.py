@@ -1,1 +1,1 @@
-"""The parts of the `vllm` engine that are vLLM's own: its HTTP routes, its start, the plugin in its workers."""
+"""Parts of the `vllm` engine: the sender of `update: native`, and the plugin that runs in vLLM's workers."""

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.contract.types import Uint8
-from meshrl.rollout.engines._server.http import Http
-from meshrl.rollout.engines._server.tensor_ranges import Piece, read_pieces
 from meshrl.rollout.engines._vllm.packing import pack, update_info
+from meshrl.rollout.server_engine.http import HttpClient
+from meshrl.rollout.server_engine.tensor_ranges import TensorRange, read_tensor_ranges
 
 ROOT_RANKS = 1
 
@@ -76,7 +76,7 @@ class NativeSender:
         self._update_s = update_s
         self._root: Root | None = None
 
-    async def join(self, client: Http) -> None:
+    async def join(self, client: HttpClient) -> None:
         """Have a communicator with the server, unless there is one. Raises MeshError."""
         if self._root is not None and self._root.alive:
             return
@@ -103,14 +103,14 @@ class NativeSender:
             root.abort()
             raise
 
-    async def send(self, client: Http, directory: Path) -> None:
+    async def send(self, client: HttpClient, directory: Path) -> None:
         """Broadcast the version in `directory`; the server's update has been started.
 
         Raises:
             MeshError: the server refuses it, or a broadcast fails or misses its deadline.
         """
         file = directory / "model.safetensors"
-        buckets = pack(await asyncio.to_thread(read_pieces, file), self._buffer_bytes)
+        buckets = pack(await asyncio.to_thread(read_tensor_ranges, file), self._buffer_bytes)
         told = client.call("POST", "/update_weights", json={"update_info": update_info(buckets)})
         try:
             await _both(told, self._broadcast(file, buckets))
@@ -125,11 +125,11 @@ class NativeSender:
         if root is not None:
             await root.close()
 
-    async def _broadcast(self, file: Path, buckets: Sequence[Sequence[Piece]]) -> None:
+    async def _broadcast(self, file: Path, buckets: Sequence[Sequence[TensorRange]]) -> None:
         assert self._root is not None
         data = np.memmap(file, dtype=np.uint8, mode="r")
         for bucket in buckets:
-            parts = [data[piece.start : piece.end] for piece in bucket]
+            parts = [data[tensor.start : tensor.end] for tensor in bucket]
             await self._root.broadcast(parts, self._update_s)
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from meshrl.rollout.engines._server.tensor_ranges import TORCH_DTYPE, Piece, aligned
+from meshrl.rollout.server_engine.tensor_ranges import TORCH_DTYPE, TensorRange, aligned
 
 
-def pack(pieces: Sequence[Piece], buffer_bytes: int) -> list[tuple[Piece, ...]]:
+def pack(tensors: Sequence[TensorRange], buffer_bytes: int) -> list[tuple[TensorRange, ...]]:
     """The buckets, as the receiver will cut them; nearly in the given order, which keeps layers together."""
-    waiting = list(pieces)
-    buckets: list[tuple[Piece, ...]] = []
+    waiting = list(tensors)
+    buckets: list[tuple[TensorRange, ...]] = []
     while waiting:
         count = _fill(waiting, buffer_bytes)
         ordered = aligned(waiting[:count])
@@ -28,19 +28,19 @@ def pack(pieces: Sequence[Piece], buffer_bytes: int) -> list[tuple[Piece, ...]]:
     return buckets
 
 
-def update_info(buckets: Sequence[Sequence[Piece]]) -> dict[str, list[object]]:
+def update_info(buckets: Sequence[Sequence[TensorRange]]) -> dict[str, list[object]]:
     """The body of `/update_weights`: what comes, in its order."""
-    pieces = [piece for bucket in buckets for piece in bucket]
+    tensors = [tensor for bucket in buckets for tensor in bucket]
     return {
-        "names": [piece.name for piece in pieces],
-        "dtype_names": [TORCH_DTYPE[piece.dtype] for piece in pieces],
-        "shapes": [list(piece.shape) for piece in pieces],
+        "names": [tensor.name for tensor in tensors],
+        "dtype_names": [TORCH_DTYPE[tensor.dtype] for tensor in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors],
     }
 
 
-def _fill(pieces: Sequence[Piece], buffer_bytes: int) -> int:
-    """How many of the first pieces make a bucket."""
-    sizes = accumulate(piece.nbytes for piece in pieces)
+def _fill(tensors: Sequence[TensorRange], buffer_bytes: int) -> int:
+    """How many of the first tensors make a bucket."""
+    sizes = accumulate(tensor.nbytes for tensor in tensors)
     return next(
-        (number for number, size in enumerate(sizes, 1) if size > buffer_bytes), len(pieces)
+        (number for number, size in enumerate(sizes, 1) if size > buffer_bytes), len(tensors)
     )

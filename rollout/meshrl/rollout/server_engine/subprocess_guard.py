@@ -1,8 +1,8 @@
-"""Runs a command as a process group that ends with its parent: `python guard.py COMMAND …`, parent at stdin.
+"""Runs a command in a process group that ends with its parent: `python subprocess_guard.py COMMAND …`, stdin a pipe.
 
 Standard library only, so that it starts at once and stays small. When stdin ends (the parent closed it, or died in
-whatever way) the group gets SIGTERM, then SIGKILL. What a command that ended by itself left behind is for the parent
-to kill, the group's number being the guard's pid: a guard can report an exit code or kill its group, not both.
+any way) the group gets SIGTERM, then SIGKILL. When the command ends by itself, its parent kills what is left of the
+group, whose number is the guard's pid: the guard cannot both report an exit code and kill its own group.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import sys
 import threading
 
 GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run `sys.argv[1:]`; exits as it does (128 + n for signal n)."""
+    """Run `sys.argv[1:]`; its exit code, 128 + n for signal n."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
-    # A function, not SIG_IGN: the command would inherit that.
+    # A function, not SIG_IGN, which the command would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     child = subprocess.Popen(
         sys.argv[1:],

@@ -1,4 +1,4 @@
-"""The tensors of a staged version as runs of bytes in its file: what a broadcast is made of."""
+"""Where the bytes of each tensor lie in the safetensors file of a staged version, for broadcasts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One tensor, and where its bytes lie in the file."""
+class TensorRange:
+    """One tensor and its byte range in the file."""
 
     name: str
     dtype: str
-    """In safetensors' words."""
+    """The safetensors name, such as BF16."""
     shape: tuple[int, ...]
     start: int
     end: int
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return self.end - self.start
 
 
-def read_pieces(file: Path) -> list[Piece]:
+def read_tensor_ranges(file: Path) -> list[TensorRange]:
     """The tensors of a safetensors file, in its order."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
@@ -38,7 +38,7 @@ def read_pieces(file: Path) -> list[Piece]:
     base = 8 + length
     return sorted(
         (
-            Piece(
+            TensorRange(
                 name=name,
                 dtype=entry["dtype"],
                 shape=tuple(entry["shape"]),
@@ -47,10 +47,10 @@ def read_pieces(file: Path) -> list[Piece]:
             )
             for name, entry in header.items()
         ),
-        key=lambda piece: piece.start,
+        key=lambda tensor: tensor.start,
     )
 
 
-def aligned(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+def aligned(tensors: Sequence[TensorRange]) -> tuple[TensorRange, ...]:
     """The widest items first: back to back, each tensor then begins at a multiple of its own item's size."""
-    return tuple(sorted(pieces, key=lambda piece: -ITEM_BYTES[piece.dtype]))
+    return tuple(sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype]))

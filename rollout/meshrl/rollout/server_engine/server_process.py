@@ -1,4 +1,4 @@
-"""The process of one server: started as a child that cannot outlive its parent, read out when it fails."""
+"""The process of one server: a child that cannot outlive its parent; its log is read when it fails."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from pathlib import Path
 from meshrl.contract.errors import InfraError
 
 STOP_S = 30.0
-"""The guard kills what has not ended 5 s after being asked; the rest is for a busy machine."""
+"""The guard kills processes that have not ended 5 s after SIGTERM; the rest is for a busy machine."""
 TAIL_BYTES = 64 << 10
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_SPEAKER = re.compile(r"^(\(\w[^)]*\)\s*)?((ERROR|WARNING|INFO)\s+\S+\s+\S+\s+(\[[^\]]*\])?\s*)?")
+_LOG_PREFIX = re.compile(
+    r"^(\(\w[^)]*\)\s*)?((ERROR|WARNING|INFO)\s+\S+\s+\S+\s+(\[[^\]]*\])?\s*)?"
+)
 _FAULT = re.compile(r"^([\w.]*(Error|Exception|Interrupt)\b.*|.*\berror: .*|.*No module named .*)")
 _SEE_ABOVE = re.compile(r"root cause|Engine core initialization failed|WorkerProc initialization")
 
 
-class Server:
-    """One child process group, from `start` to `stop`."""
+class ServerProcess:
+    """One process group, from `start` to `stop`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = tuple(command)
@@ -33,7 +35,7 @@ class Server:
 
     @property
     def log(self) -> Path:
-        """What the server wrote."""
+        """The file with the server's output."""
         return self._log
 
     @property
@@ -42,7 +44,7 @@ class Server:
         return self._process.returncode if self._process else None
 
     async def start(self) -> None:
-        """Run the command under a guard that ends it with this process.
+        """Run the command under a subprocess guard, which ends it when this process ends.
 
         Raises:
             InfraError: the log cannot be written, or no process started.
@@ -63,11 +65,11 @@ class Server:
             raise InfraError(f"cannot start {self._command[0]}: {error}") from error
 
     async def ended(self) -> int:
-        """Wait for the end of the process; its exit code. Nothing that it started survives it."""
+        """Wait for the end of the process, kill what is left of its group, return its exit code."""
         if self._process is None:
             raise InfraError("the server was not started")
         code = await self._process.wait()
-        with contextlib.suppress(ProcessLookupError):  # nobody is left
+        with contextlib.suppress(ProcessLookupError):  # the group is empty
             os.killpg(self._process.pid, signal.SIGKILL)
         return code
 
@@ -82,7 +84,7 @@ class Server:
             return
         if process.stdin is not None:
             process.stdin.close()
-            with contextlib.suppress(ConnectionError):  # it had ended before
+            with contextlib.suppress(ConnectionError):  # it has ended already
                 await process.stdin.wait_closed()
         try:
             async with asyncio.timeout(STOP_S):
@@ -93,14 +95,14 @@ class Server:
                 f"the server (pid {process.pid}) did not end within {STOP_S:g} s"
             ) from error
 
-    def last_words(self) -> str:
-        """The line of the log that says best why the server failed."""
-        return last_fault(_tail(self._log))
+    def last_error(self) -> str:
+        """The line of the log that best explains why the server failed."""
+        return last_error(_tail(self._log))
 
 
-def last_fault(text: str) -> str:
-    """The last line of `text` that names an error of its own, else its last line."""
-    lines = [_SPEAKER.sub("", _COLOUR.sub("", line)).strip() for line in text.splitlines()]
+def last_error(text: str) -> str:
+    """The last line of `text` that names an error itself (no "see above"), else its last line."""
+    lines = [_LOG_PREFIX.sub("", _COLOUR.sub("", line)).strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     faults = [line for line in lines if _FAULT.match(line)]
     causes = [line for line in faults if not _SEE_ABOVE.search(line)]

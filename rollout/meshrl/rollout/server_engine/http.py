@@ -1,4 +1,4 @@
-"""Calls and streams over HTTP, and what their failures mean here."""
+"""HTTP calls and event streams to an engine server; their failures become errors of the mesh."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshrl.contract.errors import InfraError, UnavailableError, UserError
 CONNECT_S = 10.0
 
 
-class Http:
-    """Speaks to the server at `url`; `name` is what errors call it."""
+class HttpClient:
+    """Calls the server at `url`; messages call it `name`."""
 
     def __init__(
         self, name: str, url: str, *, key: str | None, silence_s: float, update_s: float
@@ -22,13 +22,13 @@ class Http:
         """Deadlines: `silence_s` between two lines of a stream, `update_s` for each call. `key`: a bearer token."""
         self.url = url.rstrip("/")
         self.who = f"{name} at {self.url}"
-        """In errors."""
+        """For messages."""
         self._silence_s = silence_s
         self._update_s = update_s
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            # The server closes idle connections; one that it closes while it is being reused fails a request.
+            # No reuse: the server closes idle connections, and a request on a connection that is being closed fails.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
         )
@@ -38,7 +38,7 @@ class Http:
         await self._http.aclose()
 
     async def healthy(self, wait_s: float) -> bool:
-        """Whether `/health` is answered well within `wait_s`."""
+        """Whether `/health` answers with success within `wait_s` seconds."""
         try:
             response = await self._http.get("/health", timeout=wait_s)
         except httpx.HTTPError:
@@ -48,12 +48,12 @@ class Http:
     async def call(
         self, method: str, route: str, *, wait_s: float | None = None, **content: Any
     ) -> Mapping[str, Any]:
-        """One call, to its end. Answers that are no JSON object come back as {}.
+        """One call; waits for the whole answer. Answers that are no JSON object come back as {}.
 
         Raises:
-            UserError: the server does not offer it.
-            UnavailableError: nobody answers.
-            InfraError: it failed.
+            UserError: the server has no such route.
+            UnavailableError: nothing listens there.
+            InfraError: the call failed.
         """
         timeout = httpx.Timeout(
             wait_s or self._update_s, connect=min(CONNECT_S, wait_s or CONNECT_S)
@@ -63,7 +63,7 @@ class Http:
         except httpx.ConnectError as error:
             raise UnavailableError(f"no {self.who} answers: {error}") from error
         except httpx.HTTPError as error:
-            raise InfraError(f"{self.who}, {route}: {_said(error)}") from error
+            raise InfraError(f"{self.who}, {route}: {_text(error)}") from error
         if response.status_code == httpx.codes.NOT_FOUND:
             raise UserError(f"{self.who} has no route {route}")
         if not response.is_success:
@@ -75,7 +75,7 @@ class Http:
         return answer if isinstance(answer, dict) else {}
 
     async def text(self, route: str, *, wait_s: float) -> str:
-        """What a GET of `route` answers; empty where the server does not offer it, or does not answer in time."""
+        """The body of a GET of `route`; empty where the server has no such route or misses the deadline."""
         try:
             response = await self._http.get(route, timeout=wait_s)
         except httpx.HTTPError:
@@ -85,11 +85,11 @@ class Http:
     async def stream(
         self, route: str, body: Mapping[str, Any]
     ) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Post `body`, yield the events of the answer. Closing the iterator closes the connection.
+        """Post `body`, yield the server-sent events. Closing the iterator closes the connection.
 
         Raises:
             UserError: the server refuses the request.
-            InfraError: the server failed, went away or kept silent.
+            InfraError: the server failed, disconnected or sent nothing for `silence_s`.
         """
         timeout = httpx.Timeout(self._silence_s, connect=CONNECT_S)
         try:
@@ -103,11 +103,11 @@ class Http:
                     if text and text != "[DONE]":
                         yield json.loads(text)
         except httpx.HTTPError as error:
-            raise InfraError(f"{self.who} broke a response off: {_said(error)}") from error
+            raise InfraError(f"{self.who} broke off a response: {_text(error)}") from error
 
 
-def message_of(answer: Any) -> str:
-    """What the JSON of an error answer says."""
+def error_message(answer: Any) -> str:
+    """The message in the JSON of an error answer."""
     error = (
         answer.get("error", answer.get("detail", answer)) if isinstance(answer, dict) else answer
     )
@@ -116,13 +116,13 @@ def message_of(answer: Any) -> str:
 
 
 def _message(content: bytes) -> str:
-    """What an error answer says, in one line."""
+    """The message of an error answer, in one line."""
     try:
-        return message_of(json.loads(content))
+        return error_message(json.loads(content))
     except ValueError:
         return " ".join(content.decode(errors="replace").split())[:300] or "no reason given"
 
 
-def _said(error: httpx.HTTPError) -> str:
-    """Time-outs of httpx have no text of their own."""
+def _text(error: httpx.HTTPError) -> str:
+    """The message of `error`, or its type: httpx time-outs have no message."""
     return str(error) or type(error).__name__

@@ -1,7 +1,7 @@
-"""Checkpoints as files, without torch: what one says of its model, and how a version is written as one.
+"""Reads what a checkpoint directory says of its model, and writes a version as a safetensors file. Without torch.
 
 A safetensors file is eight bytes of header length, a JSON header and the tensors' bytes: the buckets of a version are
-written as they are, without building a tensor.
+written unchanged, without building a tensor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What an engine must know of a model directory."""
+    """What an engine needs to know of a model directory."""
 
     path: Path
     num_bytes: int
-    """Of its weights."""
+    """Size of the weights."""
     shapes: Shapes
     """Hugging Face parameter name to shape."""
     tied: bool
@@ -83,24 +83,24 @@ def check_version(
         if spec.bucket >= len(sizes) or spec.offset + spec.nbytes > sizes[spec.bucket]:
             raise UserError(f"{where}: {spec.name} ends outside bucket {spec.bucket}")
     expected = dict(checkpoint.shapes)
-    given = {spec.name: spec.shape for spec in manifest.tensors}
+    actual = {spec.name: spec.shape for spec in manifest.tensors}
     if checkpoint.tied:  # either side may or may not name the projection
         expected.pop(HEAD, None)
-        if given.get(HEAD) == expected.get(EMBEDDING):
-            given.pop(HEAD, None)
+        if actual.get(HEAD) == expected.get(EMBEDDING):
+            actual.pop(HEAD, None)
     wrong = [
-        f"{name} is {list(given[name])}, want {list(shape)}"
+        f"{name} is {list(actual[name])}, want {list(shape)}"
         for name, shape in expected.items()
-        if name in given and tuple(given[name]) != shape
+        if name in actual and tuple(actual[name]) != shape
     ]
-    complaints = [
-        _listed("missing", sorted(expected.keys() - given.keys())),
-        _listed("unknown", sorted(given.keys() - expected.keys())),
+    differences = [
+        _listed("missing", sorted(expected.keys() - actual.keys())),
+        _listed("unknown", sorted(actual.keys() - expected.keys())),
         _listed("misshapen", wrong),
     ]
-    found = "; ".join(complaint for complaint in complaints if complaint)
-    if found:
-        raise UserError(f"{where} do not fit {checkpoint.path}: {found}")
+    message = "; ".join(difference for difference in differences if difference)
+    if message:
+        raise UserError(f"{where} do not fit {checkpoint.path}: {message}")
 
 
 def write_version(
@@ -146,10 +146,10 @@ def _shapes(path: Path) -> Shapes:
 
 def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
     """`eos_token_id` may be one id or a list of them."""
-    found = config.get("eos_token_id")
-    if found is None:
+    ids = config.get("eos_token_id")
+    if ids is None:
         return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
 def _json(path: Path) -> dict[str, Any]:

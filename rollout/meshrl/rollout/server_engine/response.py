@@ -1,4 +1,4 @@
-"""One response on its way from a server's stream to the mesh: where it ends, which version sampled which token."""
+"""Reads one response from a server's stream: where it ends, which version sampled which token."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from meshrl.rollout.torch_engine.stopping import StopStrings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one event of a generate stream carries."""
+    """The content of one event of a generate stream."""
 
     tokens: Sequence[int]
-    """Those that no chunk before it had."""
+    """New tokens: those that no earlier chunk had."""
     logprobs: Sequence[float]
     finish_reason: str
     """Empty while running."""
     spans: Sequence[tuple[str, int, int]] | None
-    """With the last chunk: (label, start, end) over the whole response, as the server stamped its steps."""
+    """With the last chunk: (version label, start, end) over the whole response, as the server recorded its steps."""
 
 
-class Answer:
-    """Collects chunks, gives deltas.
+class ResponseReader:
+    """Turns chunks into deltas.
 
-    A server says which version sampled which token with a response's last chunk only. What arrives before an update
-    has begun was certainly sampled by the version that the request started with, and goes on at once; what arrives
-    later may lie on either side of the border, and waits for the last chunk.
+    A server says which version sampled which token with the last chunk of a response only. Tokens that arrive before
+    an update has begun were certainly sampled by the version that the request started with, and are delivered at
+    once; tokens that arrive later may belong to either version, and wait for the last chunk.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Answer:
         before: Sequence[int] = (),
         stop_token_ids: Collection[int] = (),
     ) -> None:
-        """`before`: response tokens that a continued request begins with."""
+        """`before`: response tokens that a continued request begins with (sampled earlier)."""
         self._version = version
         self._stop_token_ids = frozenset(stop_token_ids)
         self._stop_strings = stop_strings
@@ -51,9 +51,9 @@ class Answer:
         self._stopped = False
 
     def add(self, chunk: Chunk) -> int:
-        """Take a chunk; returns how many of its tokens belong to the response.
+        """Add a chunk; returns how many of its tokens belong to the response.
 
-        After a stop none does: the server samples on until it hears of it.
+        After a stop none does: the server keeps sampling until the abort reaches it.
         """
         before = len(self._tokens)
         for token, logprob in zip(chunk.tokens, chunk.logprobs, strict=True):
@@ -69,21 +69,22 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """A stop token has come, or a stop string is complete: the rest of the stream is not wanted."""
+        """A stop token has arrived, or a stop string is complete: later tokens do not belong to the response."""
         return self._stopped
 
     def certain(self) -> GenerateDelta | None:
-        """What has not been given yet, while no update has begun since the request did; None for nothing."""
+        """Tokens not delivered yet, or None. Call it only while no update has begun since the request started."""
         if self._sent == len(self._tokens):
             return None
-        return self._give(len(self._tokens), self._version, "")
+        return self._deliver(len(self._tokens), self._version, "")
 
     def rest(self, last: Chunk) -> Sequence[GenerateDelta]:
-        """Everything that has not been given, split where the version changed; ends with the finish reason.
+        """All tokens not delivered yet, split where the version changed; the last delta has the finish reason.
 
         Raises:
-            InfraError: the server does not say who sampled the tokens, or it was somebody unknown; or it ended the
-                request on its own account.
+            InfraError: the server does not say which version sampled the tokens, or names one that the mesh did not
+            load;
+                or the server ended the request itself.
         """
         reason = "stop" if self._stopped else last.finish_reason
         if reason not in ("stop", "length"):
@@ -94,16 +95,16 @@ class Answer:
             if start < self._sent and version != self._version:
                 raise InfraError(
                     f"tokens {start} to {min(end, self._sent)} were sampled by {label!r}, the server was left at "
-                    f"{self._version}: somebody else changes its weights"
+                    f"{self._version}: another program changes its weights"
                 )
             end = min(end, len(self._tokens))
             if end > self._sent:
-                deltas.append(self._give(end, version, ""))
+                deltas.append(self._deliver(end, version, ""))
         if self._sent != len(self._tokens):
             raise InfraError(
-                f"the server says who sampled {self._sent} of {len(self._tokens)} tokens"
+                f"the server says which version sampled {self._sent} of {len(self._tokens)} tokens"
             )
-        deltas.append(self._give(self._sent, self._version, reason))
+        deltas.append(self._deliver(self._sent, self._version, reason))
         return deltas
 
     def _spans(self, last: Chunk) -> Sequence[tuple[str, int, int]]:
@@ -111,7 +112,7 @@ class Answer:
             raise InfraError("the server does not say which weights sampled the tokens")
         return last.spans or ()
 
-    def _give(self, end: int, version: Version, reason: str) -> GenerateDelta:
+    def _deliver(self, end: int, version: Version, reason: str) -> GenerateDelta:
         start, self._sent = self._sent, end
         return GenerateDelta(
             tokens=np.array(self._tokens[start:end], dtype=np.int32),
@@ -121,7 +122,7 @@ class Answer:
         )
 
 
-def ended(version: Version, reason: str) -> GenerateDelta:
+def end_delta(version: Version, reason: str) -> GenerateDelta:
     """A last delta without tokens."""
     return GenerateDelta(
         tokens=np.empty(0, dtype=np.int32),

@@ -1,11 +1,11 @@
 """The engine that drives a stock server over its own HTTP routes, token in and token out.
 
-    generate ─▶ gate (slots, versions) ─▶ the server's stream ─▶ Answer ─▶ TokenStream
-    stage_weights ─▶ a safetensors file that the server sees
-    commit_weights ─▶ the client pauses the server, has it load the file, labels it, lets it go on
-    keeper ─▶ a server that dies is started anew and given the served version; a half-loaded one comes back empty
+    generate ─▶ concurrency limit ─▶ the server's stream ─▶ ResponseReader ─▶ TokenStream
+    stage_weights ─▶ a safetensors file that the server can read
+    commit_weights ─▶ the client pauses the server, makes it load the file, labels the version, resumes
+    watchdog task ─▶ restarts a server that dies, with the served version; with none after a half-finished update
 
-The server is a child process (`python`, `command`) or somebody else's (`url`). What kind it is, the `Host` knows.
+The server is a child process (`python`, `command`) or somebody else's (`url`); its kind is a `ServerKind`.
 Imports no torch.
 """
 
@@ -38,20 +38,24 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.capacity import Room, Running
-from meshrl.rollout.engines._server.checkpoint import (
+from meshrl.rollout.server_engine.capacity import (
+    CacheCapacity,
+    ConcurrencyLimit,
+    RunningRequest,
+    TokenRate,
+)
+from meshrl.rollout.server_engine.checkpoint import (
     Checkpoint,
     check_version,
     read_checkpoint,
     write_version,
 )
-from meshrl.rollout.engines._server.concurrency_limit import ConcurrencyLimit
-from meshrl.rollout.engines._server.config import ServerConfig
-from meshrl.rollout.engines._server.rate import Rate
-from meshrl.rollout.engines._server.request import Ask, ended_before, read_request
-from meshrl.rollout.engines._server.response import Answer, ended
-from meshrl.rollout.engines._server.server import Host
-from meshrl.rollout.engines._server.staging import Files, Staging
+from meshrl.rollout.server_engine.config import ServerConfig
+from meshrl.rollout.server_engine.kind import AnyServerKind
+from meshrl.rollout.server_engine.managed_server import ManagedServer
+from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
+from meshrl.rollout.server_engine.response import ResponseReader, end_delta
+from meshrl.rollout.server_engine.staging import Staging, VersionFiles
 from meshrl.rollout.streams import TokenStream, response_before
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.torch_engine.stopping import StopStrings
@@ -67,53 +71,54 @@ class ServerEngine:
 
     def __init__(
         self,
+        kind: AnyServerKind,
         config: ServerConfig,
-        host: Host,
         *,
         model: Path,
         slots: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """Over the checkpoint directory `model`, up to `slots` requests at once.
+        """Over the checkpoint directory `model`, up to `slots` requests at once; starts nothing.
 
-        `tokenizer` is needed by requests with stop strings only.
+        `tokenizer` is needed by requests with stop strings only. Raises ConfigError for options that do not say where
+        the server is.
         """
         self._config = config
-        self._host = host
+        self._server = ManagedServer(kind, config, slots=slots)
         self._model = model
         self._tokenizer = tokenizer
-        self._pieces: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
         self._checkpoint: Checkpoint | None = None
         self._staging: Staging | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._answers: set[asyncio.Task[None]] = set()
-        self._gate = ConcurrencyLimit(slots)
+        self._watchdog: asyncio.Task[None] | None = None
+        self._responses: set[asyncio.Task[None]] = set()
+        self._limit = ConcurrencyLimit(slots)
         self._server_lock = asyncio.Lock()
-        """Held by whoever changes the server: an update, or its restoration."""
+        """Held by the task that changes the server: an update or a restart."""
         self._suspect = asyncio.Event()
-        self._staged: dict[Version, Files] = {}
-        self._served: Files | None = None
+        self._staged: dict[Version, VersionFiles] = {}
+        self._served: VersionFiles | None = None
         self._version = UNSERVED
         self._up = False
         self._half_loaded = False
-        """An update failed on the way: this server may never answer again."""
+        """An update failed before its end: this server must not answer again."""
         self._restores = 0
-        self._borders = 0
-        """Updates begun. A request that sees it change waits for the server's account of its tokens."""
-        self._rate = Rate()
-        self._room = Room(slots=slots, longest=1)
+        self._updates_begun = 0
+        """A request that sees it change waits until the server reports which version sampled its tokens."""
+        self._rate = TokenRate()
+        self._capacity = CacheCapacity(slots=slots, longest=1)
         self._updates = 0
         self._update_pause_s = 0.0
 
     @property
     def version(self) -> Version:
-        """The version that samples the next token; UNSERVED before the first commit and while there is no server."""
+        """The version that samples the next token; UNSERVED before the first commit and while the server is down."""
         return self._version if self._up else UNSERVED
 
     @property
     def url(self) -> str:
         """Where the server listens. Raises UnavailableError before the start."""
-        return self._host.client.url
+        return self._server.client.url
 
     @property
     def max_model_len(self) -> int:
@@ -121,12 +126,12 @@ class ServerEngine:
         return self._config.max_model_len or self._loaded().max_length
 
     async def start(self) -> None:
-        """Read the checkpoint's facts and have a server for it.
+        """Read what the checkpoint says of its model, and start or find a server for it.
 
         Raises:
-            UserError: the checkpoint cannot be read, or the server does not come up or cannot be driven.
+            UserError: the checkpoint cannot be read, or the server does not come up or cannot be used.
         """
-        if self._keeper is not None:
+        if self._watchdog is not None:
             return
         checkpoint = self._checkpoint = await asyncio.to_thread(read_checkpoint, self._model)
         if self.max_model_len > checkpoint.max_length:
@@ -137,22 +142,22 @@ class ServerEngine:
             Staging, self._config.staging, version_bytes=checkpoint.num_bytes
         )
         try:
-            await self._host.start(checkpoint, self.max_model_len)
+            await self._server.start(checkpoint, self.max_model_len)
         except BaseException:
             self._staging.close()
             raise
-        self._room = Room(slots=self._gate.slots, longest=self.max_model_len)
+        self._capacity = CacheCapacity(slots=self._limit.slots, longest=self.max_model_len)
         self._up = True
-        self._keeper = asyncio.create_task(self._keep(), name=f"{self._host.name} keeper")
+        self._watchdog = asyncio.create_task(self._watch(), name=f"{self._server.name} watchdog")
 
     async def close(self) -> None:
-        """Abort what runs, end a child server, remove what is staged. Idempotent."""
+        """Abort running requests, end a child server, remove staged versions. Idempotent."""
         self._end("closed")
-        tasks = [*self._answers, *([self._keeper] if self._keeper else [])]
+        tasks = [*self._responses, *([self._watchdog] if self._watchdog else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._host.close()
+        await self._server.close()
         if self._staging is not None:
             await asyncio.to_thread(self._staging.close)
 
@@ -161,34 +166,34 @@ class ServerEngine:
         stream = TokenStream()
         push = stream.push
         try:
-            self._gate.check()
-            ask = read_request(
+            self._limit.check()
+            server_request = read_request(
                 request,
                 self._config,
                 self._loaded(),
                 max_length=self.max_model_len,
                 finds_strings=self._tokenizer is not None,
             )
-            if reason := ended_before(request, ask, self._stop_strings(request)):
-                push(ended(self._version, reason))
+            if reason := ended_before(request, server_request, self._stop_strings(request)):
+                push(end_delta(self._version, reason))
                 return stream
-            answer = asyncio.create_task(
-                self._answer(request, ask, push), name=f"answer {request.request_id}"
+            response = asyncio.create_task(
+                self._respond(request, server_request, push), name=f"respond {request.request_id}"
             )
         except (UserError, UnavailableError) as error:
             push(error)
             return stream
-        self._answers.add(answer)
-        answer.add_done_callback(functools.partial(self._answered, push))
-        stream.on_close(functools.partial(_cancel, answer))
+        self._responses.add(response)
+        response.add_done_callback(functools.partial(self._responded, push))
+        stream.on_close(functools.partial(_cancel, response))
         return stream
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        """Write a version beside the served one; see `WeightSink.stage_weights`."""
+        """Write a version to the staging directory; see `WeightSink.stage_weights`."""
         checkpoint, staging = self._loaded(), self._staging
         if staging is None:
             raise UnavailableError("the engine is not started")
-        self._gate.check()
+        self._limit.check()
         check_version(manifest, buckets, checkpoint)
         files = staging.new()
         await asyncio.to_thread(write_version, files.path, manifest, buckets, tied=checkpoint.tied)
@@ -198,7 +203,7 @@ class ServerEngine:
             await asyncio.to_thread(replaced.remove)
 
     async def discard_weights(self, version: Version) -> None:
-        """Forget a staged version."""
+        """Remove a staged version."""
         files = self._staged.pop(version, None)
         if files is not None:
             await asyncio.to_thread(files.remove)
@@ -209,7 +214,7 @@ class ServerEngine:
         Raises:
             NotFoundError: it is not staged.
             FencedError: a newer version is served.
-            InfraError: the server failed on the way; it is given up, and its successor serves nothing.
+            InfraError: the server failed during the update; it is abandoned, and the restarted one serves no version.
             UnavailableError: the engine has stopped.
         """
         if version == self._version:
@@ -223,9 +228,9 @@ class ServerEngine:
                 raise NotFoundError(f"version {version} is not staged (staged: {known})")
             if version < self._version:
                 raise FencedError(f"version {version} is older than the serving {self._version}")
-            async with self._gate.closed():
+            async with self._limit.closed():
                 if on_update is OnUpdate.DRAIN:
-                    await self._gate.until(lambda: self._gate.running == 0)
+                    await self._limit.until(lambda: self._limit.running == 0)
                 else:
                     began = time.perf_counter()
                 if not self._up or self._suspect.is_set():
@@ -240,80 +245,88 @@ class ServerEngine:
 
     async def serve_checkpoint(self, version: Version) -> None:
         """Serve the weights in the model directory itself, as `version`: evaluation without a trainer."""
-        self._staged[version] = Files(path=self._model, ours=False)
+        self._staged[version] = VersionFiles(path=self._model, temporary=False)
         await self.commit_weights(version, OnUpdate.DRAIN)
 
     def stats(self) -> EngineStats:
         """Never blocks."""
         return EngineStats(
             version=self.version,
-            running=self._gate.running,
-            capacity=self._room.capacity(self._host.cache_tokens),
+            running=self._limit.running,
+            capacity=self._capacity.capacity(self._server.cache_tokens),
             tokens_generated=self._rate.total,
-            tokens_per_s=self._rate.per_s if self._gate.running else 0.0,
+            tokens_per_s=self._rate.per_s if self._limit.running else 0.0,
             updates=self._updates,
             update_pause_s=self._update_pause_s,
         )
 
     # Requests
 
-    async def _answer(self, request: GenerateRequest, ask: Ask, push: Push) -> None:
-        """One request, from waiting for a slot to its last delta."""
-        prompt = len(ask.token_ids)
-        sequence = self._room.begin(prompt=prompt, longest=prompt + ask.max_tokens)
-        whole = False
+    async def _respond(
+        self, request: GenerateRequest, server_request: ServerRequest, push: Push
+    ) -> None:
+        """Run one request, from waiting for a slot to its last delta."""
+        prompt = len(server_request.token_ids)
+        running = self._capacity.begin(prompt=prompt, longest=prompt + server_request.max_tokens)
+        finished = False
         try:
-            async with self._gate.slot(self._serving):
-                await self._relay(request, ask, push, sequence)
-                whole = True
+            async with self._limit.slot(self._serving):
+                await self._relay(request, server_request, push, running)
+                finished = True
         except MeshError as error:
             if not isinstance(error, UserError):
                 self._suspect.set()
             push(error)
         finally:
-            self._room.end(sequence, whole=whole)
+            self._capacity.end(running, finished=finished)
 
     async def _relay(
-        self, request: GenerateRequest, ask: Ask, push: Push, sequence: Running
+        self,
+        request: GenerateRequest,
+        server_request: ServerRequest,
+        push: Push,
+        running: RunningRequest,
     ) -> None:
-        client, borders = self._host.client, self._borders
-        answer = Answer(
+        client, updates_begun = self._server.client, self._updates_begun
+        reader = ResponseReader(
             self._version,
             self._stop_strings(request),
             response_before(request),
-            ask.stop_token_ids,
+            server_request.stop_token_ids,
         )
         request_id = uuid.uuid4().hex
-        # A prefix cached under other weights is never found again: their salt was another.
+        # Other weights have another salt, so a prefix that they cached is never found.
         salt = str(self._version)
-        async with contextlib.aclosing(client.generate(request_id, ask, salt)) as chunks:
+        async with contextlib.aclosing(client.generate(request_id, server_request, salt)) as chunks:
             async for chunk in chunks:
-                was_stopped = answer.stopped
-                fresh = answer.add(chunk)
-                self._rate.add(fresh)
-                sequence.now += fresh
+                was_stopped = reader.stopped
+                new = reader.add(chunk)
+                self._rate.add(new)
+                running.length += new
                 if chunk.finish_reason:
-                    for delta in answer.rest(chunk):
+                    for delta in reader.rest(chunk):
                         push(delta)
                     self._restores = 0
                     return
-                if answer.stopped and not was_stopped:
+                if reader.stopped and not was_stopped:
                     await client.abort(request_id)
-                elif borders == self._borders and (certain := answer.certain()):
+                elif updates_begun == self._updates_begun and (certain := reader.certain()):
                     push(certain)
-        raise InfraError(f"{self._host.name} at {client.url} ended a response without saying why")
+        raise InfraError(
+            f"{self._server.name} at {client.url} ended a response without a finish reason"
+        )
 
     def _stop_strings(self, request: GenerateRequest) -> StopStrings | None:
         if not request.sampling.stop or self._tokenizer is None:
             return None
-        return StopStrings(request.sampling.stop, self._tokenizer, self._pieces)
+        return StopStrings(request.sampling.stop, self._tokenizer, self._token_texts)
 
-    def _answered(self, push: Push, answer: asyncio.Task[None]) -> None:
-        """Tell a reader whose request was cancelled, perhaps before it began."""
-        self._answers.discard(answer)
-        if answer.cancelled():
-            push(ended(self._version, "abort"))
-        elif error := answer.exception():
+    def _responded(self, push: Push, response: asyncio.Task[None]) -> None:
+        """End the stream of a request that was cancelled, perhaps before it began."""
+        self._responses.discard(response)
+        if response.cancelled():
+            push(end_delta(self._version, "abort"))
+        elif error := response.exception():
             push(InfraError(f"{type(error).__name__}: {error}"))
 
     def _serving(self) -> bool:
@@ -321,20 +334,20 @@ class ServerEngine:
 
     # The server
 
-    async def _load(self, files: Files, version: Version, on_update: OnUpdate) -> None:
-        """Make the server serve `files`; the caller holds the lock and the gate.
+    async def _load(self, files: VersionFiles, version: Version, on_update: OnUpdate) -> None:
+        """Make the server serve `files`; the caller holds the lock and has closed the concurrency limit.
 
-        A server cannot take a half-loaded version back: whatever goes wrong, its process is not used again.
+        A server cannot undo a half-loaded version: after any failure its process is not used again.
         """
-        self._borders += 1
+        self._updates_begun += 1
         try:
-            await self._host.client.load(files.path, version, on_update)
+            await self._server.client.load(files.path, version, on_update)
         except BaseException as error:
             self._up, self._half_loaded, self._version = False, True, UNSERVED
             self._suspect.set()
             if isinstance(error, MeshError):
                 raise InfraError(
-                    f"weights {version} did not get into {self._host.name}: {error}"
+                    f"loading weights {version} failed in {self._server.name}: {error}"
                 ) from error
             raise
         previous, self._served = self._served, files
@@ -342,29 +355,29 @@ class ServerEngine:
         if previous is not None and previous is not files:
             await asyncio.to_thread(previous.remove)
 
-    async def _keep(self) -> None:
+    async def _watch(self) -> None:
         """Restore the server whenever it fails.
 
-        Waits for a child's end or a failed request. Produces a server that serves what was served, or the end of
-        the engine.
+        Waits for the end of the child process or a failed request. Produces a server that serves the same version as
+        before, or the end of the engine.
         """
-        while self._gate.ended is None:
-            await self._trouble()
+        while self._limit.ended is None:
+            await self._failure()
             try:
                 async with self._server_lock:
                     await self._recover()
             except Exception as error:
-                # Whatever broke, nobody may wait for an answer that will not come.
+                # Whatever failed, no request may wait for a response that will not come.
                 unexpected = not isinstance(error, MeshError)
                 log.error(
-                    "the engine over %s stops: %s", self._host.name, error, exc_info=unexpected
+                    "the engine over %s stops: %s", self._server.name, error, exc_info=unexpected
                 )
                 self._end(str(error))
-                await self._gate.notify()
+                await self._limit.notify()
 
-    async def _trouble(self) -> None:
+    async def _failure(self) -> None:
         waits = [
-            asyncio.ensure_future(self._host.ended()),
+            asyncio.ensure_future(self._server.ended()),
             asyncio.ensure_future(self._suspect.wait()),
         ]
         try:
@@ -375,33 +388,35 @@ class ServerEngine:
             await asyncio.gather(*waits, return_exceptions=True)
 
     async def _recover(self) -> None:
-        """Have a server that serves the version again, or nothing after a failed update; the caller holds the lock.
+        """Restart the server if it does not serve the version; the caller holds the lock.
+
+        After a failed update the restarted server serves no version.
 
         Raises:
-            MeshError: it cannot be had.
+            MeshError: the server cannot be restored.
         """
         label = None if self._version == UNSERVED else str(self._version)
-        if self._up and await self._host.serves(label):
+        if self._up and await self._server.serves(label):
             self._suspect.clear()
-            await self._gate.notify()
+            await self._limit.notify()
             return
         self._up = False
         self._suspect.clear()
         self._restores += 1
-        why = self._host.last_words()
-        if self._half_loaded and not self._host.replaceable:
+        reason = self._server.exit_reason()
+        if self._half_loaded and not self._server.replaceable:
             raise UnavailableError(
-                f"the {self._host.name} server at {self.url} failed during a weight update and may be half loaded: "
+                f"the {self._server.name} server at {self.url} failed during a weight update and may be half loaded: "
                 "restart it"
             )
         if self._restores > self._config.restarts:
             raise UnavailableError(
-                f"{self._host.name} failed {self._restores} times with no response in between, last: {why}"
+                f"{self._server.name} failed {self._restores} times with no response in between, last: {reason}"
             )
         log.warning(
-            "%s failed (%s); restoring it at version %s", self._host.name, why, self._version
+            "%s failed (%s); restoring it at version %s", self._server.name, reason, self._version
         )
-        await self._host.start(self._loaded(), self.max_model_len)
+        await self._server.start(self._loaded(), self.max_model_len)
         served = self._served
         if self._half_loaded:
             self._served, self._half_loaded = None, False
@@ -410,10 +425,10 @@ class ServerEngine:
         elif served is not None:
             await self._load(served, self._version, OnUpdate.IN_FLIGHT)
         self._up = True
-        await self._gate.notify()
+        await self._limit.notify()
 
     def _end(self, reason: str) -> None:
-        self._gate.end(reason)
+        self._limit.end(reason)
         self._up = False
 
     def _loaded(self) -> Checkpoint:
@@ -422,5 +437,5 @@ class ServerEngine:
         return self._checkpoint
 
 
-def _cancel(answer: asyncio.Task[None]) -> None:
-    answer.cancel()
+def _cancel(response: asyncio.Task[None]) -> None:
+    response.cancel()

@@ -1,4 +1,4 @@
-"""Where complete versions wait on a file system that the server sees, and what becomes of those nobody wants."""
+"""The directory of staged versions, on a file system that the server can read; removes those that nobody uses."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from meshrl.contract.errors import UserError
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "meshrl-staging-"
 VERSIONS_AT_ONCE = 3
-"""The served one (a restarted server needs it), the staged one, and one being written."""
+"""The served one (a restarted server needs it), the staged one, and the one being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    """A version as the server can read it."""
+class VersionFiles:
+    """The files of one version."""
 
     path: Path
-    ours: bool
-    """Ours to remove."""
+    temporary: bool
+    """Made by `Staging`: `remove` deletes them."""
 
     def remove(self) -> None:
         """Free the space."""
-        if self.ours:
+        if self.temporary:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 class Staging:
-    """A directory of this process; its like, left behind by killed processes, are removed on the way."""
+    """A staging directory of this process. Making one removes those that killed processes left behind."""
 
     def __init__(self, parent: Path | None, *, version_bytes: int) -> None:
-        """Make it in `parent`; None: in shared memory if there is room, else among temporary files.
+        """Make it in `parent`; None: in shared memory if there is space, else in the temporary directory.
 
         Raises:
-            UserError: it cannot be made there.
+            UserError: the directory cannot be made there.
         """
         if parent is None:
             parent = Path(tempfile.gettempdir())
@@ -51,14 +51,14 @@ class Staging:
             self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         except OSError as error:
             raise UserError(f"rollout.engine.staging {parent}: {error.strerror}") from error
-        self._path.chmod(0o755)  # the server may run as somebody else
+        self._path.chmod(0o755)  # the server may run as another user
         self._lock = (self._path / "lock").open("w")
         _lock(self._lock)
         self._names = itertools.count()
 
-    def new(self) -> Files:
-        """A place for one version, not created."""
-        return Files(path=self._path / str(next(self._names)), ours=True)
+    def new(self) -> VersionFiles:
+        """A path for one version, not created yet."""
+        return VersionFiles(path=self._path / str(next(self._names)), temporary=True)
 
     def close(self) -> None:
         """Remove everything; idempotent."""
@@ -67,14 +67,14 @@ class Staging:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """A directory whose lock can be taken belongs to nobody who lives, in whatever container."""
+    """Remove directories whose lock is free: their process has ended, in whatever container it ran."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
             with (path / "lock").open("r+") as lock:
                 if _lock(lock):
                     shutil.rmtree(path, ignore_errors=True)
         except OSError:
-            continue  # being made or removed just now, or somebody else's
+            continue  # being made or removed at this moment, or owned by another user
 
 
 def _lock(file: IO[str]) -> bool:

@@ -1,13 +1,17 @@
-"""A vLLM server as far as its native weight transfer goes: the routes and rules of 0.33.0, NCCL by the stub of ours.
+"""A fake vLLM server: the routes of vLLM 0.33.0 for native weight transfer, without a model and without a GPU.
 
-    python vllm_server.py --model DIR --host H --port P …          further options are ignored
+    python -m meshrl.testing.vllm_server --host 127.0.0.1 --port 8000          other options of vLLM are accepted
 
-FAKE_VLLM holds JSON: `world` (worker ranks), `fault` and `once` (a file: whoever creates it has the fault):
-    no_backend    it was started without a weight-transfer config
+It is for the `vllm` engine with `update: native`: each worker rank is a process that really receives the broadcasts,
+over the NCCL stub of `meshrl.testing.libraries`. Every response is one token. GET /fake returns the calls so far, the
+pids of the ranks, and for each loaded tensor its type, shape and hash.
+
+The environment variable FAKE_VLLM holds JSON: `world` (worker ranks, default 1), `fault`, and `once` (a file: the
+process that creates it has the fault, so that a restarted server has it no more). Faults:
+    no_backend    the server was started without a weight-transfer config
     refuse        /update_weights answers 500 at once, and no worker enters the broadcast
     deaf          /update_weights neither answers nor lets any worker enter the broadcast
     die           the process is killed after the first bucket
-GET /fake tells the calls so far and the hashes of what is loaded.
 """
 
 from __future__ import annotations
@@ -31,22 +35,23 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from meshrl.config.weights import NcclConfig
+from meshrl.contract.types import Uint8
 from meshrl.weights.nccl.process import NcclProcess
 
 SETTINGS = json.loads(os.environ.get("FAKE_VLLM", "{}"))
-ENOUGH_S = 600.0
+WAIT_S = 600.0
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Workers:
-    """What vLLM's workers hold, each rank of them."""
+    """The state of vLLM's workers."""
 
     def __init__(self) -> None:
         self.ranks: list[NcclProcess] = []
         self.packed_bytes = 0
         self.info: dict[str, list[Any]] = {}
         self.model: dict[str, list[Any]] = {}
-        """By name: type, shape and the hash of the bytes."""
+        """Tensor name to type, shape and hash of the bytes."""
         self.loading: dict[str, list[Any]] = {}
         self.broken = False
         self.paused = False
@@ -54,8 +59,10 @@ class Workers:
         self.calls: list[str] = []
 
     async def init(self, info: dict[str, Any]) -> None:
+        """Start the ranks and let them join the communicator."""
         unique_id = base64.b64decode(info["nccl_unique_id_b64"], validate=True)
-        assert len(unique_id) == 128 and info["packed"]
+        if len(unique_id) != 128 or not info["packed"]:
+            raise ValueError("want a unique id of 128 bytes and packed tensors")
         self.packed_bytes = info["packed_buffer_size_bytes"]
         for rank in self.ranks:
             rank.kill()
@@ -64,13 +71,13 @@ class Workers:
         await asyncio.gather(*(rank.start() for rank in self.ranks))
         await asyncio.gather(
             *(
-                process.join(info["world_size"], unique_id, info["rank_offset"] + number, ENOUGH_S)
+                process.join(info["world_size"], unique_id, info["rank_offset"] + number, WAIT_S)
                 for number, process in enumerate(self.ranks)
             )
         )
 
     async def receive(self, info: dict[str, list[Any]]) -> None:
-        """`packed_nccl_broadcast_consumer`: fill until the bytes are more than the size, then receive them."""
+        """As `packed_nccl_broadcast_consumer`: fill a bucket until it exceeds the agreed size, then receive it."""
         self.info = info if info["names"] else self.info
         rows = zip(self.info["names"], self.info["dtype_names"], self.info["shapes"], strict=True)
         bucket: list[tuple[str, str, list[int]]] = []
@@ -86,7 +93,8 @@ class Workers:
 
     async def _load(self, bucket: list[tuple[str, str, list[int]]], total: int) -> None:
         received = await asyncio.gather(*(self._broadcast(rank, total) for rank in self.ranks))
-        assert all(np.array_equal(each, received[0]) for each in received)
+        if not all(np.array_equal(each, received[0]) for each in received):
+            raise RuntimeError("the ranks received different bytes")
         offset = 0
         for row in bucket:
             name, dtype, shape = row
@@ -95,16 +103,17 @@ class Workers:
             data = received[0][offset : offset + nbytes(row)]
             self.loading[name] = [dtype, shape, xxhash.xxh3_128_hexdigest(data.data)]
             offset += nbytes(row)
-        if fault("die"):
+        if has_fault("die"):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    async def _broadcast(self, rank: NcclProcess, nbytes: int) -> np.ndarray:
+    async def _broadcast(self, rank: NcclProcess, nbytes: int) -> Uint8:
         memory = await rank.memory(nbytes)
-        await rank.broadcast(nbytes, ENOUGH_S)
+        await rank.broadcast(nbytes, WAIT_S)
         return memory[:nbytes].copy()
 
 
-def fault(kind: str) -> bool:
+def has_fault(kind: str) -> bool:
+    """Whether this process has the fault `kind` now."""
     if SETTINGS.get("fault") != kind:
         return False
     try:
@@ -115,6 +124,7 @@ def fault(kind: str) -> bool:
 
 
 def nbytes(row: tuple[str, str, list[int]]) -> int:
+    """Bytes of a tensor given by name, type and shape."""
     _, dtype, shape = row
     return math.prod(shape) * ITEM_BYTES[dtype]
 
@@ -123,7 +133,8 @@ workers = Workers()
 
 
 async def get(request: Request) -> Response:
-    match _called(request):
+    """Every GET route."""
+    match _record(request):
         case "fake":
             pids = [rank.pid for rank in workers.ranks]
             return JSONResponse({"calls": workers.calls, "hashes": workers.model, "pids": pids})
@@ -137,16 +148,18 @@ async def get(request: Request) -> Response:
 
 
 async def post(request: Request) -> Response:
-    call = _called(request)
+    """Every POST route except generation."""
+    call = _record(request)
     body = json.loads(await request.body() or "{}")
     try:
-        await asyncio.wait_for(_do(call, body), ENOUGH_S)
-    except Exception as error:  # as there: any failure is a 500 with its words
+        async with asyncio.timeout(WAIT_S):
+            await _do(call, body)
+    except Exception as error:  # as vLLM does: any failure is a 500 with its message
         return JSONResponse({"error": str(error)}, status_code=500)
     return Response()
 
 
-def _called(request: Request) -> str:
+def _record(request: Request) -> str:
     call = request.url.path.rpartition("/")[2]
     if call not in ("health", "fake"):
         workers.calls.append(call)
@@ -156,7 +169,7 @@ def _called(request: Request) -> str:
 async def _do(call: str, body: dict[str, Any]) -> None:
     match call:
         case "init_weight_transfer_engine":
-            if fault("no_backend"):
+            if has_fault("no_backend"):
                 raise RuntimeError(
                     "Weight transfer not configured. Please set weight_transfer_config"
                 )
@@ -167,16 +180,18 @@ async def _do(call: str, body: dict[str, Any]) -> None:
             workers.paused = False
         case "start_weight_update":
             if not workers.paused:
-                os.kill(os.getpid(), signal.SIGKILL)  # empty layers at its next step
+                os.kill(
+                    os.getpid(), signal.SIGKILL
+                )  # as vLLM: the layers are empty at its next step
             workers.loading = {}
         case "update_weights":
             if workers.broken:
                 raise RuntimeError("layers are half loaded")
             workers.broken = True
-            if fault("refuse"):
+            if has_fault("refuse"):
                 raise RuntimeError("no such parameter")
-            if fault("deaf"):
-                await asyncio.sleep(ENOUGH_S)
+            if has_fault("deaf"):
+                await asyncio.sleep(WAIT_S)
             await workers.receive(body["update_info"])
             workers.broken = False
         case "finish_weight_update":
@@ -185,6 +200,7 @@ async def _do(call: str, body: dict[str, Any]) -> None:
 
 
 async def generate(request: Request) -> Response:
+    """A response of one token."""
     choice = {
         "token_ids": [7],
         "logprobs": {"content": [{"token": "7", "logprob": 0.0}]},
@@ -195,10 +211,11 @@ async def generate(request: Request) -> Response:
     return StreamingResponse(iter([event]), media_type="text/event-stream")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve until the process ends."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--host")
-    parser.add_argument("--port", type=int)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
     arguments, _ = parser.parse_known_args()
     routes = [
         Route("/inference/v1/generate", generate, methods=["POST"]),
@@ -207,3 +224,7 @@ if __name__ == "__main__":
     ]
     app = Starlette(routes=routes)
     uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

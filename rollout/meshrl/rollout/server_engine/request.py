@@ -1,4 +1,4 @@
-"""A request of the mesh, checked: what any server has to be told of it."""
+"""Checks a request of the mesh and turns it into what any server needs to know."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest
-from meshrl.rollout.engines._server.checkpoint import Checkpoint
-from meshrl.rollout.engines._server.config import ServerConfig
+from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.streams import check_request, response_before
 from meshrl.rollout.torch_engine.stopping import StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One response to be sampled, in no server's words yet."""
+class ServerRequest:
+    """One response to be sampled, independent of the kind of server."""
 
     token_ids: Sequence[int]
     temperature: float
@@ -25,11 +25,11 @@ class Ask:
     top_k: int
     """-1: all."""
     max_tokens: int
-    """0 for a continued request that has its length already."""
+    """0 for a continued request that has reached its length already."""
     stop_token_ids: tuple[int, ...]
-    """All that end the response; no other token does."""
+    """Every token that ends the response; no other token does."""
     seed: int
-    """Of this request alone, 63 bits."""
+    """Specific to this request, 63 bits."""
     stream_interval: int
     """Decode steps between two chunks."""
 
@@ -41,19 +41,19 @@ def read_request(
     *,
     max_length: int,
     finds_strings: bool,
-) -> Ask:
-    """What the server is asked for.
+) -> ServerRequest:
+    """The request for the server.
 
-    Stop strings are not part of it: the engine looks for them itself (`finds_strings`), as every engine of the mesh
-    does, and the server needs no tokenizer.
+    It has no stop strings: the engine itself looks for them (`finds_strings`), as every engine of the mesh does, so
+    the server needs no tokenizer.
 
     Raises:
         UserError: the request cannot be run.
     """
     sampling, prompt, name = request.sampling, request.prompt_ids, request.request_id
     check_request(request)
-    room = max_length - len(prompt)
-    if room < (0 if request.continued else 1):
+    left = max_length - len(prompt)
+    if left < (0 if request.continued else 1):
         raise UserError(
             f"request {name}: {len(prompt)} prompt tokens leave no room for a response in {max_length} "
             "(rollout.engine.max_model_len)"
@@ -66,34 +66,36 @@ def read_request(
     if sampling.stop and not finds_strings:
         raise UserError("stop strings need a tokenizer, and the engine was built without one")
     eos = checkpoint.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
-    return Ask(
+    return ServerRequest(
         token_ids=prompt.tolist(),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=min(sampling.max_tokens, room),
+        max_tokens=min(sampling.max_tokens, left),
         stop_token_ids=tuple(sorted({*eos, *sampling.stop_token_ids})),
         seed=_seed(sampling.seed, name, request.continued),
         stream_interval=config.stream_interval,
     )
 
 
-def ended_before(request: GenerateRequest, ask: Ask, stop_strings: StopStrings | None) -> str:
+def ended_before(
+    request: GenerateRequest, server_request: ServerRequest, stop_strings: StopStrings | None
+) -> str:
     """Why a continued response needs no more tokens; empty where it does."""
     tokens = response_before(request)
     if not tokens:
         return ""
-    if tokens[-1] in ask.stop_token_ids or (
+    if tokens[-1] in server_request.stop_token_ids or (
         stop_strings is not None and stop_strings.completed_by(tokens)
     ):
         return "stop"
-    return "" if ask.max_tokens else "length"
+    return "" if server_request.max_tokens else "length"
 
 
 def _seed(seed: int, request_id: str, continued: int) -> int:
-    """A seed of the request's own: its draws depend on nothing that runs beside it.
+    """A seed specific to the request: its draws do not depend on requests that run at the same time.
 
-    A server's draws count from a request's first token: one that goes on needs others than those it was begun with.
+    A server counts its draws from the first token of a request, so a continued request needs other draws than before.
     """
     name = f"{seed}:{request_id}" + (f":{continued}" if continued else "")
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()

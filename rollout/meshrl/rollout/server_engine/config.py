@@ -1,0 +1,46 @@
+"""Options that every engine over a server has. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshrl.contract.config import Config as BaseConfig
+
+
+class ServerConfig(BaseConfig):
+    """At most one of `url`, `python` and `command` is set: it says where the server comes from."""
+
+    url: str | None = None
+    """The address of a server that runs already; docs/reference/engines.md says how to start one."""
+    python: Path | None = None
+    """The interpreter of the server's environment, with which a server is started. None: the current interpreter."""
+    command: list[str] = Field(default_factory=list)
+    """A command that starts a server, instead of `python`; the arguments are appended."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights and cache, for a server that is started here."""
+    max_model_len: PositiveInt | None = None
+    """Prompt and response tokens of one request; None: as many as the checkpoint allows."""
+    extra_args: list[str] = Field(default_factory=list)
+    """More arguments for a server that is started here, such as --tensor-parallel-size 4."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """More environment variables for a server that is started here, such as CUDA_VISIBLE_DEVICES."""
+    log: Path | None = None
+    """The log file of a server that is started here; None: `meshrl-<engine>-<port>.log` in a temporary directory."""
+    staging: Path | None = None
+    """A directory for staged versions, on a file system that the server can read; None: shared memory if they fit, else
+    the temporary directory."""
+    stream_interval: PositiveInt = 16
+    """Decode steps between two deltas of a request."""
+    eos_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a response; None: the checkpoint's. Empty: responses end at stop strings and lengths only."""
+    start_s: PositiveFloat | None = None
+    """Deadline of the server's start, in seconds; None: 900 for one that is started here, 10 for a `url`."""
+    update_s: PositiveFloat = 600.0
+    """Deadline of each step of a weight update, in seconds."""
+    silence_s: PositiveFloat = 600.0
+    """A running request has failed when no token arrives for so many seconds."""
+    restarts: NonNegativeInt = 3
+    """How often in a row the server is restored, with no response finished in between, before the engine stops."""

@@ -1,0 +1,140 @@
+"""What the file of one kind of server provides: its start and check (`ServerKind`), its routes (`ServerClient`).
+
+`engines/vllm.py` and `engines/sglang.py` are two such files. Everything else of an engine over a server (slots,
+versions, responses, staging, restarts) is in this package and knows these two protocols only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import OnUpdate, Version
+from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.response import Chunk
+
+ALMOST_ZERO = 1e-3
+
+
+class ServerClient(Protocol):
+    """Calls one server. `server_engine.http.HttpClient` has `url`, `close` and `healthy`."""
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        ...
+
+    async def close(self) -> None:
+        """Free the connections."""
+        ...
+
+    async def healthy(self, wait_s: float) -> bool:
+        """Whether the server and its engine answer within `wait_s` seconds."""
+        ...
+
+    async def label(self) -> str:
+        """The version label that the server currently stamps on tokens. Raises MeshError."""
+        ...
+
+    async def cache_tokens(self) -> int:
+        """Tokens that the server's KV cache holds; 0 where the server does not report it."""
+        ...
+
+    async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
+        """Serve the weights in `directory` as `version`; `on_update` says what happens to running requests.
+
+        Raises:
+            MeshError: at any point; the server must then be considered half loaded.
+        """
+        ...
+
+    def generate(
+        self, request_id: str, request: ServerRequest, salt: str
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream one response; closing the iterator aborts the request. `salt` separates the versions' prefix caches.
+
+        Raises:
+            UserError: the server refuses the request.
+            InfraError: the server failed, disconnected or sent nothing for too long.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a last chunk."""
+        ...
+
+
+Client = TypeVar("Client", bound=ServerClient)
+
+
+class ServerKind(Protocol[Client]):
+    """One kind of server: how it is started, and whether a running one can be used."""
+
+    name: str
+    """The name in messages."""
+    package: str
+    """The Python package that its environment must have."""
+    module: tuple[str, ...]
+    """Arguments that make that environment's interpreter run the server."""
+    plugin: Path | None
+    """A folder for the server's PYTHONPATH; None: nothing of ours runs in its workers."""
+
+    def arguments(
+        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+    ) -> Sequence[str]:
+        """Command-line arguments of a server that is started here."""
+        ...
+
+    def environment(self) -> Mapping[str, str]:
+        """Environment of a server that is started here; `rollout.engine.env` is added to it."""
+        ...
+
+    def client(self, url: str) -> Client:
+        """A client of the server at `url`."""
+        ...
+
+    async def check(self, client: Client, checkpoint: Checkpoint, max_length: int) -> None:
+        """Try everything that generation and updates will need on a server that is up.
+
+        Raises:
+            UserError: naming the option that the server was started without, or its limit below `max_length`.
+        """
+        ...
+
+
+AnyServerKind = ServerKind[Any]
+
+PROBE = ServerRequest(
+    token_ids=[1, 2, 3],
+    temperature=1.0,
+    top_p=1.0,
+    top_k=1,
+    max_tokens=1,
+    stop_token_ids=(),
+    seed=0,
+    stream_interval=1,
+)
+"""For `check`: one token of top-k 1. Its processed probability is 1, its raw one is not."""
+
+
+def processed(chunks: Sequence[Chunk]) -> bool:
+    """Whether the answer to `PROBE` has log-probs of the distribution that was sampled (after top-k)."""
+    return all(logprob >= -ALMOST_ZERO for chunk in chunks for logprob in chunk.logprobs)
+
+
+def check_max_length(name: str, url: str, models: Mapping[str, Any], max_length: int) -> None:
+    """Compare the answer of an OpenAI `/v1/models` with the engine's `max_length`, in tokens of prompt and response.
+
+    Raises:
+        UserError: the server allows fewer.
+    """
+    (card, *_) = models["data"]
+    allowed = card.get("max_model_len") or max_length
+    if allowed < max_length:
+        raise UserError(
+            f"the {name} server at {url} allows {allowed} tokens of prompt and response, the engine "
+            f"{max_length}: set rollout.engine.max_model_len"
+        )

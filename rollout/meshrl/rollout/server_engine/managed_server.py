@@ -1,0 +1,202 @@
+"""The server of one engine: a child process that can be replaced, or somebody else's at a `url`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, UserError
+from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.config import ServerConfig
+from meshrl.rollout.server_engine.kind import AnyServerKind, ServerClient
+from meshrl.rollout.server_engine.server_process import ServerProcess
+
+log = logging.getLogger(__name__)
+
+START_S, URL_START_S = 900.0, 10.0
+HEALTH_S = 10.0
+POLL_S = 0.2
+REPORT_S = 15.0
+
+
+class ManagedServer:
+    """One server at a time, and the client that speaks to it."""
+
+    def __init__(self, kind: AnyServerKind, config: ServerConfig, *, slots: int) -> None:
+        """Check the options that say where the server is; start nothing yet. Raises ConfigError."""
+        self._kind = kind
+        self._config = config
+        self._slots = slots
+        self._command = _command(kind, config)
+        self._process: ServerProcess | None = None
+        self._client: ServerClient | None = None
+        self._was_up = False
+        self.cache_tokens = 0
+        """Tokens that the server's KV cache holds; 0 where the server does not report it."""
+
+    @property
+    def name(self) -> str:
+        """The kind of server, for messages."""
+        return self._kind.name
+
+    @property
+    def client(self) -> ServerClient:
+        """The client of the current server. Raises UnavailableError when there is none."""
+        if self._client is None:
+            raise UnavailableError("the engine is not started")
+        return self._client
+
+    @property
+    def replaceable(self) -> bool:
+        """The server is a child process of this one."""
+        return bool(self._command)
+
+    async def start(self, checkpoint: Checkpoint, max_length: int) -> None:
+        """Start or find the server and wait until it is ready and passes the check of its kind.
+
+        Raises:
+            UserError: it does not start, does not answer, or lacks an option; the message says which.
+        """
+        await self.close()
+        url = self._config.url or f"http://127.0.0.1:{_free_port()}"
+        client = self._client = self._kind.client(url)
+        try:
+            if self._command:
+                self._process = await self._start_child(
+                    checkpoint, max_length, url.rpartition(":")[2]
+                )
+            # A typo in `url` fails early; a server that has answered before may take long to come back.
+            deadline_s = START_S if self._command or self._was_up else URL_START_S
+            await self._ready(self._config.start_s or deadline_s)
+            await self._kind.check(client, checkpoint, max_length)
+            self.cache_tokens = await client.cache_tokens()
+            log.info("%s at %s: %s", self.name, url, _cache_message(self.cache_tokens))
+            self._was_up = True
+        except BaseException:
+            await self.close()
+            raise
+
+    async def ended(self) -> None:
+        """Return when the child process has ended; never for a `url`."""
+        if self._process is None:
+            await asyncio.get_running_loop().create_future()
+        else:
+            await self._process.ended()
+
+    async def serves(self, label: str | None) -> bool:
+        """Whether the server answers and reports the weights `label` (None: any weights)."""
+        client, process = self._client, self._process
+        if client is None or (process is not None and process.exit_code is not None):
+            return False
+        try:
+            return await client.healthy(HEALTH_S) and label in (None, await client.label())
+        except MeshError:
+            return False
+
+    def exit_reason(self) -> str:
+        """Why the child process ended; that it does not answer, where it still runs."""
+        process = self._process
+        if process is None or process.exit_code is None:
+            return "it does not answer"
+        return f"exit code {process.exit_code}: {process.last_error()} (log: {process.log})"
+
+    async def close(self) -> None:
+        """End the child process; a server at a `url` is left running. Idempotent."""
+        process, self._process = self._process, None
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        if process is not None:
+            await process.stop()
+
+    async def _start_child(
+        self, checkpoint: Checkpoint, max_length: int, port: str
+    ) -> ServerProcess:
+        kind, config = self._kind, self._config
+        arguments = kind.arguments(checkpoint, max_length=max_length, slots=self._slots, port=port)
+        environment = {**kind.environment(), **config.env}
+        paths = (str(kind.plugin or ""), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        path = config.log or Path(tempfile.gettempdir()) / f"meshrl-{kind.package}-{port}.log"
+        process = ServerProcess([*self._command, *arguments], environment, path)
+        await process.start()
+        log.info("%s starts on port %s, log %s", kind.name, port, path)
+        return process
+
+    async def _ready(self, wait_s: float) -> None:
+        """Return once the server answers.
+
+        Raises:
+            UserError: it ended first (with the log's last error), or was not ready within `wait_s`.
+        """
+        client, process, name = self.client, self._process, self.name
+        began = reported = time.monotonic()
+        while not await client.healthy(wait_s=5.0):
+            if process is not None and process.exit_code is not None:
+                raise UserError(
+                    f"{name} ended with exit code {process.exit_code} before it was ready: {process.last_error()} "
+                    f"(log: {process.log})"
+                )
+            now = time.monotonic()
+            if now - began > wait_s:
+                where = (
+                    f"the log {process.log} ends: {process.last_error()}"
+                    if process
+                    else "is it running?"
+                )
+                raise UserError(
+                    f"no {name} server answers at {client.url} within {wait_s:g} s; {where}"
+                )
+            if now - reported > REPORT_S:
+                detail = process.last_error() if process else client.url
+                log.info("%s has been starting for %.0f s: %s", name, now - began, detail)
+                reported = now
+            await asyncio.sleep(POLL_S)  # another program's start has no event to wait for
+
+
+def _command(kind: AnyServerKind, config: ServerConfig) -> tuple[str, ...]:
+    """The command that starts a child process, without its arguments; empty for a `url`."""
+    set_keys = [key for key in ("url", "python", "command") if getattr(config, key)]
+    if len(set_keys) > 1:
+        raise ConfigError(f"rollout.engine: want one of {' and '.join(set_keys)}, got both")
+    if config.url:
+        if not config.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"rollout.engine.url is {config.url!r}, want one such as http://127.0.0.1:8000"
+            )
+        return ()
+    if config.command:
+        if shutil.which(config.command[0]) is None:
+            raise ConfigError(f"rollout.engine.command: there is no program {config.command[0]!r}")
+        return tuple(config.command)
+    if config.python:
+        if shutil.which(config.python) is None:
+            raise ConfigError(f"rollout.engine.python: {config.python} is no program")
+        return (str(config.python), *kind.module)
+    if importlib.util.find_spec(kind.package) is None:
+        raise ConfigError(
+            f"rollout.engine: {kind.name} is not installed here; give `python`, the interpreter of an environment "
+            "that has it, or the `url` of a running server"
+        )
+    return (sys.executable, *kind.module)
+
+
+def _cache_message(cache_tokens: int) -> str:
+    if not cache_tokens:
+        return "it does not report how many tokens its cache holds, so rows are leased by slots"
+    return f"its cache holds {cache_tokens} tokens"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
