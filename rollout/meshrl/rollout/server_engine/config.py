@@ -30,8 +30,8 @@ class ServerConfig(BaseConfig):
     log: Path | None = None
     """The log file of a server that is started here; None: `meshrl-<engine>-<port>.log` in a temporary directory."""
     staging: Path | None = None
-    """A directory for staged versions, on a file system that the server can read; None: shared memory if they fit, else
-    the temporary directory."""
+    """A directory for staged versions, on a file system that the server can read; None: shared memory if there is
+    space, else the temporary directory."""
     stream_interval: PositiveInt = 16
     """Decode steps between two deltas of a request."""
     eos_token_ids: tuple[int, ...] | None = None
