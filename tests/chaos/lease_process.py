@@ -30,7 +30,7 @@ async def work(options: argparse.Namespace) -> None:
         await answered.wait()
         return [rollout_of(row, VERSION) for row in rows]
 
-    async with QueueClient(options.queue, patience_s=60) as queue:
+    async with QueueClient(options.queue, retry_s=60) as queue:
         loop = StageWorker(
             *(queue, [RUN], ROLLOUT_STAGE, handle),
             worker="w",

@@ -48,7 +48,7 @@ def processes_of(marker: str) -> list[int]:
 
 async def submit(address: str, factor: int) -> str | None:
     """The version; None when the service died before it answered."""
-    async with RewardRegistryClient(address, patience_s=0) as wire:
+    async with RewardRegistryClient(address, retry_s=0) as wire:
         with contextlib.suppress(MeshError):
             return (await wire.submit(submission(factor))).hash
     return None

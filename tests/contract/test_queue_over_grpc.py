@@ -35,7 +35,7 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     door = QueueServicer(opened)
     async with (
         GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server,
-        QueueClient(server.address, patience_s=1, **MANNERS[request.param]) as wire,
+        QueueClient(server.address, retry_s=1, **MANNERS[request.param]) as wire,
     ):
         with suppress(NotFoundError):
             await wire.fetch(

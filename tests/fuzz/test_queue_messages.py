@@ -98,7 +98,7 @@ async def recorded(address: str) -> dict[str, list[Request]]:
     port = proxy.add_insecure_port("127.0.0.1:0")
     await proxy.start()
     try:
-        async with QueueClient(f"127.0.0.1:{port}", patience_s=1) as wire:
+        async with QueueClient(f"127.0.0.1:{port}", retry_s=1) as wire:
             await every_verb(wire)
             # A stream of its own, open as long as somebody keeps what a worker holds.
             keeping = asyncio.create_task(
@@ -222,7 +222,7 @@ async def test_bytes_that_are_no_grpc_at_all_leave_the_queue_serving(scene: Scen
 
 async def assert_serves(scene: Scene) -> None:
     """A new run goes from prompt to trained through the very server that was fed nonsense."""
-    async with QueueClient(scene.server.address, patience_s=1) as wire:
+    async with QueueClient(scene.server.address, retry_s=1) as wire:
         actors = Actors(wire, run="fresh")
         await actors.start(spec("fresh"))
         await actors.feed([task(name, "fresh") for name in "ab"])

@@ -28,7 +28,7 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.rpc.clients import JudgeClient, LogProbsClient, RolloutClient, TrainerClient, peer
+from meshrl.rpc.clients import JudgeClient, LogProbsClient, RolloutClient, TrainerClient, base
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.servicers import ReferenceServicer, RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
@@ -105,7 +105,7 @@ async def test_an_error_is_raised_here_as_it_was_there(kind: type[errors.MeshErr
     judge = LengthJudge(kind("what was wrong", uid="run/t/0.0", wanted=3))
     async with (
         serving(RewardServicer(judge)) as server,
-        JudgeClient(server.address, patience_s=0) as wire,
+        JudgeClient(server.address, retry_s=0) as wire,
     ):
         with pytest.raises(kind, match="what was wrong") as raised:
             await wire.score([sample(0)])
@@ -130,7 +130,7 @@ async def test_a_mistake_of_the_caller_is_said_before_anything_is_sent() -> None
 
 @asynccontextmanager
 async def nobody() -> AsyncIterator[JudgeClient]:
-    wire = JudgeClient("127.0.0.1:1", patience_s=0.2)
+    wire = JudgeClient("127.0.0.1:1", retry_s=0.2)
     try:
         yield wire
     finally:
@@ -345,7 +345,7 @@ async def test_a_trainer_is_asked_watched_and_stopped_from_elsewhere() -> None:
 
 
 async def test_a_long_wait_is_cut_into_long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "POLL_S", 0.05)
+    monkeypatch.setattr(base, "POLL_S", 0.05)
     trainer = SteppingTrainer(total=3)
     async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as wire:
         with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
@@ -368,7 +368,7 @@ async def test_a_service_that_drains_ends_long_waits_and_a_watcher_finds_the_nex
             seen.append(status.step)
 
     async with serving(TrainerServicer(trainer)) as server:
-        wire = TrainerClient(server.address, patience_s=60)
+        wire = TrainerClient(server.address, retry_s=60)
         watching = asyncio.create_task(watch(wire))
         await trainer.at_the_end.wait()
     trainer.saved.set()
@@ -387,7 +387,7 @@ async def test_a_negative_wait_is_refused() -> None:
 
 
 async def test_a_service_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "ANSWER_S", 0.05)
+    monkeypatch.setattr(base, "ANSWER_S", 0.05)
 
     class Hanging(SteppingTrainer):
         async def status(self) -> TrainerStatus:
@@ -395,7 +395,7 @@ async def test_a_service_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPat
             raise AssertionError
 
     async with serving(TrainerServicer(Hanging(total=1))) as server:
-        wire = TrainerClient(server.address, patience_s=0.2)
+        wire = TrainerClient(server.address, retry_s=0.2)
         with pytest.raises(errors.UnavailableError, match="has not answered within"):
             await wire.status()
         await wire.close()

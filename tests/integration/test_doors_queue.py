@@ -81,7 +81,7 @@ async def queue_elsewhere() -> AsyncIterator[QueueClient]:
     try:
         async with (
             GrpcServer(settings, [QueueServicer(queue)]) as server,
-            QueueClient(server.address, patience_s=1) as wire,
+            QueueClient(server.address, retry_s=1) as wire,
         ):
             yield wire
     finally:
@@ -249,7 +249,7 @@ async def test_a_queue_that_is_ended_during_a_long_poll_and_comes_back_is_never_
 ) -> None:
     port = free_port()
     process = await start(tmp_path, port)
-    async with QueueClient(f"127.0.0.1:{port}", patience_s=100) as wire:
+    async with QueueClient(f"127.0.0.1:{port}", retry_s=100) as wire:
         await begun(wire)
         waiting = asyncio.create_task(leased(wire, wait_s=100))
         async with asyncio.timeout(120):

@@ -54,7 +54,7 @@ async def meshed(
     try:
         async with (
             GrpcServer(settings, [QueueServicer(queue)]) as server,
-            QueueClient(server.address, patience_s=1, disk_full=disk_full) as wire,
+            QueueClient(server.address, retry_s=1, disk_full=disk_full) as wire,
         ):
             actors = Actors(queue)
             stages = (ROLLOUT_STAGE, REWARD_STAGE)

@@ -343,12 +343,12 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(
         async with httpx.AsyncClient(base_url=service.http, verify=trusting) as known:
             assert (await known.get("/v1/rewards")).status_code == 200
         monkeypatch.setenv("MESHRL_TLS_CA", str(tls.ca))
-        async with RewardRegistryClient(service.grpc, patience_s=0) as wire:
+        async with RewardRegistryClient(service.grpc, retry_s=0) as wire:
             with pytest.raises(errors.UnavailableError):
                 await wire.names()
         monkeypatch.setenv("MESHRL_TLS_CERT", str(tls.cert))
         monkeypatch.setenv("MESHRL_TLS_KEY", str(tls.key))
-        async with RewardRegistryClient(service.grpc, patience_s=0) as wire:
+        async with RewardRegistryClient(service.grpc, retry_s=0) as wire:
             assert (await wire.names()).followed == "reward"
 
 

@@ -46,7 +46,7 @@ class Mesh:
                 with run_lock(self.stopped.run.path):
                     async with open_stored_queue(self.stopped) as left:
                         return await question(left)
-            async with connect_queue(self.queue, patience_s=PATIENCE_S) as queue:
+            async with connect_queue(self.queue, retry_s=PATIENCE_S) as queue:
                 return await question(queue)
 
         return asyncio.run(ask())

@@ -133,7 +133,7 @@ async def _report(member: Member) -> MemberReport | None:
     try:
         async with (
             asyncio.timeout(ANSWER_S),
-            MemberClient(member.address, patience_s=0.0) as wire,
+            MemberClient(member.address, retry_s=0.0) as wire,
         ):
             return await wire.report()
     except (MeshError, TimeoutError):

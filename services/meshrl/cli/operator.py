@@ -71,7 +71,7 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
         answers: list[Answer] = []
         if mesh.stopped is None:
             for number, address in enumerate(await _all_shards(mesh.queue)):
-                async with QueueAdminClient(address, patience_s=PATIENCE_S) as wire:
+                async with QueueAdminClient(address, retry_s=PATIENCE_S) as wire:
                     answers.append(await question(wire, number))
             return answers
         recipe = mesh.stopped
@@ -93,7 +93,7 @@ def shards_of(mesh: Mesh) -> int:
 
 async def _all_shards(addresses: str) -> Sequence[str]:
     """The addresses given, and those of shards that were added meanwhile."""
-    async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
+    async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
         if isinstance(queue, ShardedQueue):
             return await queue.addresses()
     return [addresses.strip()]

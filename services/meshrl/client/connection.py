@@ -11,12 +11,12 @@ from typing import Final, TypeVar
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
-from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
+from meshrl.rpc.clients.base import SERVICE_RETRY_S
 from meshrl.rpc.clients.queue import QueueClient
 
 Client = TypeVar("Client", bound=QueueClient)
 
-PATIENCE_S: Final = STAGE_PATIENCE_S
+RETRY_S: Final = SERVICE_RETRY_S
 """Seconds that a restart of the queue may take before calls fail with UnavailableError."""
 
 # Clients that are not freed yet, closed or not: gRPC ends its threads when the last channel is freed, not when it is
@@ -55,16 +55,14 @@ def check_address(address: str) -> str:
 
 @asynccontextmanager
 async def connected(
-    addresses: Sequence[str], patience_s: float, compression: Mode
+    addresses: Sequence[str], retry_s: float, compression: Mode
 ) -> AsyncIterator[Queue]:
     """The queue at one address, or the sharded queue at several. All clients must use the same order."""
     require_no_fork()
     async with AsyncExitStack() as stack:
         if len(addresses) == 1:
             yield await stack.enter_async_context(
-                _registered(
-                    QueueClient(addresses[0], patience_s=patience_s, compression=compression)
-                )
+                _registered(QueueClient(addresses[0], retry_s=retry_s, compression=compression))
             )
             return
         # Imported here, so that clients of a queue without shards need not load the router.
@@ -72,7 +70,7 @@ async def connected(
         from meshrl.transferqueue.sharding.router import ShardedQueue
 
         async def dial(address: str) -> ShardClient:
-            client = ShardClient(address, patience_s=patience_s, compression=compression)
+            client = ShardClient(address, retry_s=retry_s, compression=compression)
             return await stack.enter_async_context(_registered(client))
 
         router = ShardedQueue([await dial(address) for address in addresses], addresses, dial)

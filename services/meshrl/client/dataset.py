@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from meshrl.client import batches
-from meshrl.client.connection import PATIENCE_S
+from meshrl.client.connection import RETRY_S
 from meshrl.client.event_loop_thread import EventLoopThread
 from meshrl.client.queue import DAY_S, Queue
 from meshrl.client.ranks import Share
@@ -101,7 +101,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
         owner: str = "",
         publish: bool = True,
         wait_s: float = DAY_S,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = RETRY_S,
     ) -> None:
         Queue.connect(*addresses)  # raises for a bad address here rather than in a worker
         self._source = _Source(

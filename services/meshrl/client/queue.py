@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.client.batches import Batches, this_process
-from meshrl.client.connection import PATIENCE_S, check_address, connected
+from meshrl.client.connection import RETRY_S, check_address, connected
 from meshrl.client.leases import HeldLease
 from meshrl.contract import ports
 from meshrl.contract.codec.compression import Mode
@@ -34,14 +34,14 @@ class Queue:
 
     def __init__(self, addresses: Sequence[str], patience_s: float, compression: Mode) -> None:
         self._addresses = tuple(check_address(address) for address in addresses)
-        self._patience_s = patience_s
+        self._retry_s = patience_s
         self._compression = compression
         self._port: ports.Queue | None = None
         self._closing = AsyncExitStack()
 
     @classmethod
     def connect(
-        cls, *addresses: str, patience_s: float = PATIENCE_S, compression: Mode = "auto"
+        cls, *addresses: str, patience_s: float = RETRY_S, compression: Mode = "auto"
     ) -> Self:
         """A queue to enter with `async with`.
 
@@ -66,7 +66,7 @@ class Queue:
 
     async def __aenter__(self) -> Self:
         if self._port is None:
-            opening = connected(self._addresses, self._patience_s, self._compression)
+            opening = connected(self._addresses, self._retry_s, self._compression)
             self._port = await self._closing.enter_async_context(opening)
         return self
 

@@ -16,7 +16,7 @@ from typing import Self
 from meshrl.client.batches import Batches as AsyncBatches
 from meshrl.client.batches import Checkpoint as AsyncCheckpoint
 from meshrl.client.batches import TrainBatch
-from meshrl.client.connection import PATIENCE_S
+from meshrl.client.connection import RETRY_S
 from meshrl.client.event_loop_thread import EventLoopThread
 from meshrl.client.leases import HeldLease as AsyncHeldLease
 from meshrl.client.queue import DAY_S
@@ -177,7 +177,7 @@ class Queue:
 
     @classmethod
     def connect(
-        cls, *addresses: str, patience_s: float = PATIENCE_S, compression: Mode = "auto"
+        cls, *addresses: str, patience_s: float = RETRY_S, compression: Mode = "auto"
     ) -> Self:
         """A queue to enter with `with`.
 

@@ -28,7 +28,7 @@ async def fleet_waits(fleet: Mapping[str, str]) -> list[Waiting]:
 
 
 async def _hindrance(address: str) -> str:
-    async with MemberClient(address, patience_s=PATIENCE_S) as member:
+    async with MemberClient(address, retry_s=PATIENCE_S) as member:
         try:
             return _said(await member.report())
         except MeshError as error:

@@ -61,14 +61,14 @@ class Observer:
     async def last_look(self) -> None:
         """The ledger as it stands at the end. Raises what the queue's wire raises."""
         addresses = self._book().peers()["queue"]
-        async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
+        async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
             self._board.ledger = await queue.ledger(self._board.run)
 
     async def _watch_trainer(self) -> None:
         while True:
             await self._until_ready("trainer")
             address = self._book().address("trainer")
-            async with TrainerClient(address, patience_s=PATIENCE_S) as trainer:
+            async with TrainerClient(address, retry_s=PATIENCE_S) as trainer:
                 try:
                     async for status in trainer.watch(every_s=5.0):
                         if self._board.see(status):
@@ -80,7 +80,7 @@ class Observer:
     async def _ask_queue(self) -> None:
         for name in self._book().of_kind("queue"):
             await self._until_ready(name)
-        async with connect_queue(self._book().peers()["queue"], patience_s=PATIENCE_S) as queue:
+        async with connect_queue(self._book().peers()["queue"], retry_s=PATIENCE_S) as queue:
             while True:
                 try:
                     self._board.ledger = await queue.ledger(self._board.run)
@@ -111,7 +111,7 @@ class Observer:
 
     async def _ask_replica(self, name: str) -> None:
         await self._until_ready(name)
-        async with RolloutClient(self._book().address(name), patience_s=PATIENCE_S) as replica:
+        async with RolloutClient(self._book().address(name), retry_s=PATIENCE_S) as replica:
             while True:
                 try:
                     self._board.fleet[name] = await replica.stats()

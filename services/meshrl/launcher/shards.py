@@ -101,7 +101,7 @@ class Shards:
     async def _enrol(self, name: str) -> None:
         addresses = self._plan.book.peers()["queue"]
         address = self._plan.of_shard(name).address
-        async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
+        async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
             assert isinstance(queue, ShardedQueue), "a single queue gets no shard"
             known = await queue.addresses()
             if address in known:

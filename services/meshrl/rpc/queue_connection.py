@@ -11,8 +11,8 @@ from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.precision import Precision
+from meshrl.rpc.clients.base import SERVICE_RETRY_S
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
-from meshrl.rpc.clients.peer import STAGE_PATIENCE_S
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.service_context import ServiceContext
@@ -26,7 +26,7 @@ from meshrl.transferqueue.store import Store
 async def connect_queue(
     addresses: str,
     *,
-    patience_s: float = STAGE_PATIENCE_S,
+    retry_s: float = SERVICE_RETRY_S,
     compression: Mode = "auto",
     logprob_precision: Precision = "fp32",
     disk_full: DiskFullPolicy | None = None,
@@ -37,7 +37,7 @@ async def connect_queue(
     """
     shard_addresses = [address.strip() for address in addresses.split(",")]
     options: ClientOptions = {
-        "patience_s": patience_s,
+        "retry_s": retry_s,
         "compression": compression,
         "disk_full": disk_full,
     }

@@ -128,7 +128,7 @@ def until(done: Callable[[], bool], timeout_s: float) -> bool:
 
 async def add(plan: Plan, address: str) -> None:
     """Add a shard, unless somebody who was killed has done so; whoever adds one at the same time may be faster."""
-    async with connect_queue(plan.addresses, patience_s=PATIENCE_S) as queue:
+    async with connect_queue(plan.addresses, retry_s=PATIENCE_S) as queue:
         assert isinstance(queue, ShardedQueue)
         while address not in await queue.addresses():
             with suppress(ConflictError):
@@ -144,6 +144,6 @@ async def _run(name: str, plan: Plan, birth: int) -> None:
         await add(plan, plan.address(int(name.removeprefix("adder-"))))
     else:
         moods = random.Random(f"{plan.seed} {name} {birth}")
-        async with connect_queue(plan.addresses, patience_s=PATIENCE_S) as queue:
+        async with connect_queue(plan.addresses, retry_s=PATIENCE_S) as queue:
             await actor(name, plan, moods)(RecordedQueue(queue, EventLog(plan.events, name)))  # type: ignore[arg-type]
             await asyncio.sleep(0)

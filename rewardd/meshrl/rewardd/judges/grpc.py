@@ -63,6 +63,6 @@ class GrpcJudge:
 def build(config: Config) -> GrpcJudge:
     """The judge, not connected yet."""
     client = importlib.import_module(CLIENT).JudgeClient(
-        config.address, patience_s=0, deadline_s=config.guard.deadline_s
+        config.address, retry_s=0, deadline_s=config.guard.deadline_s
     )
     return GrpcJudge(client, config.address, config.guard)

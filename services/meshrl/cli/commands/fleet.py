@@ -147,7 +147,7 @@ async def _ask_to_leave(member: Member) -> None:
         raise UserError(
             f"{member.name} did not say where it listens: send SIGTERM to its process instead"
         )
-    async with MemberClient(member.address, patience_s=0.0) as wire:
+    async with MemberClient(member.address, retry_s=0.0) as wire:
         await wire.drain()
 
 

@@ -158,7 +158,7 @@ def add_shard(address: str | None, run_dir: Path | None, addresses: str | None) 
 
 
 async def _add_shard(addresses: str, address: str) -> int:
-    async with connect_queue(addresses, patience_s=PATIENCE_S) as queue:
+    async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
         assert isinstance(queue, ShardedQueue)
         return await queue.add_shard(address)
 

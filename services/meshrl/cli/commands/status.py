@@ -48,7 +48,7 @@ def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
 
 
 async def _ask(mesh: Mesh) -> Status:
-    async with connect_queue(mesh.queue, patience_s=PATIENCE_S) as wire:
+    async with connect_queue(mesh.queue, retry_s=PATIENCE_S) as wire:
         state, ledger = await wire.run_state(mesh.run), await wire.ledger(mesh.run)
     answers = await asyncio.gather(*(_replica(address) for address in mesh.fleet.values()))
     return Status(
@@ -61,7 +61,7 @@ async def _ask(mesh: Mesh) -> Status:
 
 
 async def _trainer(address: str) -> TrainerStatus | None:
-    async with TrainerClient(address, patience_s=PATIENCE_S) as wire:
+    async with TrainerClient(address, retry_s=PATIENCE_S) as wire:
         try:
             return await wire.status()
         except MeshError:
@@ -76,7 +76,7 @@ async def _weights(address: str) -> FleetView | None:
 
 
 async def _replica(address: str) -> EngineStats | None:
-    async with RolloutClient(address, patience_s=PATIENCE_S) as wire:
+    async with RolloutClient(address, retry_s=PATIENCE_S) as wire:
         try:
             return await wire.stats()
         except MeshError:

@@ -1,6 +1,6 @@
-"""One client per port: the same Protocol as the object elsewhere, over gRPC."""
+"""One gRPC client per port. A client implements the same Protocol as the remote object."""
 
-from meshrl.rpc.clients.peer import PERSON_PATIENCE_S, STAGE_PATIENCE_S
+from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, SERVICE_RETRY_S
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.clients.reference import LogProbsClient
 from meshrl.rpc.clients.reward import JudgeClient
@@ -8,8 +8,8 @@ from meshrl.rpc.clients.rollout import RolloutClient
 from meshrl.rpc.clients.trainer import TrainerClient
 
 __all__ = [
-    "PERSON_PATIENCE_S",
-    "STAGE_PATIENCE_S",
+    "INTERACTIVE_RETRY_S",
+    "SERVICE_RETRY_S",
     "JudgeClient",
     "LogProbsClient",
     "QueueClient",

@@ -1,4 +1,4 @@
-"""A rollout worker elsewhere, for those who look after the fleet."""
+"""Client for operators of a rollout worker."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from meshrl.contract import codec
 from meshrl.contract.stage_worker import StageStats
 from meshrl.contract.types import EngineStats
 from meshrl.rollout.worker_report import WorkerReport
-from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient, discard
 from meshrl.v1 import member_pb2 as pb
 from meshrl.v1 import member_pb2_grpc as rpc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberReport:
-    """A worker and its engine at one instant."""
+    """The state of a worker and its engine at one instant."""
 
     engine: EngineStats
     worker: WorkerReport
 
 
-class MemberClient(Wire):
-    """Asks a member how it does, and asks it to leave."""
+class MemberClient(GrpcClient):
+    """Reads a worker's report, and drains the worker."""
 
-    def __init__(self, address: str, *, patience_s: float = STAGE_PATIENCE_S) -> None:
-        super().__init__("rollout", address, patience_s)
-        self._stub = rpc.MemberStub(self._peer.channel)
+    def __init__(self, address: str, *, retry_s: float = SERVICE_RETRY_S) -> None:
+        super().__init__("rollout", address, retry_s)
+        self._stub = rpc.MemberStub(self._connection.channel)
 
     async def report(self) -> MemberReport:
-        """How it does now."""
-        return await self._peer.ask(self._stub.GetReport, pb.GetReportRequest(), _decode)
+        """The present state."""
+        return await self._connection.call(self._stub.GetReport, pb.GetReportRequest(), _decode)
 
     async def drain(self) -> None:
-        """Have it hand over what runs and end; returns at once."""
-        await self._peer.ask(self._stub.Drain, pb.DrainRequest(), lambda _: None)
+        """Let the worker hand over its running rows and end. Returns at once."""
+        await self._connection.call(self._stub.Drain, pb.DrainRequest(), discard)
 
 
 def _decode(message: pb.MemberReport) -> MemberReport:

@@ -26,43 +26,46 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient, discard
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer
-from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire, nothing
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
 
 
 class ClientOptions(TypedDict, total=False):
-    """How to call a queue."""
+    """Options of a QueueClient."""
 
-    patience_s: float
-    """How long to wait for one that is away."""
+    retry_s: float
+    """Seconds for which calls are repeated while the queue is away."""
     compression: Mode
-    """Of payload on the way."""
+    """Of payload sent over the network."""
     disk_full: DiskFullPolicy | None
-    """Of space on its disk: with it calls wait while the disk is full, without they raise CapacityError."""
+    """With it calls wait while the queue's disk is full; without it they raise CapacityError."""
 
 
-class QueueClient(Wire, RowMethods):
-    """A Queue elsewhere. Outlives a restart of the queue that takes no longer than `patience_s`.
+class QueueClient(GrpcClient, RowMethods):
+    """A remote Queue. Calls survive a restart of the queue that takes no longer than `retry_s`.
 
-    Everything but `replay` is asked again when the queue goes away before it answers. A lease whose answer was lost
-    is not taken twice: nobody renews it, so its rows come back after their time to live.
+    Every call but `replay` is repeated if the queue goes away before it answers. A lease whose answer was lost is not
+    taken twice: nobody renews it, so its rows return to the queue after their time to live.
     """
 
     def __init__(self, address: str, **options: Unpack[ClientOptions]) -> None:
         compression = options.get("compression", "auto")
-        patience_s = options.get("patience_s", STAGE_PATIENCE_S)
+        retry_s = options.get("retry_s", SERVICE_RETRY_S)
         self._compresses = wanted(compression, address)
         super().__init__(
-            *("queue", address, patience_s, (TAKES_COMPRESSED,) if self._compresses else ()),
+            "queue",
+            address,
+            retry_s,
+            (TAKES_COMPRESSED,) if self._compresses else (),
             disk_full=options.get("disk_full"),
         )
-        self._stub = rpc.QueueStub(self._peer.channel)
-        self._keeper = LeaseRenewer(self._peer.name, address, self._peer.metadata)
-        channel = self._peer.channel
+        self._stub = rpc.QueueStub(self._connection.channel)
+        self._renewer = LeaseRenewer(self._connection.name, address, self._connection.metadata)
+        channel = self._connection.channel
         self._lease = channel.unary_stream(
             "/meshrl.v1.Queue/Lease",
             pb.LeaseRequest.SerializeToString,
@@ -81,42 +84,42 @@ class QueueClient(Wire, RowMethods):
         )
 
     async def close(self) -> None:
-        """See Wire."""
-        await self._keeper.close()
+        """See GrpcClient."""
+        await self._renewer.close()
         await super().close()
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """See Queue."""
         request = pb.OpenRunRequest(spec=codec.encode_run_spec(spec))
-        return await self._peer.ask(self._stub.OpenRun, request, codec.decode_run_state)
+        return await self._connection.call(self._stub.OpenRun, request, codec.decode_run_state)
 
     async def run_state(self, run: str) -> RunState:
         """See Queue."""
         request = pb.RunRequest(run=run)
-        return await self._peer.ask(self._stub.GetRunState, request, codec.decode_run_state)
+        return await self._connection.call(self._stub.GetRunState, request, codec.decode_run_state)
 
     async def acquire(self, run: str, owner: str) -> RunState:
-        """See Queue. Asked again after a lost answer it makes one epoch more, which fences nobody else."""
+        """See Queue. Repeated after a lost answer, it makes one more epoch, which fences no other trainer."""
         request = pb.AcquireRequest(run=run, owner=owner)
-        return await self._peer.ask(self._stub.Acquire, request, codec.decode_run_state)
+        return await self._connection.call(self._stub.Acquire, request, codec.decode_run_state)
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See Queue."""
 
-        async def ask(seconds: float) -> int:
+        async def attempt(seconds: float) -> int:
             call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor, wait_s=seconds)
-            return await self._peer.tell_stream(
+            return await self._connection.call_with_stream(
                 self._stub.Admit,
                 codec.encode_admit(call),
                 lambda answer: answer.admitted,
                 wait_s=seconds,
             )
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)
 
     async def close_feed(self, run: str) -> None:
         """See Queue."""
-        await self._peer.ask(self._stub.CloseFeed, pb.RunRequest(run=run), nothing)
+        await self._connection.call(self._stub.CloseFeed, pb.RunRequest(run=run), discard)
 
     async def lease(
         self,
@@ -131,7 +134,7 @@ class QueueClient(Wire, RowMethods):
     ) -> Lease:
         """See Queue."""
 
-        async def ask(seconds: float) -> Lease:
+        async def attempt(seconds: float) -> Lease:
             request = pb.LeaseRequest(
                 runs=runs,
                 stage=stage,
@@ -141,41 +144,41 @@ class QueueClient(Wire, RowMethods):
                 version=codec.encode_version(version) if version else None,
                 wait_s=seconds,
             )
-            return await self._peer.ask_for_stream(
+            return await self._connection.call_for_stream(
                 self._lease, request, codec.decode_lease, wait_s=seconds
             )
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See Queue."""
         request = pb.RenewRequest(run=run, stage=stage, worker=worker, uids=codec.encode_uids(uids))
-        return await self._peer.ask(
+        return await self._connection.call(
             self._stub.Renew, request, lambda answer: codec.decode_uids(answer.lost)
         )
 
     async def keep(self, holding: HeldLeases) -> None:
-        """See Queue, and keeper.py."""
-        await self._keeper.keep(holding)
+        """See Queue and lease_renewer.py."""
+        await self._renewer.keep(holding)
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        await self._peer.tell_stream(self._write, self._bulk(call), nothing)
+        await self._connection.call_with_stream(self._write, self._bulk(call), discard)
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
-        await self._peer.tell_stream(self._append, self._bulk(call), nothing)
+        await self._connection.call_with_stream(self._append, self._bulk(call), discard)
 
     def _bulk(self, call: codec.WriteCall) -> Sequence[codec.Bulk[pb.WriteRequest]]:
         messages = codec.encode_write(call)
         return [message.compressed() for message in messages] if self._compresses else messages
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
-        """See Queue. Asked again after a lost answer it finds less to do, and returns less."""
+        """See Queue. Repeated after a lost answer, it finds fewer rows and returns a smaller number."""
         request = pb.RedoRequest(run=run, stage=stage, uids=codec.encode_uids(uids))
-        return await self._peer.ask(self._stub.Redo, request, lambda answer: answer.rows)
+        return await self._connection.call(self._stub.Redo, request, lambda answer: answer.rows)
 
     async def fail(
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
@@ -188,35 +191,35 @@ class QueueClient(Wire, RowMethods):
             outcome=codec.encode_outcome(outcome),
             reason=codec.printable(reason),
         )
-        await self._peer.ask(self._stub.Fail, request, nothing)
+        await self._connection.call(self._stub.Fail, request, discard)
 
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
         """See Queue."""
         rows = codec.encode_held_rows(token_of)
         request = pb.ReleaseRequest(run=run, stage=stage, rows=rows)
-        await self._peer.ask(self._stub.Release, request, nothing)
+        await self._connection.call(self._stub.Release, request, discard)
 
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
         """See Queue."""
 
-        async def ask(seconds: float) -> Batch:
+        async def attempt(seconds: float) -> Batch:
             request = pb.TakeRequest(
                 run=run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=seconds
             )
-            return await self._peer.ask(
+            return await self._connection.call(
                 self._stub.Take, request, codec.decode_batch, wait_s=seconds
             )
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)
 
     async def fetch_packed(
         self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See Queue."""
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
-        return await self._peer.ask_for_stream(
+        return await self._connection.call_for_stream(
             self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
 
@@ -228,51 +231,51 @@ class QueueClient(Wire, RowMethods):
             uids=codec.encode_uids(uids),
             reason=codec.printable(reason),
         )
-        await self._peer.ask(self._stub.Filter, request, nothing)
+        await self._connection.call(self._stub.Filter, request, discard)
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
         request = pb.SettleRequest(run=run, epoch=epoch, step=step, batch_id=batch_id)
-        await self._peer.ask(self._stub.Settle, request, nothing)
+        await self._connection.call(self._stub.Settle, request, discard)
 
     async def publish(self, run: str, version: Version) -> None:
         """See Queue."""
         request = pb.PublishVersionRequest(run=run, version=codec.encode_version(version))
-        await self._peer.ask(self._stub.Publish, request, nothing)
+        await self._connection.call(self._stub.Publish, request, discard)
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See Queue."""
         request = pb.CommitStepRequest(run=run, epoch=epoch, step=step)
-        await self._peer.ask(self._stub.Commit, request, nothing)
+        await self._connection.call(self._stub.Commit, request, discard)
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
-        """See Queue. Asked again after a lost answer it finds nothing left to rewind, and returns 0."""
+        """See Queue. Repeated after a lost answer, it finds nothing to rewind and returns 0."""
         request = pb.RewindRequest(run=run, epoch=epoch, step=step)
-        return await self._peer.ask(self._stub.Rewind, request, lambda answer: answer.rows)
+        return await self._connection.call(self._stub.Rewind, request, lambda answer: answer.rows)
 
     async def ledger(self, run: str) -> Ledger:
         """See Queue."""
         request = pb.RunRequest(run=run)
-        return await self._peer.ask(self._stub.GetLedger, request, codec.decode_ledger)
+        return await self._connection.call(self._stub.GetLedger, request, codec.decode_ledger)
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See Queue."""
-        return await self._peer.ask(
+        return await self._connection.call(
             self._stub.ListDeadLetters,
             pb.RunRequest(run=run),
             lambda answer: [codec.decode_dead_letter(letter) for letter in answer.letters],
         )
 
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
-        """See Queue. Not asked again by itself: rows that failed once more would be replayed unasked."""
+        """See Queue. Never repeated automatically: rows that failed again meanwhile would be replayed too."""
         request = pb.ReplayRequest(run=run, uids=codec.encode_uids(uids))
-        return await self._peer.ask(
+        return await self._connection.call(
             self._stub.Replay, request, lambda answer: answer.rows, repeatable=False
         )
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         """See Queue."""
-        return await self._peer.ask(
+        return await self._connection.call(
             self._stub.WhyWaiting,
             pb.RunRequest(run=run),
             lambda answer: [codec.decode_waiting(wait) for wait in answer.waits],

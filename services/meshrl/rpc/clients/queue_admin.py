@@ -1,4 +1,4 @@
-"""An operator's calls to a queue elsewhere."""
+"""Client for backup and verification of a queue, for operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UnavailableError, UserError
-from meshrl.rpc.clients.peer import ANSWER_S, PERSON_PATIENCE_S, Wire
+from meshrl.rpc.clients.base import ANSWER_S, INTERACTIVE_RETRY_S, GrpcClient
 from meshrl.rpc.errors import from_rpc
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.store import FORMAT, Operation, Table
@@ -18,21 +18,23 @@ from meshrl.v1 import queue_admin_pb2 as pb
 from meshrl.v1 import queue_admin_pb2_grpc as rpc
 
 AUDIT_S: Final = 3600.0
-"""For an audit to read everything that is stored."""
+"""Seconds for an audit, which reads everything that is stored."""
 
 
-class QueueAdminClient(Wire):
-    """The operator's side of `QueueAdmin`."""
+class QueueAdminClient(GrpcClient):
+    """The QueueAdmin operations over gRPC."""
 
-    def __init__(self, address: str, *, patience_s: float = PERSON_PATIENCE_S) -> None:
-        super().__init__("queue", address, patience_s)
-        self._stub = rpc.QueueAdminStub(self._peer.channel)
+    def __init__(self, address: str, *, retry_s: float = INTERACTIVE_RETRY_S) -> None:
+        super().__init__("queue", address, retry_s)
+        self._stub = rpc.QueueAdminStub(self._connection.channel)
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Everything stored, as of one commit; what is cut off in the middle raises.
+        """Everything stored, as of one commit.
 
         Raises:
-            UserError: the queue stores another format. UnavailableError: it went away, or is silent.
+            UserError: the queue stores another format.
+            UnavailableError: the queue went away, or sent nothing for ANSWER_S.
+            CorruptError: the backup ends in the middle of a value.
         """
         call = self._stub.Backup(pb.BackupRequest())
         cut: list[bytes] = []
@@ -45,15 +47,15 @@ class QueueAdminClient(Wire):
                     break
                 yield list(_operations(message, cut))
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self._peer.name) from error
+            raise from_rpc(error, self._connection.name) from error
         except TimeoutError as error:
             raise UnavailableError(
-                f"{self._peer.name} says nothing for {ANSWER_S:.0f} s"
+                f"{self._connection.name} has sent nothing for {ANSWER_S:.0f} s"
             ) from error
         finally:
             call.cancel()
         if cut:
-            raise CorruptError(f"{self._peer.name}: the backup ends in the middle of a value")
+            raise CorruptError(f"{self._connection.name}: the backup ends in the middle of a value")
 
     async def verify(self) -> Audit:
         """See QueueAdmin."""
@@ -68,7 +70,9 @@ class QueueAdminClient(Wire):
                 problems=list(answer.problems),
             )
 
-        return await self._peer.ask(self._stub.Verify, pb.VerifyRequest(), decode, wait_s=AUDIT_S)
+        return await self._connection.call(
+            self._stub.Verify, pb.VerifyRequest(), decode, wait_s=AUDIT_S
+        )
 
 
 def _operations(message: pb.BackupPiece, cut: list[bytes]) -> Iterator[Operation]:

@@ -8,19 +8,19 @@ from typing import Self
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Sample, Score
-from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient
 from meshrl.v1 import reward_pb2 as pb
 from meshrl.v1 import reward_pb2_grpc as rpc
 
 
-class JudgeClient(Wire):
-    """A Judge elsewhere. Entering the context (or `open`) asks it for its hash."""
+class JudgeClient(GrpcClient):
+    """A remote Judge. Entering the context (or `open`) asks for its reward hash."""
 
     def __init__(
-        self, address: str, *, patience_s: float = STAGE_PATIENCE_S, deadline_s: float = 600.0
+        self, address: str, *, retry_s: float = SERVICE_RETRY_S, deadline_s: float = 600.0
     ) -> None:
-        super().__init__("reward", address, patience_s)
-        self._stub = rpc.RewardStub(self._peer.channel)
+        super().__init__("reward", address, retry_s)
+        self._stub = rpc.RewardStub(self._connection.channel)
         self._deadline_s = deadline_s
         self._hash = ""
 
@@ -29,30 +29,30 @@ class JudgeClient(Wire):
         return self
 
     async def open(self) -> None:
-        """Ask what scores. Raises UnavailableError."""
+        """Read the present reward hash. Raises UnavailableError."""
         request = pb.GetRewardInfoRequest()
-        self._hash = await self._peer.ask(
+        self._hash = await self._connection.call(
             self._stub.GetInfo, request, lambda answer: answer.reward_hash
         )
 
     @property
     def reward_hash(self) -> str:
-        """Content hash of what scored last, or of what would when the wire was opened."""
+        """Content hash of the reward that scored last; before the first score, of the one in use at `open`."""
         return self._hash
 
     async def current(self) -> str:
-        """The version that scores now. Raises UnavailableError."""
+        """The hash of the reward in use now. Raises UnavailableError."""
         await self.open()
         return self._hash
 
     async def score(self, samples: Sequence[Sample], *, reward_hash: str = "") -> Sequence[Score]:
-        """One Score per sample, in order, by the version of the moment or by `reward_hash`.
+        """One Score per sample, in order, by the reward in use or by the reward `reward_hash`.
 
-        Each message of at most a mebibyte of samples has `deadline_s`. Raises NotFoundError.
+        `deadline_s` applies to each message of at most a mebibyte of samples. Raises NotFoundError.
         """
         scores: list[Score] = []
         for request in _requests(samples, reward_hash):
-            answer = await self._peer.ask(
+            answer = await self._connection.call(
                 self._stub.Score,
                 request,
                 lambda answer: [codec.decode_score(score) for score in answer.scores],
@@ -60,7 +60,7 @@ class JudgeClient(Wire):
             )
             scores += answer
         if [score.uid for score in scores] != [sample.uid for sample in samples]:
-            raise CorruptError(f"{self._peer.name} scored other samples than it was asked to")
+            raise CorruptError(f"{self._connection.name} scored other samples than it was asked to")
         self._hash = next((s.reward_hash for s in reversed(scores) if s.reward_hash), self._hash)
         return scores
 

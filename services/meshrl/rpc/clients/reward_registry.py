@@ -8,7 +8,7 @@ from typing import TypeVar
 from meshrl.contract import codec
 from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.registry.types import Name, Submission
-from meshrl.rpc.clients.peer import PERSON_PATIENCE_S, Wire
+from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient
 from meshrl.rpc.reward_registry_codec import decode_name, encode_submission
 from meshrl.v1 import reward_registry_pb2 as pb
 from meshrl.v1 import reward_registry_pb2_grpc as rpc
@@ -19,49 +19,53 @@ SUBMIT_S = 600.0
 SAMPLES_PER_CALL = 512
 
 
-class RewardRegistryClient(Wire):
+class RewardRegistryClient(GrpcClient):
     """Each method as in meshrl/v1/reward_registry.proto."""
 
-    def __init__(self, address: str, *, patience_s: float = PERSON_PATIENCE_S) -> None:
-        super().__init__("reward", address, patience_s)
-        self._stub = rpc.RewardRegistryStub(self._peer.channel)
+    def __init__(self, address: str, *, retry_s: float = INTERACTIVE_RETRY_S) -> None:
+        super().__init__("reward", address, retry_s)
+        self._stub = rpc.RewardRegistryStub(self._connection.channel)
 
     async def submit(self, submission: Submission) -> pb.SubmitRewardResponse:
         """Raises UserError with what is wrong, ConflictError, CapacityError."""
         request = encode_submission(submission)
-        return await self._peer.ask(self._stub.SubmitReward, request, _same, wait_s=SUBMIT_S)
+        return await self._connection.call(self._stub.SubmitReward, request, _same, wait_s=SUBMIT_S)
 
     async def names(self) -> pb.RewardNames:
         """Every name, and what scores the run."""
-        return await self._peer.ask(self._stub.ListRewards, pb.ListRewardsRequest(), _same)
+        return await self._connection.call(self._stub.ListRewards, pb.ListRewardsRequest(), _same)
 
     async def get(self, name: str, version: str = "") -> pb.RewardVersion:
         """One version with its content. Raises NotFoundError."""
         request = pb.RewardRef(name=name, version=version)
-        return await self._peer.ask(self._stub.GetReward, request, _same)
+        return await self._connection.call(self._stub.GetReward, request, _same)
 
     async def diff(self, name: str, old: str, new: str = "") -> str:
         """A unified diff. Raises NotFoundError."""
         request = pb.RewardPair(name=name, old=old, new=new)
-        return await self._peer.ask(self._stub.DiffRewards, request, lambda answer: answer.text)
+        return await self._connection.call(
+            self._stub.DiffRewards, request, lambda answer: answer.text
+        )
 
     async def roll_back(self, name: str, version: str = "") -> Name:
         """Raises NotFoundError, ConflictError."""
         request = pb.RewardRef(name=name, version=version)
         # Not repeatable: without a version, twice goes back two.
-        return await self._peer.ask(
+        return await self._connection.call(
             self._stub.RollBackReward, request, decode_name, wait_s=SUBMIT_S, repeatable=False
         )
 
     async def retire(self, name: str, version: str) -> Name:
         """Raises NotFoundError, ConflictError."""
         request = pb.RewardRef(name=name, version=version)
-        return await self._peer.ask(self._stub.RetireReward, request, decode_name)
+        return await self._connection.call(self._stub.RetireReward, request, decode_name)
 
     async def watch(self, name: str, version: str, share: float) -> Name:
         """Raises NotFoundError, ConflictError."""
         request = pb.WatchRewardRequest(name=name, version=version, share=share)
-        return await self._peer.ask(self._stub.WatchReward, request, decode_name, wait_s=SUBMIT_S)
+        return await self._connection.call(
+            self._stub.WatchReward, request, decode_name, wait_s=SUBMIT_S
+        )
 
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> list[Score]:
         """One Score per sample, in order. Raises NotFoundError."""
@@ -69,7 +73,9 @@ class RewardRegistryClient(Wire):
         for part in _parts(samples):
             messages = [codec.encode_sample(sample) for sample in part]
             request = pb.TryRewardRequest(name=name, version=version, samples=messages)
-            answer = await self._peer.ask(self._stub.TryReward, request, _same, wait_s=SUBMIT_S)
+            answer = await self._connection.call(
+                self._stub.TryReward, request, _same, wait_s=SUBMIT_S
+            )
             scores += [codec.decode_score(score) for score in answer.scores]
         return scores
 
@@ -79,7 +85,9 @@ class RewardRegistryClient(Wire):
         """Raises NotFoundError."""
         messages = [codec.encode_sample(sample) for sample in samples]
         request = pb.CompareRewardsRequest(name=name, a=a, b=b, samples=messages)
-        return await self._peer.ask(self._stub.CompareRewards, request, _same, wait_s=SUBMIT_S)
+        return await self._connection.call(
+            self._stub.CompareRewards, request, _same, wait_s=SUBMIT_S
+        )
 
 
 def _parts(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:

@@ -1,4 +1,4 @@
-"""A rollout service's engine over gRPC."""
+"""The engine of a rollout service over gRPC."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.types import EngineStats, GenerateDelta, GenerateRequest
-from meshrl.rpc.clients.peer import STAGE_PATIENCE_S, Wire
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient
 from meshrl.rpc.errors import from_rpc
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as rpc
 
 
-class RolloutClient(Wire):
-    """Generation elsewhere; the weights of the engine are none of the caller's business."""
+class RolloutClient(GrpcClient):
+    """Generation on a remote engine. Its weights cannot be changed from here."""
 
     def __init__(
-        self, address: str, *, patience_s: float = STAGE_PATIENCE_S, deadline_s: float = 600.0
+        self, address: str, *, retry_s: float = SERVICE_RETRY_S, deadline_s: float = 600.0
     ) -> None:
-        super().__init__("rollout", address, patience_s)
-        self._stub = rpc.RolloutStub(self._peer.channel)
+        super().__init__("rollout", address, retry_s)
+        self._stub = rpc.RolloutStub(self._connection.channel)
         self._deadline_s = deadline_s
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        """Sample one response, within `deadline_s`; closing the iterator aborts it.
+        """Sample one response within `deadline_s`. Closing the iterator aborts it.
 
-        Never asked again by itself: the deltas that came count, and the caller knows them.
+        Never repeated automatically, because the caller already has some deltas.
         """
-        question = codec.encode_generate_request(request)
-        self._peer.check_size(question)
-        call = self._stub.Generate(question, timeout=self._deadline_s)
+        message = codec.encode_generate_request(request)
+        self._connection.check_size(message)
+        call = self._stub.Generate(message, timeout=self._deadline_s)
         try:
             async for delta in call:
-                yield self._peer.understand(delta, codec.decode_generate_delta)
+                yield self._connection.decode(delta, codec.decode_generate_delta)
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc(failure, self._peer.name) from failure
+            raise from_rpc(failure, self._connection.name) from failure
         finally:
             call.cancel()
 
     async def stats(self) -> EngineStats:
-        """How the engine does now."""
-        return await self._peer.ask(
+        """The engine's present statistics."""
+        return await self._connection.call(
             self._stub.GetStats, pb.GetStatsRequest(), codec.decode_engine_stats
         )

@@ -1,4 +1,4 @@
-"""The Shard port over gRPC: a QueueClient that also asks what a router must know."""
+"""The Shard port over gRPC: a QueueClient with the operations that a router needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Unpack
 
 from meshrl.contract import codec
 from meshrl.contract.types import RunState, Task, Version
-from meshrl.rpc.clients.peer import nothing
+from meshrl.rpc.clients.base import discard
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
 from meshrl.v1 import queue_pb2
@@ -16,30 +16,30 @@ from meshrl.v1 import shard_pb2_grpc as rpc
 
 
 class ShardClient(QueueClient):
-    """A Shard elsewhere. Everything is asked again when the shard goes away before it answers."""
+    """A remote Shard. Calls are repeated if the shard goes away before it answers."""
 
     def __init__(self, address: str, **options: Unpack[ClientOptions]) -> None:
         super().__init__(address, **options)
-        self._shard = rpc.ShardStub(self._peer.channel)
+        self._shard = rpc.ShardStub(self._connection.channel)
 
     async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
         """See Shard."""
 
-        async def ask(seconds: float) -> Note:
+        async def attempt(seconds: float) -> Note:
             request = pb.NoteRequest(name=name, other_than=other_than, wait_s=seconds)
-            return await self._peer.ask(self._shard.Note, request, _note, wait_s=seconds)
+            return await self._connection.call(self._shard.Note, request, _note, wait_s=seconds)
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)
 
     async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
         """See Shard."""
         request = pb.WriteNoteRequest(name=name, text=text, instead_of=instead_of)
-        await self._peer.ask(self._shard.WriteNote, request, nothing)
+        await self._connection.call(self._shard.WriteNote, request, discard)
 
     async def follow(self, state: RunState, owner: str) -> None:
         """See Shard."""
         request = pb.FollowRequest(state=codec.encode_run_state(state), owner=owner)
-        await self._peer.ask(self._shard.Follow, request, nothing)
+        await self._connection.call(self._shard.Follow, request, discard)
 
     async def room(
         self,
@@ -53,13 +53,13 @@ class ShardClient(QueueClient):
     ) -> Room:
         """See Shard."""
 
-        async def ask(seconds: float) -> Room:
+        async def attempt(seconds: float) -> Room:
             request = pb.RoomRequest(
                 run=run, turn=turn, tasks=tasks, fewer_than=fewer_than, why=why, wait_s=seconds
             )
-            return await self._peer.ask(self._shard.Room, request, _room, wait_s=seconds)
+            return await self._connection.call(self._shard.Room, request, _room, wait_s=seconds)
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)
 
     async def admit_in_turn(
         self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
@@ -70,7 +70,7 @@ class ShardClient(QueueClient):
             pb.AdmitInTurnRequest(turn=turn, move_cursor=cursor is not None, admit=part)
             for part in codec.encode_admit(call)
         ]
-        return await self._peer.tell_stream(
+        return await self._connection.call_with_stream(
             self._shard.AdmitInTurn, requests, lambda answer: answer.admitted
         )
 
@@ -89,7 +89,7 @@ class ShardClient(QueueClient):
     ) -> Groups:
         """See Shard."""
 
-        async def ask(seconds: float) -> Groups:
+        async def attempt(seconds: float) -> Groups:
             request = pb.GroupsRequest(
                 run=run,
                 epoch=epoch,
@@ -101,24 +101,24 @@ class ShardClient(QueueClient):
                 why=why,
                 wait_s=seconds,
             )
-            return await self._peer.ask(self._shard.Groups, request, _groups, wait_s=seconds)
+            return await self._connection.call(self._shard.Groups, request, _groups, wait_s=seconds)
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)
 
     async def plan_of(self, run: str, batch_id: str) -> str:
         """See Shard."""
         request = pb.PlanOfRequest(run=run, batch_id=batch_id)
-        return await self._peer.ask(self._shard.PlanOf, request, lambda answer: answer.plan)
+        return await self._connection.call(self._shard.PlanOf, request, lambda answer: answer.plan)
 
     async def publish_and_tell(self, run: str, version: Version) -> str:
         """See Shard."""
         request = queue_pb2.PublishVersionRequest(run=run, version=codec.encode_version(version))
-        return await self._peer.ask(self._shard.PublishAndTell, request, _members)
+        return await self._connection.call(self._shard.PublishAndTell, request, _members)
 
     async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
         """See Shard."""
         request = queue_pb2.CommitStepRequest(run=run, epoch=epoch, step=step)
-        return await self._peer.ask(self._shard.CommitAndTell, request, _members)
+        return await self._connection.call(self._shard.CommitAndTell, request, _members)
 
     async def until_rows(
         self,
@@ -132,7 +132,7 @@ class ShardClient(QueueClient):
     ) -> None:
         """See Shard."""
 
-        async def ask(seconds: float) -> None:
+        async def attempt(seconds: float) -> None:
             request = pb.UntilRowsRequest(
                 runs=runs,
                 stage=stage,
@@ -141,9 +141,9 @@ class ShardClient(QueueClient):
                 version=codec.encode_version(version) if version else None,
                 wait_s=seconds,
             )
-            await self._peer.ask(self._shard.UntilRows, request, nothing, wait_s=seconds)
+            await self._connection.call(self._shard.UntilRows, request, discard, wait_s=seconds)
 
-        await self._peer.poll(wait_s, ask)
+        await self._connection.poll(wait_s, attempt)
 
     async def rows(
         self,
@@ -157,7 +157,7 @@ class ShardClient(QueueClient):
     ) -> Sequence[Rows]:
         """See Shard."""
 
-        async def ask(seconds: float) -> Sequence[Rows]:
+        async def attempt(seconds: float) -> Sequence[Rows]:
             request = pb.RowsRequest(
                 runs=runs,
                 stage=stage,
@@ -166,9 +166,11 @@ class ShardClient(QueueClient):
                 why=why,
                 wait_s=seconds,
             )
-            return await self._peer.ask(self._shard.Rows, request, decode_rows, wait_s=seconds)
+            return await self._connection.call(
+                self._shard.Rows, request, decode_rows, wait_s=seconds
+            )
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)
 
 
 def _note(answer: pb.NoteResponse) -> Note:
@@ -202,20 +204,20 @@ def _groups(answer: pb.GroupsResponse) -> Groups:
 
 
 def encode_rows(rows: Sequence[Rows]) -> pb.RowsResponse:
-    """Figures of several runs."""
+    """Encode the figures of several runs."""
     return pb.RowsResponse(
         runs=[
             pb.RowsResponse.Run(
-                run=one.run,
-                ready=one.ready,
-                upstream=one.upstream,
-                open_groups=one.open_groups,
-                open_bytes=one.open_bytes,
-                feed_closed=one.feed_closed,
-                epoch=one.epoch,
-                published=codec.encode_version(one.published),
+                run=row.run,
+                ready=row.ready,
+                upstream=row.upstream,
+                open_groups=row.open_groups,
+                open_bytes=row.open_bytes,
+                feed_closed=row.feed_closed,
+                epoch=row.epoch,
+                published=codec.encode_version(row.published),
             )
-            for one in rows
+            for row in rows
         ]
     )
 
@@ -224,14 +226,14 @@ def decode_rows(message: pb.RowsResponse) -> list[Rows]:
     """The inverse of `encode_rows`."""
     return [
         Rows(
-            run=one.run,
-            ready=one.ready,
-            upstream=one.upstream,
-            open_groups=one.open_groups,
-            open_bytes=one.open_bytes,
-            feed_closed=one.feed_closed,
-            epoch=one.epoch,
-            published=codec.decode_version(one.published),
+            run=row.run,
+            ready=row.ready,
+            upstream=row.upstream,
+            open_groups=row.open_groups,
+            open_bytes=row.open_bytes,
+            feed_closed=row.feed_closed,
+            epoch=row.epoch,
+            published=codec.decode_version(row.published),
         )
-        for one in message.runs
+        for row in message.runs
     ]

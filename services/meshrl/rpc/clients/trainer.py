@@ -10,70 +10,72 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import TrainerStatus
-from meshrl.rpc.clients.peer import MARGIN_S, PERSON_PATIENCE_S, Patience, Wire, nothing
+from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, MARGIN_S, GrpcClient, RetryBudget, discard
 from meshrl.rpc.errors import from_rpc
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as rpc
 
 
-class TrainerClient(Wire):
-    """A trainer elsewhere, as the terminal view and `meshrl status` see it."""
+class TrainerClient(GrpcClient):
+    """A remote trainer, for the terminal view and `meshrl status`."""
 
-    def __init__(self, address: str, *, patience_s: float = PERSON_PATIENCE_S) -> None:
-        super().__init__("trainer", address, patience_s)
-        self._stub = rpc.TrainerStub(self._peer.channel)
+    def __init__(self, address: str, *, retry_s: float = INTERACTIVE_RETRY_S) -> None:
+        super().__init__("trainer", address, retry_s)
+        self._stub = rpc.TrainerStub(self._connection.channel)
 
     async def status(self) -> TrainerStatus:
         """See TrainerControl."""
         request = pb.GetTrainerStatusRequest()
-        return await self._peer.ask(self._stub.GetStatus, request, codec.decode_trainer_status)
+        return await self._connection.call(
+            self._stub.GetStatus, request, codec.decode_trainer_status
+        )
 
     async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
-        """See TrainerControl. A trainer that restarts within `patience_s` is watched on.
+        """See TrainerControl. If the trainer restarts within `retry_s`, the iterator goes on.
 
-        Raises UnavailableError when it stays away, or stays silent.
+        Raises UnavailableError if the trainer stays away or sends nothing.
         """
-        patience = Patience(self._peer.patience_s)
+        budget = RetryBudget(self._connection.retry_s)
         while True:
             try:
                 async for status in self._watch_once(every_s):
-                    patience.relax()
+                    budget.reset()
                     yield status
                     if status.phase.ended:
                         return
             except UnavailableError as error:
-                await patience.pause(error)
+                await budget.pause(error)
 
     async def _watch_once(self, every_s: float) -> AsyncIterator[TrainerStatus]:
-        """Statuses until the stream breaks; then UnavailableError."""
+        """Statuses until the stream breaks. Then raises UnavailableError."""
         call = self._stub.Watch(pb.WatchTrainerRequest(every_s=every_s))
         statuses = aiter(call)
         try:
             while True:
                 async with asyncio.timeout(every_s + MARGIN_S):
                     message = await anext(statuses)
-                yield self._peer.understand(message, codec.decode_trainer_status)
+                yield self._connection.decode(message, codec.decode_trainer_status)
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc(failure, self._peer.name) from failure
+            raise from_rpc(failure, self._connection.name) from failure
         except (TimeoutError, StopAsyncIteration) as error:
-            raise UnavailableError(f"{self._peer.name} stopped telling how it does") from error
+            raise UnavailableError(f"{self._connection.name} stopped sending its status") from error
         finally:
             call.cancel()
 
     async def stop(self, reason: str) -> None:
         """See TrainerControl."""
         request = pb.StopTrainerRequest(reason=codec.printable(reason))
-        await self._peer.ask(self._stub.Stop, request, nothing)
+        await self._connection.call(self._stub.Stop, request, discard)
 
     async def save_checkpoint(self, *, wait_s: float) -> int:
-        """See TrainerControl. Waits in polls; a checkpoint that was asked for twice is saved once more."""
+        """See TrainerControl. Waits in polls. A repeated call saves once more."""
 
-        async def ask(seconds: float) -> int:
-            return await self._peer.ask(
+        async def attempt(seconds: float) -> int:
+            return await self._connection.call(
                 self._stub.SaveCheckpoint,
                 pb.SaveCheckpointRequest(wait_s=seconds),
                 lambda answer: answer.step,
                 wait_s=seconds,
             )
 
-        return await self._peer.poll(wait_s, ask)
+        return await self._connection.poll(wait_s, attempt)

@@ -1,4 +1,4 @@
-"""The Queue port for callers elsewhere. Each method is described in meshrl/v1/queue.proto."""
+"""Serves a Queue port over gRPC. meshrl/v1/queue.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class QueueServicer(rpc.QueueServicer):
 
     @staticmethod
     def _bulk(messages: Iterable[codec.Bulk[M]], context: Context) -> Iterator[codec.Bulk[M]]:
-        """With compressed frames, if the caller asks for them."""
+        """Compress the frames if the caller accepts that."""
         if TAKES_COMPRESSED in (context.invocation_metadata() or ()):
             return (message.compressed() for message in messages)
         return iter(messages)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from meshrl.rpc.clients import peer
+from meshrl.rpc.clients import base
 
 SILENCE_S = 30.0
 
@@ -38,7 +38,7 @@ async def test_an_answer_may_take_long_if_it_is_never_silent_for_long(
 ) -> None:
     pauses = [0.8 * SILENCE_S] * 5
     answer = spoken(Clock(monkeypatch), pauses)
-    assert await peer._collected(answer, SILENCE_S) == [0, 1, 2, 3, 4]
+    assert await base._collect(answer, SILENCE_S) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("before", [0, 1, 4])
@@ -48,4 +48,4 @@ async def test_silence_ends_the_wait_wherever_it_falls(
     pauses = [0.8 * SILENCE_S] * before + [1.2 * SILENCE_S]
     answer = spoken(Clock(monkeypatch), pauses)
     with pytest.raises(TimeoutError):
-        await peer._collected(answer, SILENCE_S)
+        await base._collect(answer, SILENCE_S)

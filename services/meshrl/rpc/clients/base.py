@@ -1,0 +1,282 @@
+"""The base of every client: a channel, deadlines, long waits cut into polls, retries while a service restarts.
+
+    poll(wait_s)  ─┬─ call ── attempt ──▶ answer
+                   │             │ unavailable: pause and repeat, until `retry_s` have passed
+                   └─ WaitTimeoutError after POLL_S: call again, until `wait_s` is over
+
+Keepalive (transport.py) detects a dead service, the deadline of every attempt a hanging one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from meshrl.contract.errors import (
+    CapacityError,
+    CorruptError,
+    MeshError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
+from meshrl.rpc import tls
+from meshrl.rpc.clients.disk_full import DiskFullPolicy, DiskFullWait, is_full
+from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SizedMessage
+
+log = logging.getLogger(__name__)
+
+
+Request = TypeVar("Request", bound=SizedMessage)
+Answer = TypeVar("Answer", bound=SizedMessage)
+Result = TypeVar("Result")
+
+SERVICE_RETRY_S: Final = 120.0
+"""Seconds for which services repeat calls: longer than a restart with a large store takes."""
+INTERACTIVE_RETRY_S: Final = 10.0
+"""Seconds for which commands of a person at a terminal repeat calls."""
+POLL_S: Final = 20.0
+"""The longest wait of one call; well below the server's limit MAX_WAIT_S."""
+EARLY: Final = 0.9
+"""A timeout before this part of a poll's time was decided by the service. Below 1, since timers are not exact."""
+MARGIN_S: Final = 15.0
+"""Seconds that an answer may take beyond the requested wait."""
+ANSWER_S: Final = 60.0
+"""The deadline in seconds of a call that waits for nothing."""
+SLOWEST_BYTES_PER_S: Final = 5e6
+"""The deadline of a streamed request is extended by the time that its bytes take at this rate (40 Mbit/s)."""
+
+
+class RetryBudget:
+    """Pauses between attempts, up to two seconds each, until `retry_s` after the first failure."""
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Note that a call succeeded: the next failure starts a new budget."""
+        self._pause_s = 0.05
+        self._give_up_at: float | None = None
+
+    async def pause(self, error: UnavailableError) -> None:
+        """Wait before the next attempt. Raises `error` when the budget is used up."""
+        now = asyncio.get_running_loop().time()
+        if self._give_up_at is None:
+            self._give_up_at = now + self._retry_s
+            log.info("%s; trying again for %.0f s", error, self._retry_s)
+        if now + self._pause_s > self._give_up_at:
+            raise error
+        # Jitter, so that the workers of a fleet do not all call at the same moment.
+        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
+        self._pause_s = min(2.0, self._pause_s * 2)
+
+
+class Connection:
+    """A channel to one service, and the rules for calls through it."""
+
+    def __init__(
+        self,
+        service: str,
+        address: str,
+        retry_s: float,
+        metadata: Sequence[tuple[str, str]] = (),
+        *,
+        disk_full: DiskFullPolicy | None = None,
+    ) -> None:
+        """With `disk_full`, calls that a full disk refuses are repeated until there is space (disk_full.py)."""
+        self.name = f"{service} at {address}"
+        self.channel = tls.channel(address, CHANNEL_OPTIONS)
+        self.metadata = (*tls.call_metadata(), *metadata)
+        self.retry_s = retry_s
+        self._disk_full = disk_full
+
+    async def close(self) -> None:
+        """Cancel running calls and close the channel. Idempotent."""
+        await self.channel.close(None)
+
+    async def call(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Answer],
+        request: Request,
+        decode: Callable[[Answer], Result],
+        *,
+        wait_s: float | None = None,
+        repeatable: bool = True,
+    ) -> Result:
+        """Send one message, receive one. Set `repeatable` if calling twice has the effect of calling once."""
+        self.check_size(request)
+
+        async def attempt() -> Answer:
+            return await method(request, timeout=_deadline_s(wait_s), metadata=self.metadata)
+
+        answer = await self._retrying(attempt, wait_s, repeatable)
+        return self.decode(answer, decode)
+
+    async def call_for_stream(
+        self,
+        method: grpc.aio.UnaryStreamMultiCallable[Request, Answer],
+        request: Request,
+        decode: Callable[[Sequence[Answer]], Result],
+        *,
+        wait_s: float | None = None,
+    ) -> Result:
+        """Send one message, receive a stream. The deadline is per message. A broken stream is requested again."""
+        self.check_size(request)
+
+        async def attempt() -> list[Answer]:
+            call = method(request, metadata=self.metadata)
+            try:
+                return await _collect(call, _deadline_s(wait_s))
+            finally:
+                call.cancel()
+
+        return self.decode(await self._retrying(attempt, wait_s), decode)
+
+    async def call_with_stream(
+        self,
+        method: grpc.aio.StreamUnaryMultiCallable[Request, Answer],
+        requests: Sequence[Request],
+        decode: Callable[[Answer], Result],
+        *,
+        wait_s: float | None = None,
+    ) -> Result:
+        """Send a stream, receive one message. A broken stream is sent again from its start."""
+        sending_s = sum(map(self.check_size, requests)) / SLOWEST_BYTES_PER_S
+
+        async def attempt() -> Answer:
+            deadline_s = _deadline_s(wait_s) + sending_s
+            return await method(iter(requests), timeout=deadline_s, metadata=self.metadata)
+
+        return self.decode(await self._retrying(attempt, wait_s), decode)
+
+    async def poll(self, wait_s: float, attempt: Callable[[float], Awaitable[Result]]) -> Result:
+        """Call `attempt(seconds)` until it returns or `wait_s` is over. Then raises its WaitTimeoutError.
+
+        If the service ends a wait before its time, this raises at once: the request has become pointless (its
+        version is too old to be served), and only the caller can change it.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + wait_s
+        while True:
+            called_at = clock()
+            remaining_s = max(0.0, deadline - called_at)
+            seconds = min(remaining_s, POLL_S)
+            try:
+                return await attempt(seconds)
+            except WaitTimeoutError:
+                ended_early = clock() - called_at < EARLY * seconds
+                if ended_early or remaining_s <= POLL_S:
+                    raise
+
+    async def _retrying(
+        self,
+        attempt: Callable[[], Awaitable[Result]],
+        wait_s: float | None,
+        repeatable: bool = True,
+    ) -> Result:
+        """The result of the first attempt that reaches the service."""
+        budget = RetryBudget(self.retry_s)
+        space = None if self._disk_full is None else DiskFullWait(self._disk_full, wait_s)
+        while True:
+            try:
+                answer = await attempt()
+                if space is not None:
+                    space.done()
+                return answer
+            except (grpc.aio.AioRpcError, TimeoutError) as failure:
+                error = self._error(failure, wait_s)
+                if space is not None and is_full(error):
+                    budget.reset()
+                    await space.pause(error)
+                    continue
+                if not (repeatable and isinstance(error, UnavailableError)):
+                    raise error from failure
+                await budget.pause(error)
+
+    def _error(
+        self, failure: grpc.aio.AioRpcError | TimeoutError, wait_s: float | None
+    ) -> MeshError:
+        """A missed deadline ends a wait. In a call that waits for nothing it means that the service hangs."""
+        if isinstance(failure, grpc.aio.AioRpcError):
+            error = from_rpc(failure, self.name)
+        else:
+            error = WaitTimeoutError(f"{self.name} did not answer in time")
+        if isinstance(error, WaitTimeoutError) and wait_s is None:
+            return UnavailableError(f"{self.name} has not answered within {ANSWER_S:.0f} s")
+        return error
+
+    def decode(self, answer: Answer | Sequence[Answer], decode: Callable[..., Result]) -> Result:
+        """Decode an answer. Raises CorruptError for an invalid one, since the caller is not at fault."""
+        try:
+            return decode(answer)
+        except UserError as error:
+            raise CorruptError(f"{self.name} sent an invalid answer: {error}") from error
+
+    def check_size(self, message: SizedMessage) -> int:
+        """The size in bytes. Raises CapacityError for a message that gRPC would refuse to send."""
+        size = message.ByteSize()
+        if size > MAX_MESSAGE_BYTES:
+            raise CapacityError(
+                f"a message of {size} bytes for {self.name} is larger than {MAX_MESSAGE_BYTES}",
+                size=size,
+                limit=MAX_MESSAGE_BYTES,
+            )
+        return size
+
+
+class GrpcClient:
+    """The base class of the clients: `async with QueueClient("127.0.0.1:7001") as queue`."""
+
+    def __init__(
+        self,
+        service: str,
+        address: str,
+        retry_s: float,
+        metadata: Sequence[tuple[str, str]] = (),
+        *,
+        disk_full: DiskFullPolicy | None = None,
+    ) -> None:
+        self._connection = Connection(service, address, retry_s, metadata, disk_full=disk_full)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel running calls and close the connection. Idempotent."""
+        await self._connection.close()
+
+
+def _deadline_s(wait_s: float | None) -> float:
+    return ANSWER_S if wait_s is None else wait_s + MARGIN_S
+
+
+async def _collect(messages: AsyncIterable[Answer], silence_s: float) -> list[Answer]:
+    """All messages of a stream. Raises TimeoutError if one takes longer than `silence_s`."""
+    answers: list[Answer] = []
+    clock = asyncio.get_running_loop().time
+    async with asyncio.timeout(silence_s) as silence:
+        async for message in messages:
+            answers.append(message)
+            silence.reschedule(clock() + silence_s)
+    return answers
+
+
+def discard(_: Message) -> None:
+    """Decodes an answer without content."""
