@@ -46,7 +46,6 @@ from meshrl.contract.types import (
     Waiting,
 )
 from meshrl.transferqueue.commit_log import CommitLog
-from meshrl.transferqueue.disk_space import Space
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.group import Grant
@@ -60,7 +59,7 @@ from meshrl.transferqueue.operations import why_waiting as explain
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
 from meshrl.transferqueue.records import encode_record
-from meshrl.transferqueue.store import OwnerLostError, Store, Table
+from meshrl.transferqueue.store import OwnerLostError, SpaceCheck, Store, Table
 
 
 class TransferQueue(RowMethods):
@@ -73,7 +72,7 @@ class TransferQueue(RowMethods):
         self._commit_log = CommitLog(store, self._recover)
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
-        self._space = Space(store, time.monotonic)
+        self._space = SpaceCheck(store, time.monotonic)
         self._attended: defaultdict[str, list[float]] = defaultdict(list)
         """When the attendances of a worker began."""
         self._opened = Signal()

@@ -1,19 +1,20 @@
-"""What the queue asks of a place to keep things: two tables of bytes, changed atomically."""
+"""The store port: two tables of bytes that change atomically; and the check that a store has space for more."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 
-from meshrl.contract.errors import UnavailableError
+from meshrl.contract.errors import CapacityError, UnavailableError
+from meshrl.contract.types import Waiting
 
 FORMAT: Final = 4
-"""Of everything stored. Raise it with any change of keys, records or frames."""
+"""The version of the stored format. Raise it with any change of keys, records or frames."""
 
 
 class OwnerLostError(UnavailableError):
-    """Another queue owns the store now; this one can serve no more."""
+    """Another queue owns the store now; this one cannot serve any more."""
 
 
 class Table(StrEnum):
@@ -22,7 +23,7 @@ class Table(StrEnum):
     META = "meta"
     """Small records, read as a whole when the queue opens: runs, groups, batches, dead letters."""
     PAYLOAD = "payload"
-    """Columns, tasks and manifests, read by key when they are asked for."""
+    """Columns, tasks and manifests, read by key when a call needs them."""
 
 
 class Operation(NamedTuple):
@@ -34,9 +35,9 @@ class Operation(NamedTuple):
 
 
 class Store(Protocol):
-    """Keeps bytes. One queue owns it; the queue never has two `apply` in flight.
+    """Keeps bytes for the one queue that owns it, which never has two calls of `apply` in flight.
 
-    The queue groups transitions into commits (see commit_log.py), so a store stays as simple as this.
+    The queue groups transitions into commits (see commit_log.py), so a store can be simple.
     """
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
@@ -49,12 +50,12 @@ class Store(Protocol):
         ...
 
     async def apply(self, operations: Sequence[Operation]) -> None:
-        """Do all of `operations` or none, in this store's sense of durable on return; each key comes once.
+        """Do all of `operations` or none; on return they are durable in this store's sense. Each key comes once.
 
         Raises:
-            CapacityError: it does not fit; nothing of it was done.
-            InfraError: the store broke; `load` says what was done.
-            OwnerLostError: the store has another owner; nothing was done, and nothing ever will be.
+            CapacityError: they do not fit; nothing was done.
+            InfraError: the store failed; `load` shows what was done.
+            OwnerLostError: the store has another owner; nothing was done, and no later call will succeed.
         """
         ...
 
@@ -63,15 +64,15 @@ class Store(Protocol):
         ...
 
     def check_room(self, nbytes: int) -> None:
-        """Raise CapacityError when `nbytes` more would not leave room for rows to leave."""
+        """Raise CapacityError if `nbytes` more would leave no space for the records of leaving rows."""
         ...
 
     def size_bytes(self) -> int:
-        """What the store takes where it keeps things: disk or memory, in bytes."""
+        """Bytes that the store takes on disk or in memory."""
         ...
 
     def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record as of one commit, META before PAYLOAD, in pieces; close it when you stop early.
+        """Every record as of one commit, META before PAYLOAD, in pieces; close the generator if you stop early.
 
         Raises:
             InfraError: it cannot be read.
@@ -79,5 +80,43 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Release files and connections; idempotent."""
         ...
+
+
+class SpaceCheck:
+    """Asked before every call that brings bytes; remembers for `why_waiting` which callers were refused."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._refused: dict[tuple[str, str], tuple[float, int]] = {}
+        """By run and caller: since when, and how many bytes."""
+
+    def check(self, run: str, who: str, nbytes: int) -> None:
+        """Refuse `nbytes` that would leave no space for the records of leaving rows. Raises CapacityError."""
+        try:
+            self._store.check_room(nbytes)
+        except CapacityError:
+            since, _ = self._refused.get((run, who), (self._clock(), 0))
+            self._refused[run, who] = (since, nbytes)
+            raise
+        self._refused.pop((run, who), None)
+
+    def waiting(self, run: str) -> Iterator[Waiting]:
+        """One entry per caller that was refused and would be again; one for everybody if not even a byte fits."""
+        now = self._clock()
+        named = False
+        for (of_run, who), (since, nbytes) in list(self._refused.items()):
+            if of_run == run and (why := self._lacks(nbytes)):
+                named = True
+                yield Waiting(who=who, what=f"space in the store: {why}", since_s=now - since)
+        if not named and (why := self._lacks(1)):
+            yield Waiting(who="everybody", what=f"space in the store: {why}", since_s=0.0)
+
+    def _lacks(self, nbytes: int) -> str:
+        try:
+            self._store.check_room(nbytes)
+        except CapacityError as error:
+            return error.message
+        return ""

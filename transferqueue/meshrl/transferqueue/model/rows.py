@@ -15,12 +15,11 @@ from meshrl.contract.types import RowFacts, RunSpec, Siblings, Uid
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.model.audit_log import ADMITTED, AuditLog
-from meshrl.transferqueue.model.complete_groups import CompleteGroups
 from meshrl.transferqueue.model.fair_share import FairShare
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame
 from meshrl.transferqueue.model.ledger import Exit, RunLedger, State
 from meshrl.transferqueue.model.masks import bits
-from meshrl.transferqueue.model.ready import ReadyRows
+from meshrl.transferqueue.model.ready import CompleteGroups, ReadyRows
 from meshrl.transferqueue.model.stages import Stage, Stages
 from meshrl.transferqueue.model.waiting import Expiry, Signal
 from meshrl.transferqueue.store import Table

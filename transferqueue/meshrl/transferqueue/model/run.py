@@ -16,10 +16,9 @@ from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.dead_letters import DeadLetters, DeadRow
 from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.group import Group, TaskMetadata
-from meshrl.transferqueue.model.known_tasks import KnownTasks
 from meshrl.transferqueue.model.ledger import Exit, RunLedger
 from meshrl.transferqueue.model.rows import Rows
-from meshrl.transferqueue.model.run_records import RunRecord
+from meshrl.transferqueue.model.run_records import KnownTasks, RunRecord
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.records import encode_record

@@ -1,0 +1,46 @@
+"""The state of a run changes in `model/` alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import meshrl.transferqueue.model
+from meshrl.transferqueue.model.batch import TakenBatch
+from meshrl.transferqueue.model.dead_letters import DeadRow
+from meshrl.transferqueue.model.fair_share import Holder
+from meshrl.transferqueue.model.group import Grant, Group
+from meshrl.transferqueue.model.run import Run
+
+MODEL = Path(meshrl.transferqueue.model.__path__[0])
+MODULES = sorted(MODEL.parent.rglob("*.py"))
+STATE = {*dir(Run)}.union(*(each.__slots__ for each in (Group, Grant, TakenBatch, DeadRow, Holder)))
+
+
+def changes(path: Path) -> Iterator[str]:
+    """Attributes of the model's classes, or items of them, that a module sets or deletes on others than `self`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            owner: ast.expr = node
+            names: set[str] = set()
+            while isinstance(owner, ast.Attribute | ast.Subscript):
+                if isinstance(owner, ast.Attribute):
+                    names.add(owner.attr)
+                owner = owner.value
+            of_self = isinstance(owner, ast.Name) and owner.id == "self"
+            if names & STATE and not of_self:
+                yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("folder", ["operations", "sharding", "."])
+def test_no_module_outside_model_sets_state_of_a_run_or_group(folder: str) -> None:
+    paths = [path for path in MODULES if path.parent == MODEL.parent / folder]
+    assert paths
+    assert [change for path in paths for change in changes(path)] == []
+
+
+def test_the_check_finds_an_assignment() -> None:
+    assert any(list(changes(path)) for path in MODULES if path.parent == MODEL)
