@@ -10,13 +10,13 @@ from work import Array, Group, annotate
 from meshrl.contract.frames import Flat, pack_flat
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
+    GroupRows,
     Lease,
     LeasedGroup,
     Outcome,
     PackedGroup,
     RowFacts,
     RunSpec,
-    Siblings,
     StageSpec,
     Task,
     Version,
@@ -115,7 +115,7 @@ async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
     await queue.write_packed(run, ANNOTATE.name, packed)
 
 
-async def fetch(queue: Queue, run: str, groups: Sequence[Siblings]) -> dict[str, Flat]:
+async def fetch(queue: Queue, run: str, groups: Sequence[GroupRows]) -> dict[str, Flat]:
     """All columns of the rows, each as one new array with its lengths: what a trainer packs from."""
     fetched = await queue.fetch_packed(run, groups, COLUMNS)
     return {name: gathered(fetched, name) for name in COLUMNS}

@@ -180,12 +180,12 @@ async def test_a_worker_that_was_idle_for_long_is_not_taken_for_one_that_hangs(
     await actors.start(spec(lease_ttl_s=TTL_S, max_attempts=1))
     await actors.feed(tasks(1))
     async with QueueClient(address) as queue:
-        holding = HeldLeases("rollout", "w", lambda lost: None)
-        keeping = asyncio.ensure_future(queue.keep(holding))
+        held_leases = HeldLeases("rollout", "w", lambda lost: None)
+        keeping = asyncio.ensure_future(queue.renew_held(held_leases))
         await asyncio.sleep(2 * lease_renewer.HUNG_S)  # what is tested: time without a row
         lease = await queue.lease(
             ["run"], "rollout", worker="w", limit=2, version=actors.version, wait_s=WAIT_S
         )
-        holding.add(lease.rows, lease.ttl_s)
+        held_leases.add(lease.rows, lease.ttl_s)
         await nobody_else_gets_a_row(actors, 2 * TTL_S)
         keeping.cancel()

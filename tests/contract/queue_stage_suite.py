@@ -220,16 +220,16 @@ class LeasePromises:
         await actors.start(spec(lease_ttl_s=1.0))
         await actors.feed(tasks(2))
         told: asyncio.Queue[Held] = asyncio.Queue()
-        holding = HeldLeases("rollout", "a", told.put_nowait)
-        keeping = asyncio.ensure_future(queue.keep(holding))
+        held_leases = HeldLeases("rollout", "a", told.put_nowait)
+        keeping = asyncio.ensure_future(queue.renew_held(held_leases))
         lease = await actors.lease(limit=4, worker="a")
-        holding.add(lease.rows, lease.ttl_s)
+        held_leases.add(lease.rows, lease.ttl_s)
         with pytest.raises(WaitTimeoutError):
             await actors.lease(worker="b", wait_s=1.5)
         lost = lease.rows[3]
         await queue.release("run", "rollout", {lost.uid: lost.token})
         assert await asyncio.wait_for(told.get(), WAIT_S) == {lost.uid: lost.token}
-        holding.drop([lost])
+        held_leases.drop([lost])
         await actors.write(lease, rows=lease.rows[:3])
         keeping.cancel()
 

@@ -102,7 +102,7 @@ async def recorded(address: str) -> dict[str, list[Request]]:
             await every_verb(wire)
             # A stream of its own, open as long as somebody keeps what a worker holds.
             keeping = asyncio.create_task(
-                wire.keep(HeldLeases("rollout", "idle", lambda lost: None))
+                wire.renew_held(HeldLeases("rollout", "idle", lambda lost: None))
             )
             await until(lambda: "/meshrl.v1.Queue/Attend" in recorder.requests)
             keeping.cancel()

@@ -48,7 +48,7 @@ async def test_turns_streams_and_tool_results_are_one_row_of_what_was_sampled(
             said = mesh.tokenizer.decode_all(row.tokens.tolist())
             assert said.startswith("[add]U:") and "T:3<eos>A:" in said and "U:sure?<eos>A:" in said
             assert mesh.posted(uid) is None
-        # Siblings draw for themselves.
+        # GroupRows draw for themselves.
         assert len({row.tokens.tobytes() for row in rows.values()}) == 6
 
 

@@ -43,7 +43,7 @@ _PADDING: Final = tuple(bytes(-size % 8) for size in range(8))
 _MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeError)
 
 
-def seal(*parts: bytes | memoryview) -> bytes:
+def with_checksum(*parts: bytes | memoryview) -> bytes:
     """The concatenation of C-contiguous `parts`, with its checksum in front."""
     if len(parts) == 1:
         return _SUM.pack(xxhash.xxh3_64_intdigest(parts[0])) + parts[0]
@@ -222,7 +222,7 @@ def _frame(
     head, sizes = b"".join(told), b"".join(lengths)
     size = len(head) + -len(head) % 8
     start = _HEAD.pack(rows, len(told), size) + head + _padded(len(head)) + sizes
-    return seal(start + _padded(len(sizes)), *bodies)
+    return with_checksum(start + _padded(len(sizes)), *bodies)
 
 
 def pack(rows: Sequence[Columns]) -> bytes:

@@ -1,6 +1,6 @@
 """What a worker holds, where whoever renews its leases can read it: in the same event loop, or in a thread beside it.
 
-StageWorker ──add, drop──▶ Holding ◀──by_run── renewing (the same loop), a wire's keeper (a thread)
+StageWorker ──add, drop──▶ HeldLeases ◀──by_run── renewing (the same loop), a wire's keeper (a thread)
     ▲                                                  │
     └────────────────── lost ◀─────────────────────────┘
 """
@@ -80,16 +80,16 @@ class Renews(Protocol):
         ...
 
 
-async def renewing(queue: Renews, holding: HeldLeases) -> NoReturn:
+async def renewing(queue: Renews, held_leases: HeldLeases) -> NoReturn:
     """Renew what is held until cancelled, in the event loop of whoever holds it."""
     began = asyncio.Event()
-    holding.began = began.set
+    held_leases.began = began.set
     while True:
         began.clear()
-        if not holding.by_run():
+        if not held_leases.by_run():
             await began.wait()
-        await asyncio.sleep(holding.period_s)
-        for run, rows in holding.by_run().items():
-            lost = await queue.renew(run, holding.stage, holding.worker, list(rows))
+        await asyncio.sleep(held_leases.period_s)
+        for run, rows in held_leases.by_run().items():
+            lost = await queue.renew(run, held_leases.stage, held_leases.worker, list(rows))
             if lost:
-                holding.lost({uid: rows[uid] for uid in lost})
+                held_leases.lost({uid: rows[uid] for uid in lost})

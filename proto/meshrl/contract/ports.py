@@ -18,6 +18,7 @@ from meshrl.contract.types import (
     Float32,
     GenerateDelta,
     GenerateRequest,
+    GroupRows,
     Int32,
     Lease,
     Ledger,
@@ -31,7 +32,6 @@ from meshrl.contract.types import (
     RunState,
     Sample,
     Score,
-    Siblings,
     Task,
     TrainerStatus,
     Uid,
@@ -96,8 +96,8 @@ class Queue(Protocol):
         """Extend the lease; returns the uids that the worker holds no longer."""
         ...
 
-    async def keep(self, holding: HeldLeases) -> None:
-        """Renew what `holding` names, however busy the caller's event loop is, until cancelled.
+    async def renew_held(self, held_leases: HeldLeases) -> None:
+        """Renew what `held_leases` names, however busy the caller's event loop is, until cancelled.
 
         Ends with an error when renewals are refused; that the queue is away is none.
         """
@@ -164,7 +164,7 @@ class Queue(Protocol):
         ...
 
     async def fetch_packed(
-        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """`fetch` by the group: the frames as they were written. Raises as `fetch` does."""
         ...
@@ -209,7 +209,7 @@ class Queue(Protocol):
 class HeartbeatQueue(Queue, Protocol):
     """The queue itself, which sees its workers come and go."""
 
-    def attend(self, worker: str) -> AbstractContextManager[None]:
+    def heartbeat(self, worker: str) -> AbstractContextManager[None]:
         """`worker` is there while the block runs; what it holds afterwards ends soon if it stays silent."""
         ...
 

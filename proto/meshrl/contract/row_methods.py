@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.types import (
     Columns,
+    GroupRows,
     PackedGroup,
     PayloadGroup,
     RowWrite,
-    Siblings,
     Uid,
+    group_rows,
     packed_groups,
-    siblings,
 )
 
 
@@ -30,7 +30,7 @@ class RowMethods(ABC):
 
     @abstractmethod
     async def fetch_packed(
-        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See Queue."""
 
@@ -46,5 +46,5 @@ class RowMethods(ABC):
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         """See Queue."""
-        groups = await self.fetch_packed(run, siblings(run, uids), columns)
+        groups = await self.fetch_packed(run, group_rows(run, uids), columns)
         return [row for group in groups for row in group.columns()]

@@ -100,8 +100,8 @@ class StageWorker:
     """Works on rows of `runs` until drained, on `limit` rows at most at once.
 
     A call of `handle` gets `rows_per_call` of a lease, or, `by_group`, those of one group.
-    In `wave` mode exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
-    call in every execution; `handle` then gets the whole wave.
+    With `sync_batch` exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
+    call in every execution; `handle` then gets all of them.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class StageWorker:
         limit: int,
         rows_per_call: int = 1,
         by_group: bool = False,
-        wave: bool = False,
+        sync_batch: bool = False,
         version: Callable[[], Version] | None = None,
         progress: Progress | None = None,
-        gate: ConcurrencyLimit | None = None,
+        concurrency_limit: ConcurrencyLimit | None = None,
     ) -> None:
         self.stats = StageStats()
         self._queue = queue
@@ -127,12 +127,12 @@ class StageWorker:
         self._handle = handle
         self._worker = worker
         self._limit = limit
-        self._rows_per_call = limit if wave else rows_per_call
+        self._rows_per_call = limit if sync_batch else rows_per_call
         self._by_group = by_group
-        self._wave = wave
+        self._sync_batch = sync_batch
         self._version = version
         self._progress = progress
-        self._gate = gate
+        self._concurrency_limit = concurrency_limit
         self._calls: set[_Call] = set()
         self._write_back = {
             run: WriteBack(queue, run, stage.name, alone=self._nobody_works) for run in self._runs
@@ -140,7 +140,7 @@ class StageWorker:
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
         self._broken: BaseException | None = None
-        self._holding = HeldLeases(stage.name, worker, self._lost)
+        self._held_leases = HeldLeases(stage.name, worker, self._lost)
 
     @property
     def held(self) -> int:
@@ -153,7 +153,7 @@ class StageWorker:
         self._freed.set()
 
     def wake(self) -> None:
-        """The gate may let more through than before."""
+        """The concurrency limit may have risen."""
         self._freed.set()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
@@ -161,13 +161,13 @@ class StageWorker:
 
         Calls whose rows the next holder can go on with are not waited for.
         """
-        keeper = asyncio.create_task(
-            self._queue.keep(self._holding), name=f"{self._stage.name}-keep"
+        renewer = asyncio.create_task(
+            self._queue.renew_held(self._held_leases), name=f"{self._stage.name}-renew"
         )
         feeder = asyncio.create_task(self._lease_and_start(), name=f"{self._stage.name}-lease")
         try:
-            await asyncio.wait({keeper, feeder}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (keeper, feeder):
+            await asyncio.wait({renewer, feeder}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (renewer, feeder):
                 if task.done():
                     task.result()
             await self._finish(grace_s)
@@ -177,8 +177,8 @@ class StageWorker:
             try:
                 await self._release_all()
             finally:
-                keeper.cancel()
-                await asyncio.gather(keeper, return_exceptions=True)
+                renewer.cancel()
+                await asyncio.gather(renewer, return_exceptions=True)
         if self._broken is not None:
             raise self._broken
 
@@ -203,20 +203,24 @@ class StageWorker:
             lease = await self._lease(free) if free else None
             if lease is None:
                 continue
-            let_in = len(lease.rows) if self._gate is None else max(0, self._gate(self.held))
+            let_in = (
+                len(lease.rows)
+                if self._concurrency_limit is None
+                else max(0, self._concurrency_limit(self.held))
+            )
             rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
-            self._holding.add(rows, lease.ttl_s)
+            self._held_leases.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)
             for part in self._parts(rows):
                 self._start(part)
-            if surplus:  # the gate closed while they were on their way
+            if surplus:  # the limit fell while they were on their way
                 await self._release(surplus)
 
     def _parts(self, rows: Sequence[LeasedRow]) -> Iterator[Sequence[LeasedRow]]:
         """The rows of each call."""
         if self._by_group:
-            for _, siblings in groupby(rows, key=lambda row: row.uid.task):
-                yield tuple(siblings)
+            for _, group in groupby(rows, key=lambda row: row.uid.task):
+                yield tuple(group)
             return
         for start in range(0, len(rows), self._rows_per_call):
             yield rows[start : start + self._rows_per_call]
@@ -233,9 +237,9 @@ class StageWorker:
             # While the queue takes nothing back, one more limit of rows may be worked on and no more.
             returning = sum(len(call.rows) for call in self._calls if call.done)
             free = min(self._limit, 2 * self._limit - returning) - self.held
-            if self._gate is not None:
-                free = min(free, self._gate(self.held))
-            if free > 0 and not (self._wave and self._calls):
+            if self._concurrency_limit is not None:
+                free = min(free, self._concurrency_limit(self.held))
+            if free > 0 and not (self._sync_batch and self._calls):
                 return free
             self._freed.clear()
             await self._freed.wait()
@@ -248,7 +252,7 @@ class StageWorker:
                 self._stage.name,
                 worker=self._worker,
                 limit=free,
-                at_least=self._limit if self._wave else 1,
+                at_least=self._limit if self._sync_batch else 1,
                 version=self._version() if self._version else None,
                 wait_s=LEASE_WAIT_S,
             )
@@ -285,7 +289,7 @@ class StageWorker:
 
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
         self._calls.discard(call)
-        self._holding.drop(call.rows.values())
+        self._held_leases.drop(call.rows.values())
         self._freed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             # The queue cannot be reached or refuses us: nothing here can mend that, `run` raises it.
@@ -327,7 +331,7 @@ class StageWorker:
         await self._queue.release(rows[0].uid.run, self._stage.name, tokens)
 
     def _lost(self, rows: Held) -> None:
-        self.forget(set(self._holding.still(rows)))
+        self.forget(set(self._held_leases.still(rows)))
 
     def forget(self, lost: set[Uid]) -> None:
         """Cancel work on rows none of which is ours any more.

@@ -123,10 +123,10 @@ class RolloutWorker:
             self._handle,
             worker=worker,
             limit=slots,
-            wave=deterministic,
+            sync_batch=deterministic,
             version=lambda: engine.version,
             progress=self.journal,
-            gate=self._room,
+            concurrency_limit=self._room,
         )
 
     @property

@@ -34,7 +34,7 @@ from meshrl.contract.types import (
     Uid,
     Version,
     gathered,
-    siblings,
+    group_rows,
 )
 
 
@@ -81,7 +81,7 @@ async def fetch(
     """The payload of a rank's share of a batch."""
     rows = share.rows_of(batch)
     groups = await port.fetch_packed(
-        batch.run, siblings(batch.run, (row.uid for row in rows)), columns
+        batch.run, group_rows(batch.run, (row.uid for row in rows)), columns
     )
     return TrainBatch(epoch=epoch, step=batch.step, rows=rows, groups=tuple(groups))
 

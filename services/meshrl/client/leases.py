@@ -73,12 +73,12 @@ class HeldLease:
         self._held = {uid: row.token for uid, row in self._rows.items()}
         self._body = asyncio.current_task()
         self._cancelling = self._body.cancelling() if self._body else 0
-        self._holding = HeldLeases(self._lease.stage, self._lease.worker, self._forget)
+        self._held_leases = HeldLeases(self._lease.stage, self._lease.worker, self._forget)
         self._renewing = asyncio.create_task(
-            self._port.keep(self._holding), name=f"{self._lease.stage}-renew"
+            self._port.renew_held(self._held_leases), name=f"{self._lease.stage}-renew"
         )
         self._renewing.add_done_callback(self._refused)
-        self._holding.add(self._lease.rows, self._lease.ttl_s)
+        self._held_leases.add(self._lease.rows, self._lease.ttl_s)
         return self
 
     async def write(self, rows: Sequence[RowWrite]) -> tuple[Uid, ...]:
@@ -107,7 +107,7 @@ class HeldLease:
             self._writing -= still_held.keys()
         for uid in still_held:
             self._held.pop(uid, None)
-        self._holding.drop(self._rows[uid] for uid in still_held)
+        self._held_leases.drop(self._rows[uid] for uid in still_held)
         return tuple(row.uid for row in rows if row.uid not in written)
 
     async def fail(self, uid: Uid, reason: str, *, outcome: Outcome = Outcome.INFRA_FAULT) -> None:

@@ -15,12 +15,12 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
+    GroupRows,
     Lease,
     Ledger,
     PackedGroup,
     Part,
     PayloadGroup,
-    Siblings,
     Task,
 )
 
@@ -39,7 +39,7 @@ class Wrong(RowMethods):
         await self.queue.write_packed(run, stage, groups)
 
     async def fetch_packed(
-        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         return await self.queue.fetch_packed(run, groups, columns)
 
@@ -123,7 +123,7 @@ class AltersContent(Wrong):
     """Flips a bit of what was stored."""
 
     async def fetch_packed(
-        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         first, *rest = await self.queue.fetch_packed(run, groups, columns)
         if self.due():

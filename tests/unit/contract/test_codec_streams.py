@@ -15,13 +15,13 @@ from meshrl.contract import codec
 from meshrl.contract.codec import compression
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import (
+    GroupRows,
     Lease,
     LeasedGroup,
     PackedGroup,
     Part,
     PayloadGroup,
     RowFacts,
-    Siblings,
     Task,
 )
 from meshrl.v1 import queue_pb2
@@ -217,6 +217,6 @@ def test_a_frame_of_rows_that_nobody_asked_for_is_refused() -> None:
 
 def test_fetched_rows_must_be_the_rows_asked_for() -> None:
     group = PayloadGroup(task="t", indices=(0,), attempts=(0,))
-    asked = Siblings(task="t", indices=(1,), attempts=(0,))
+    asked = GroupRows(task="t", indices=(1,), attempts=(0,))
     with pytest.raises(UserError, match="not the ones"):
         codec.decode_fetched(list(codec.encode_fetched([group])), [asked])

@@ -18,10 +18,10 @@ from meshrl.contract.frames import (
     Frame,
     pack,
     pack_flat,
-    seal,
     signature,
     storable,
     strip_checksum,
+    with_checksum,
 )
 from meshrl.contract.types import (
     Part,
@@ -29,8 +29,8 @@ from meshrl.contract.types import (
     RowWrite,
     Uid,
     gathered,
+    group_rows,
     packed_groups,
-    siblings,
 )
 
 
@@ -123,7 +123,7 @@ def test_objects_cannot_be_stored() -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 10_000))
 def test_any_flipped_bit_is_noticed(body: bytes, at: int) -> None:
-    value = bytearray(seal(body))
+    value = bytearray(with_checksum(body))
     assert bytes(strip_checksum(bytes(value), "x")) == body
     value[(at // 8) % len(value)] ^= 1 << at % 8
     with pytest.raises(CorruptError, match="row 7"):
@@ -140,7 +140,7 @@ def test_a_value_cut_short_is_noticed(value: bytes) -> None:
 @settings(max_examples=300)
 def test_sealed_nonsense_is_a_corrupt_error_and_nothing_else(body: bytes) -> None:
     try:
-        Frame(seal(body), "row 7")
+        Frame(with_checksum(body), "row 7")
     except CorruptError as error:
         assert "row 7" in str(error)
 
@@ -213,8 +213,8 @@ def test_a_gathered_row_is_as_long_as_its_first_axis_however_its_frames_lie(
 
 def test_rows_are_named_by_their_groups() -> None:
     uids = [Uid("r", "a", 1), Uid("r", "a", 0, 2), Uid("r", "b", 0), Uid("r", "a", 3)]
-    found = siblings("r", uids)
+    found = group_rows("r", uids)
     assert [uid for group in found for uid in group.uids("r")] == uids
     assert [group.task for group in found] == ["a", "b", "a"]
     with pytest.raises(UserError, match="is not of run s"):
-        siblings("s", uids)
+        group_rows("s", uids)

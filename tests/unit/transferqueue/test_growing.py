@@ -246,17 +246,17 @@ async def test_leases_of_a_shard_that_was_added_are_kept_by_whoever_kept_before(
     actors = await begun(connect())
     kept: asyncio.Queue[HeldLeases] = asyncio.Queue()
 
-    async def keep(holding: HeldLeases) -> None:
-        await kept.put(holding)
+    async def renew_held(held_leases: HeldLeases) -> None:
+        await kept.put(held_leases)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(shards[2], "keep", keep)
-    holding = HeldLeases("rollout", "w", lambda lost: None)
-    keeping = asyncio.create_task(actors.queue.keep(holding))
+    monkeypatch.setattr(shards[2], "renew_held", renew_held)
+    held_leases = HeldLeases("rollout", "w", lambda lost: None)
+    keeping = asyncio.create_task(actors.queue.renew_held(held_leases))
     await connect().add_shard("2")
     await actors.feed(tasks(24, start=12))
     lease = await actors.lease()
-    holding.add(lease.rows, lease.ttl_s)
+    held_leases.add(lease.rows, lease.ttl_s)
     part = await asyncio.wait_for(kept.get(), WAIT_S)
     assert set(part.by_run()["run"]) == {row.uid for row in lease.rows}
     keeping.cancel()

@@ -36,7 +36,7 @@ async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt(
     queue: TransferQueue,
 ) -> None:
     actors = await started(queue, lease_ttl_s=0.05, max_attempts=1)
-    with queue.attend("w"):
+    with queue.heartbeat("w"):
         for _ in range(3):
             lease = await actors.lease(worker="w", wait_s=WAIT_S)
             assert [row.delivery for row in lease.rows] == [1, 1]
@@ -47,16 +47,16 @@ async def test_rows_of_a_life_that_ended_were_an_attempt_though_another_has_begu
     queue: TransferQueue,
 ) -> None:
     actors = await started(queue, lease_ttl_s=0.5, max_attempts=2)
-    with queue.attend("w"):
+    with queue.heartbeat("w"):
         await actors.lease(worker="w")
-    with queue.attend("w"):
+    with queue.heartbeat("w"):
         again = await actors.lease(worker="w", wait_s=WAIT_S)
     assert [row.delivery for row in again.rows] == [2, 2]
 
 
 async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> None:
     actors = await started(queue, lease_ttl_s=0.05, max_attempts=2)
-    with queue.attend("w"):
+    with queue.heartbeat("w"):
         lease = await actors.lease(worker="w")
         await queue.renew("run", "rollout", "w", [row.uid for row in lease.rows])
         again = await actors.lease(worker="w", wait_s=WAIT_S)
@@ -65,9 +65,9 @@ async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> No
 
 async def test_a_worker_that_comes_back_soon_keeps_its_rows(queue: TransferQueue) -> None:
     actors = await started(queue, lease_ttl_s=3600)
-    with queue.attend("w"):
+    with queue.heartbeat("w"):
         back, gone = (await actors.lease(worker="w")).rows
-    with queue.attend("w"):
+    with queue.heartbeat("w"):
         assert await queue.renew("run", "rollout", "w", [back.uid]) == []
         again = await actors.lease(worker="other", wait_s=WAIT_S)
         assert [row.uid for row in again.rows] == [gone.uid]
@@ -76,11 +76,11 @@ async def test_a_worker_that_comes_back_soon_keeps_its_rows(queue: TransferQueue
 
 async def test_the_end_of_a_predecessor_costs_its_successor_nothing(queue: TransferQueue) -> None:
     actors = await started(queue, lease_ttl_s=3600)
-    old = queue.attend("w")
+    old = queue.heartbeat("w")
     old.__enter__()
     (before,) = (await actors.lease(worker="w", limit=1)).rows
     await asyncio.sleep(0.01)  # two moments
-    with queue.attend("w"):
+    with queue.heartbeat("w"):
         await asyncio.sleep(0.01)
         (after,) = (await actors.lease(worker="w", limit=1)).rows
         old.__exit__(None, None, None)
@@ -105,11 +105,11 @@ def row(name: str, token: int) -> LeasedRow:
 
 def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
     lost: list[Mapping[Uid, int]] = []
-    holding = HeldLeases("rollout", "w", lost.append)
-    agreement = Agreement(holding)
+    held_leases = HeldLeases("rollout", "w", lost.append)
+    agreement = Agreement(held_leases)
     here, there, elsewhere = (agreement.part(has) for has in (bool, bool, lambda run: run == "x"))
     a, b = row("a", 1), row("b", 1)
-    holding.add([a, b], 5.0)
+    held_leases.add([a, b], 5.0)
     assert here.by_run() == there.by_run() == {"run": {a.uid: 1, b.uid: 1}}
     assert not elsewhere.by_run()
     here.lost({b.uid: 1})
@@ -121,14 +121,14 @@ def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
 
 def test_what_was_said_of_an_earlier_lease_does_not_count() -> None:
     lost: list[Mapping[Uid, int]] = []
-    holding = HeldLeases("rollout", "w", lost.append)
-    agreement = Agreement(holding)
+    held_leases = HeldLeases("rollout", "w", lost.append)
+    agreement = Agreement(held_leases)
     here, there = agreement.part(bool), agreement.part(bool)
     old, new = row("a", 1), row("a", 2)
-    holding.add([old], 5.0)
+    held_leases.add([old], 5.0)
     here.lost({old.uid: 1})
-    holding.drop([old])
-    holding.add([new], 5.0)
-    holding.drop([old])
+    held_leases.drop([old])
+    held_leases.add([new], 5.0)
+    held_leases.drop([old])
     there.lost({new.uid: 2})
-    assert not lost and holding.still({new.uid: 2}) == [new.uid]
+    assert not lost and held_leases.still({new.uid: 2}) == [new.uid]

@@ -10,7 +10,7 @@ import lmdb
 import pytest
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import seal
+from meshrl.contract.frames import with_checksum
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.disk import DiskStore
@@ -80,11 +80,11 @@ async def test_a_record_that_is_older_than_the_rest_is_found_out(tmp_path: Path)
     store = DiskStore(tmp_path)
     await store.load()
     records = [
-        Operation(Table.META, b"k%03d" % number, seal(b"%03d as it was " % number * 50))
+        Operation(Table.META, b"k%03d" % number, with_checksum(b"%03d as it was " % number * 50))
         for number in range(40)
     ]
     await store.apply(records)
-    changed = seal(b"020 as it is.. " * 50)
+    changed = with_checksum(b"020 as it is.. " * 50)
     await store.apply([Operation(Table.META, b"k020", changed)])
     await store.close()
     data = (tmp_path / "data.mdb").read_bytes()

@@ -31,6 +31,7 @@ from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
+    GroupRows,
     Lease,
     Ledger,
     Outcome,
@@ -39,7 +40,6 @@ from meshrl.contract.types import (
     ProgressGroup,
     RunSpec,
     RunState,
-    Siblings,
     Task,
     Uid,
     Version,
@@ -261,12 +261,12 @@ class TransferQueue(RowMethods):
         state = self._run(run)
         return leases.renew(state, state.stages[stage], worker, uids)
 
-    async def keep(self, holding: HeldLeases) -> None:
+    async def renew_held(self, held_leases: HeldLeases) -> None:
         """See the port. Whoever is in the process of the queue shares its event loop, and is as busy as it."""
-        await renewing(self, holding)
+        await renewing(self, held_leases)
 
     @contextmanager
-    def attend(self, worker: str) -> Iterator[None]:
+    def heartbeat(self, worker: str) -> Iterator[None]:
         """See the port. Where a successor of the same name has come, what it was granted is left alone."""
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -360,7 +360,7 @@ class TransferQueue(RowMethods):
                 await any_signal([state.complete_signal], deadline, reason)
 
     async def fetch_packed(
-        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See the port. Arrays are read-only. Raises UserError for a column of no stage."""
         state = self._run(run)
@@ -498,7 +498,7 @@ class TransferQueue(RowMethods):
             raise FencedError(f"batch {taken.batch_id} was given back while it was read")
         return batches.read_manifest(run, taken, value)
 
-    def _check_left(self, run: Run, rows: Siblings) -> None:
+    def _check_left(self, run: Run, rows: GroupRows) -> None:
         """Payload that the store does not have is of rows that left. Raises CorruptError if they are still here."""
         try:
             self._run(run.name).resident(rows)

@@ -6,7 +6,7 @@ import json
 
 import orjson
 
-from meshrl.contract.frames import seal, strip_checksum
+from meshrl.contract.frames import strip_checksum, with_checksum
 from meshrl.contract.types import Json
 
 
@@ -25,7 +25,7 @@ def to_json(value: Json) -> bytes:
 
 def encode_record(value: Json) -> bytes:
     """A JSON value, sealed."""
-    return seal(to_json(value))
+    return with_checksum(to_json(value))
 
 
 def decode_record(value: bytes, what: str) -> Json:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from meshrl.contract.codec.bulk import Frame
 from meshrl.contract.codec.checks import decoder, encoder, malformed, require
 from meshrl.contract.codec.types import OUTCOMES
-from meshrl.contract.types import BatchGroup, Outcome, Part, RowFacts, Siblings, Version
+from meshrl.contract.types import BatchGroup, GroupRows, Outcome, Part, RowFacts, Version
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import trajectory_pb2 as wire
 
@@ -43,7 +43,7 @@ def _cut(values: Sequence[T], counts: Sequence[int]) -> list[tuple[T, ...]]:
 
 
 @encoder
-def encode_rows(groups: Sequence[Siblings]) -> pb.GroupRows:
+def encode_rows(groups: Sequence[GroupRows]) -> pb.GroupRows:
     """Any rows."""
     return pb.GroupRows(
         tasks=[group.task for group in groups],
@@ -54,11 +54,11 @@ def encode_rows(groups: Sequence[Siblings]) -> pb.GroupRows:
 
 
 @decoder
-def decode_rows(message: pb.GroupRows) -> list[Siblings]:
+def decode_rows(message: pb.GroupRows) -> list[GroupRows]:
     """Raises UserError for rows that no uid can name."""
     rows = named_rows(message)
     return [
-        Siblings(task=task, indices=indices, attempts=attempts)
+        GroupRows(task=task, indices=indices, attempts=attempts)
         for task, indices, attempts in zip(rows.tasks, rows.indices, rows.attempts, strict=True)
     ]
 

@@ -27,13 +27,13 @@ from meshrl.contract.codec.rows import (
 from meshrl.contract.codec.tasks import packed_task
 from meshrl.contract.codec.types import decode_task, encode_task
 from meshrl.contract.types import (
+    GroupRows,
     Lease,
     LeasedGroup,
     PackedGroup,
     PayloadGroup,
     ProgressGroup,
     RowFacts,
-    Siblings,
     Task,
 )
 from meshrl.v1 import queue_pb2 as pb
@@ -102,11 +102,11 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
                 tokens=[group.token for group in groups],
                 deliveries=chain.from_iterable([group.deliveries for group in groups]),
                 parts=encode_parts([group.parts for group in groups]),
-                journal=encode_parts([group.journal for group in groups]),
+                journal=encode_parts([group.progress for group in groups]),
             ),
             [
                 *(part.frame for group in groups for part in group.parts),
-                *(part.frame for group in groups for part in group.journal),
+                *(part.frame for group in groups for part in group.progress),
             ],
         )
         for groups in pages_by(_leased_bytes, lease.groups)
@@ -119,7 +119,7 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
 
 
 def _leased_bytes(group: LeasedGroup) -> int:
-    frames = sum([len(part.frame) for part in (*group.parts, *group.journal)])
+    frames = sum([len(part.frame) for part in (*group.parts, *group.progress)])
     return len(group.packed.data) + frames
 
 
@@ -149,7 +149,7 @@ def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
         decode_parts(message.journal, frames, rows),
     )
     _finished(frames)
-    for task, indices, attempts, prompt, token, deliveries, parts, journal in zip(
+    for task, indices, attempts, prompt, token, deliveries, parts, progress in zip(
         *columns, strict=True
     ):
         yield LeasedGroup(
@@ -160,7 +160,7 @@ def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
             token=token,
             deliveries=deliveries,
             packed=prompt,
-            journal=journal,
+            progress=progress,
         )
 
 
@@ -242,7 +242,7 @@ def _payload_bytes(group: PayloadGroup) -> int:
 
 @decoder
 def decode_fetched(
-    messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[Siblings]
+    messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[GroupRows]
 ) -> list[PayloadGroup]:
     """The payload of `asked`, in order; raises UserError when the answer is about other rows."""
     found = list(chain.from_iterable(map(_decode_payload, messages)))

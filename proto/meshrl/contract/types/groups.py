@@ -25,7 +25,7 @@ from meshrl.contract.types.tasks import PackedTask, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Siblings:
+class GroupRows:
     """Names some rows of one group."""
 
     task: str
@@ -42,7 +42,7 @@ class Siblings:
         return len(self.indices)
 
 
-def siblings(run: str, uids: Iterable[Uid]) -> list[Siblings]:
+def group_rows(run: str, uids: Iterable[Uid]) -> list[GroupRows]:
     """Rows by their groups; rows that stand next to each other stay together, in order.
 
     Raises:
@@ -57,13 +57,13 @@ def siblings(run: str, uids: Iterable[Uid]) -> list[Siblings]:
         found[-1][1].append(uid.index)
         found[-1][2].append(uid.attempt)
     return [
-        Siblings(task=task, indices=tuple(indices), attempts=tuple(attempts))
+        GroupRows(task=task, indices=tuple(indices), attempts=tuple(attempts))
         for task, indices, attempts in found
     ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedGroup(Siblings):
+class PackedGroup(GroupRows):
     """Columns of one stage for rows of one group that are held under one token."""
 
     token: int
@@ -135,7 +135,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PayloadGroup(Siblings):
+class PayloadGroup(GroupRows):
     """Columns of rows of one group, in the frames in which they were written."""
 
     parts: tuple[Part, ...] = ()
@@ -199,7 +199,7 @@ class LeasedGroup(PayloadGroup):
     deliveries: tuple[int, ...]
     """Per row: 1 on the first delivery to this stage, one more on each redelivery."""
     packed: PackedTask
-    journal: tuple[Part, ...] = ()
+    progress: tuple[Part, ...] = ()
     """What earlier holders of this stage appended, in the order in which they did."""
 
     @property
@@ -210,7 +210,7 @@ class LeasedGroup(PayloadGroup):
     def prefixes(self) -> list[dict[str, Array]]:
         """Of each row: what was appended, each column on end; empty where nothing was. Raises CorruptError."""
         pieces: list[dict[str, list[Array]]] = [{} for _ in self.indices]
-        for part in self.journal:
+        for part in self.progress:
             for name in part.read.columns:
                 for row, array in zip(part.rows, part.read.split(name), strict=True):
                     pieces[row].setdefault(name, []).append(array)
@@ -236,7 +236,7 @@ class LeasedGroup(PayloadGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchGroup(Siblings):
+class BatchGroup(GroupRows):
     """One group of a batch's manifest; tuples have an entry per row."""
 
     size: int

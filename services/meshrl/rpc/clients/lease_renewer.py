@@ -58,8 +58,8 @@ class EndingStream(Protocol):
 class _Owner:
     """One HeldLeases, the event loop of its owner, and when that loop last ran."""
 
-    def __init__(self, holding: HeldLeases) -> None:
-        self.holding = holding
+    def __init__(self, held_leases: HeldLeases) -> None:
+        self.held_leases = held_leases
         self.due = math.inf
         """When to renew next; never (inf) while nothing is held."""
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -68,8 +68,8 @@ class _Owner:
 
     def next_due(self) -> float:
         """One period from now, or inf if nothing is held."""
-        held = self.holding.by_run()
-        return time.monotonic() + self.holding.period_s if held else math.inf
+        held = self.held_leases.by_run()
+        return time.monotonic() + self.held_leases.period_s if held else math.inf
 
     def alive(self) -> bool:
         """Returns False if the loop hangs. Schedules the next `mark_alive` in the loop."""
@@ -78,7 +78,7 @@ class _Owner:
 
     def lose(self, rows: Held) -> None:
         """Report rows that the queue says are held no longer."""
-        self._call_in_loop(lambda: self.holding.lost(rows))
+        self._call_in_loop(lambda: self.held_leases.lost(rows))
 
     def refuse(self, error: MeshError) -> None:
         """End `keep` with the error of a queue that refused to renew."""
@@ -114,13 +114,13 @@ class LeaseRenewer:
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
 
-    async def keep(self, holding: HeldLeases) -> None:
-        """Renew the rows of `holding` until cancelled.
+    async def renew_held(self, held_leases: HeldLeases) -> None:
+        """Renew the rows of `held_leases` until cancelled.
 
         Raises the queue's error if it refuses to renew. While the queue is away, renewals are repeated.
         """
-        owner = _Owner(holding)
-        holding.began = lambda: self._began(owner)
+        owner = _Owner(held_leases)
+        held_leases.began = lambda: self._began(owner)
         with self._changed:
             self._owners.append(owner)
             if self._thread is None:
@@ -187,7 +187,7 @@ class LeaseRenewer:
             return [owner for owner in self._owners if owner.due <= now and not self._closing]
 
     def _workers_without_stream(self) -> set[str]:
-        return {owner.holding.worker for owner in self._owners} - self._streams.keys()
+        return {owner.held_leases.worker for owner in self._owners} - self._streams.keys()
 
     def _open_streams(self) -> None:
         with self._changed:
@@ -222,12 +222,13 @@ class LeaseRenewer:
                 owner.due = owner.next_due()
             if not owner.alive():
                 log.warning(
-                    "the event loop of %s hangs: its leases are not renewed", owner.holding.worker
+                    "the event loop of %s hangs: its leases are not renewed",
+                    owner.held_leases.worker,
                 )
                 continue
             renewals += [
                 (owner, rows, self._start_renewal(owner, run, rows))
-                for run, rows in owner.holding.by_run().items()
+                for run, rows in owner.held_leases.by_run().items()
             ]
         for owner, rows, answer in renewals:
             try:
@@ -239,13 +240,16 @@ class LeaseRenewer:
                     owner.lose({uid: rows[uid] for uid in lost})
 
     def _start_renewal(self, owner: _Owner, run: str, rows: Held) -> grpc.Future[pb.RenewResponse]:
-        holding = owner.holding
+        held_leases = owner.held_leases
         request = pb.RenewRequest(
-            run=run, stage=holding.stage, worker=holding.worker, uids=codec.encode_uids(list(rows))
+            run=run,
+            stage=held_leases.stage,
+            worker=held_leases.worker,
+            uids=codec.encode_uids(list(rows)),
         )
         return self._renew_call.future(
             request,
-            timeout=max(MIN_DEADLINE_S, holding.period_s),
+            timeout=max(MIN_DEADLINE_S, held_leases.period_s),
             wait_for_ready=True,
             metadata=self._metadata,
         )

@@ -12,6 +12,7 @@ from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
+    GroupRows,
     Lease,
     Ledger,
     Outcome,
@@ -20,7 +21,6 @@ from meshrl.contract.types import (
     ProgressGroup,
     RunSpec,
     RunState,
-    Siblings,
     Task,
     Uid,
     Version,
@@ -157,9 +157,9 @@ class QueueClient(GrpcClient, RowMethods):
             self._stub.Renew, request, lambda answer: codec.decode_uids(answer.lost)
         )
 
-    async def keep(self, holding: HeldLeases) -> None:
+    async def renew_held(self, held_leases: HeldLeases) -> None:
         """See Queue and lease_renewer.py."""
-        await self._renewer.keep(holding)
+        await self._renewer.renew_held(held_leases)
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
@@ -215,7 +215,7 @@ class QueueClient(GrpcClient, RowMethods):
         return await self._connection.poll(wait_s, attempt)
 
     async def fetch_packed(
-        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See Queue."""
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)

@@ -83,7 +83,7 @@ class QueueServicer(rpc.QueueServicer):
         return pb.RenewResponse(lost=codec.encode_uids(lost))
 
     async def Attend(self, request: pb.AttendRequest, context: Context) -> AsyncIterator[Ack]:
-        with self._queue.attend(request.worker):
+        with self._queue.heartbeat(request.worker):
             yield Ack()
             await asyncio.get_running_loop().create_future()
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
-from meshrl.contract.types import Json, Outcome, RowFacts, Siblings, Uid, Version
+from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.masks import bits, hexed
@@ -187,7 +187,7 @@ class Group:
 
     # --- sets of rows
 
-    def mask_of(self, rows: Siblings) -> int:
+    def mask_of(self, rows: GroupRows) -> int:
         """The mask of `rows`; 0 unless exactly these attempts of them are all present."""
         if rows.indices == bits(self.present) and list(rows.attempts) == self.attempts:
             return self.present

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from meshrl.contract.errors import NotFoundError
-from meshrl.contract.types import RowFacts, RunSpec, Siblings, Uid
+from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.model.audit_log import ADMITTED, AuditLog
@@ -106,7 +106,7 @@ class Rows:
         group = self._by_task.get(uid.task)
         return group if group is not None and group.has(uid.index, uid.attempt) else None
 
-    def resident(self, rows: Siblings) -> tuple[Group, int]:
+    def resident(self, rows: GroupRows) -> tuple[Group, int]:
         """The group of rows that are all resident, and the rows' mask. Raises NotFoundError, with `uid`."""
         group = self._by_task.get(rows.task)
         if group is not None and ((mask := group.mask_of(rows)) or not rows.indices):

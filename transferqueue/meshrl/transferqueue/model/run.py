@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from meshrl.contract.errors import FencedError
-from meshrl.contract.frames import seal
+from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import DeadLetter, Json, Outcome, RunSpec, RunState, Uid, Version
 from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.model.batch import TakenBatch
@@ -186,7 +186,7 @@ class Run(Rows):
         self._record.next_group += 1
         self.known_tasks.add(task_id, number)
         group = self._new_group(number, task_id, metadata, len(payload), [0] * size)
-        self._commit_log.put(Table.PAYLOAD, group.task_key, seal(payload))
+        self._commit_log.put(Table.PAYLOAD, group.task_key, with_checksum(payload))
         self._add_group(group)
         return group
 

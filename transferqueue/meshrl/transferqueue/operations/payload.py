@@ -9,7 +9,7 @@ from typing import NamedTuple
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError
 from meshrl.contract.frames import Frame, checksum_of, strip_checksum
-from meshrl.contract.types import LeasedGroup, PackedTask, Part, PayloadGroup, Siblings
+from meshrl.contract.types import GroupRows, LeasedGroup, PackedTask, Part, PayloadGroup
 from meshrl.transferqueue.model.group import Group, StoredFrame
 from meshrl.transferqueue.model.masks import bits
 from meshrl.transferqueue.model.stages import Stage
@@ -44,13 +44,13 @@ class Extract(NamedTuple):
     """What was appended of the rows, in order."""
 
     @property
-    def rows(self) -> Siblings:
+    def rows(self) -> GroupRows:
         """Their names."""
-        return Siblings(task=self.task, indices=self.indices, attempts=self.attempts)
+        return GroupRows(task=self.task, indices=self.indices, attempts=self.attempts)
 
 
 def extract(
-    group: Group, rows: Siblings, mask: int, stages: Sequence[Stage], names: Sequence[str]
+    group: Group, rows: GroupRows, mask: int, stages: Sequence[Stage], names: Sequence[str]
 ) -> Extract:
     """Where the columns `names`, which `stages` write, lie for `rows`, whose set is `mask`; all are here.
 
@@ -177,7 +177,7 @@ class PayloadReader:
                     token=token,
                     deliveries=deliveries,
                     packed=task,
-                    journal=progress,
+                    progress=progress,
                 )
             )
         return found

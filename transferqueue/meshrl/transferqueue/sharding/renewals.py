@@ -1,4 +1,4 @@
-"""Renewals over several shards: each is asked about all rows of a holding, and what all have lost is lost.
+"""Renewals over several shards: each is asked about all rows of a held_leases, and what all have lost is lost.
 
 Where a row is, its shard knows best: nothing here follows tasks about. What a shard has that is away is not lost: it
 has not said so.
@@ -27,11 +27,11 @@ class Part(HeldLeases):
 
     @property
     def period_s(self) -> float:
-        """See Holding."""
+        """See HeldLeases."""
         return self._whole.period_s
 
     def by_run(self) -> Mapping[str, Held]:
-        """See Holding."""
+        """See HeldLeases."""
         return {run: rows for run, rows in self._whole.by_run().items() if self._has(run)}
 
     def _lose(self, rows: Held) -> None:
@@ -50,16 +50,16 @@ class Part(HeldLeases):
 
 
 class Agreement:
-    """One holding and its parts."""
+    """One held_leases and its parts."""
 
-    def __init__(self, holding: HeldLeases) -> None:
-        self._holding = holding
+    def __init__(self, held_leases: HeldLeases) -> None:
+        self._held_leases = held_leases
         self._parts: list[Part] = []
-        holding.began = self._began
+        held_leases.began = self._began
 
     def part(self, has: Callable[[str], bool]) -> Part:
         """For one shard more."""
-        part = Part(self._holding, has, self._agree)
+        part = Part(self._held_leases, has, self._agree)
         self._parts.append(part)
         return part
 
@@ -74,4 +74,4 @@ class Agreement:
             if all(part.lacks(uid, token) for part in self._parts)
         }
         if lost:
-            self._holding.lost(lost)
+            self._held_leases.lost(lost)

@@ -25,6 +25,7 @@ from meshrl.contract.row_methods import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
+    GroupRows,
     Lease,
     Ledger,
     Outcome,
@@ -33,7 +34,6 @@ from meshrl.contract.types import (
     ProgressGroup,
     RunSpec,
     RunState,
-    Siblings,
     Task,
     Uid,
     Version,
@@ -199,13 +199,13 @@ class ShardedQueue(RowMethods):
             task.cancel()
         return [uid for task in asked if task in done for uid in task.result()]
 
-    async def keep(self, holding: HeldLeases) -> None:
+    async def renew_held(self, held_leases: HeldLeases) -> None:
         """See Queue, and keeping.py. A shard that is added is asked from then on."""
         while True:
             since = await self._roster.learned()
-            agreement = Agreement(holding)
+            agreement = Agreement(held_leases)
             keeping = [
-                shard.keep(agreement.part(self._roster.has(number)))
+                shard.renew_held(agreement.part(self._roster.has(number)))
                 for number, shard in enumerate(self._shards)
             ]
             with suppress(Grown):
@@ -271,7 +271,7 @@ class ShardedQueue(RowMethods):
         return await self._roster.while_it_grows(run, take)
 
     async def fetch_packed(
-        self, run: str, groups: Sequence[Siblings], columns: Sequence[str]
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See Queue. All shards send at the same time."""
         places = range(len(groups))

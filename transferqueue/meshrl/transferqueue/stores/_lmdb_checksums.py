@@ -24,7 +24,7 @@ import lmdb
 import xxhash
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import seal, strip_checksum
+from meshrl.contract.frames import strip_checksum, with_checksum
 from meshrl.transferqueue.stores._lmdb_walk import Walked
 
 KEY: Final = b"tally"
@@ -110,7 +110,7 @@ class Tally:
 
     def encode(self) -> bytes:
         """For the file, sealed."""
-        return seal(_FIELDS.pack(self.number, *self._fields()))
+        return with_checksum(_FIELDS.pack(self.number, *self._fields()))
 
     def differs(self, stored: bytes) -> str:
         """What of a stored tally is not as it is here, in words; nothing where all is. Raises CorruptError."""
@@ -186,7 +186,7 @@ class Witness:
         if self._file is None:
             return
         try:
-            os.pwrite(self._file, seal(_NUMBER.pack(number)), 0)
+            os.pwrite(self._file, with_checksum(_NUMBER.pack(number)), 0)
         except OSError:
             self.close()
 
