@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer
 
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import eval_spec
-from meshrl.contract.errors import UserError
 from meshrl.contract.types import Task
+from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.trainer.data.prompts import PromptSet, load_prompts, task_maker
 
 
@@ -21,7 +18,7 @@ def read_prompts(recipe: Recipe, files: Sequence[Path]) -> PromptSet:
     Raises:
         UserError: there is no tokenizer, or a row is malformed (names file and row).
     """
-    return load_prompts(files, recipe.data, _tokenizer(recipe.tokenizer_dir))
+    return load_prompts(files, recipe.data, load_prompt_tokenizer(recipe.tokenizer_dir))
 
 
 def eval_tasks(recipe: Recipe) -> list[Task]:
@@ -40,10 +37,3 @@ def eval_tasks(recipe: Recipe) -> list[Task]:
         deadline_s=recipe.rollout.deadline_s,
     )
     return [make(prompt, str(prompt.index)) for prompt in prompts]
-
-
-def _tokenizer(path: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer in {path}: {str(error).strip().splitlines()[0]}") from error

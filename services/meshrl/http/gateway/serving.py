@@ -14,9 +14,7 @@ from meshrl.config.recipe import Recipe, uses_gateway
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
-from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.http.server import serving_http
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.runtime import ServerSettings, is_loopback
@@ -41,6 +39,10 @@ async def gateway_of(
     if not uses_gateway(recipe):
         yield None
         return
+    # Imported here: with it comes FastAPI, which a run without agents can do without.
+    from meshrl.http.gateway.app import build_app
+    from meshrl.http.server import serving_http
+
     config = recipe.rollout.gateway
     authorizer = _authorizer(recipe, settings)
     sessions = SessionTable(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
