@@ -137,7 +137,7 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
     )
     prompts = read_prompts(recipe, recipe.data.train_files)
     feeder = Feeder(queue, run, prompts, make_task, epochs=None, shuffle=True, seed=0)
-    setting = TrainerSettings(
+    settings = TrainerSettings(
         run=run,
         directory=directory,
         owner="benchmark",
@@ -151,11 +151,11 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
         total_steps=recipe.trainer.total_training_steps,
     )
     compute = Compute(world.device)
-    learner = build_learner(recipe, setting, world)
-    state = await resume(setting, queue, learner, compute)
+    learner = build_learner(recipe, settings, world)
+    state = await resume(settings, queue, learner, compute)
     log = MetricsLog(directory / "metrics.jsonl")
     trainer = Trainer(
-        *(setting, state, learner, compute, queue, Direct(recipe, queue, engine)), metrics=log
+        *(settings, state, learner, compute, queue, Direct(recipe, queue, engine)), metrics=log
     )
     working = [asyncio.create_task(work) for work in (*stages, feeder.run())]
     try:

@@ -20,7 +20,7 @@ from meshrl.rpc.errors import status_of
 from meshrl.rpc.exit_codes import Exit
 from meshrl.testing.parity.cases import load
 from meshrl.testing.parity.compare import Verdict, judge
-from meshrl.trainer.algorithms.named import defaults
+from meshrl.trainer.algorithms.recipe_defaults import defaults
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]

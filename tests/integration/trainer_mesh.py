@@ -220,7 +220,7 @@ class Mesh:
     def extra_rows(self) -> int:
         return needs_of(self.algorithm, self.actor).extra_rows
 
-    def setting(self, total_steps: int | None, **trainer: Any) -> TrainerSettings:
+    def settings(self, total_steps: int | None, **trainer: Any) -> TrainerSettings:
         return TrainerSettings(
             run="run",
             directory=self.directory,
@@ -241,11 +241,11 @@ class Mesh:
         self, total_steps: int | None, *, held_out: int = 0, **config: Any
     ) -> AsyncIterator[Trainer]:
         """A trainer that has taken the run over."""
-        setting = self.setting(total_steps, **config)
+        settings = self.settings(total_steps, **config)
         compute = Compute(self.world.device)
         learner = self.learner()
         try:
-            state = await resume(setting, self.queue, learner, compute)
+            state = await resume(settings, self.queue, learner, compute)
             evaluator = None
             if held_out:
                 evaluator = Evaluator(
@@ -256,7 +256,7 @@ class Mesh:
                     take_wait_s=0.5,
                 )
             yield Trainer(
-                setting, state, learner, compute, self.queue, self.sampler,
+                settings, state, learner, compute, self.queue, self.sampler,
                 evaluator=evaluator, metrics=MetricsLog(self.directory / "metrics.jsonl"),
             )  # fmt: skip
         finally:

@@ -20,7 +20,7 @@ from meshrl.config.retired import drop_retired
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import replace_file
-from meshrl.trainer.algorithms import named as bundles
+from meshrl.trainer.algorithms import recipe_defaults
 
 C = TypeVar("C", bound=Config)
 
@@ -111,19 +111,19 @@ class Written:
 
     def with_algorithm(self) -> Written:
         """The same with what `algorithm.name` sets where nothing else is written. Raises ConfigError."""
-        name = bundles.name_of(self.tree)
+        name = recipe_defaults.name_of(self.tree)
         if name is None:
             return self
         at: Loc = ("algorithm", "name")
         try:
-            under = bundles.defaults(name)
+            under = recipe_defaults.defaults(name)
         except ConfigError as error:
             raise ConfigError(f"{origin_of(self.origins, at)}: algorithm.name: {error}") from error
         origin = f"algorithm.name: {name}"
         added: dict[Loc, str] = {
-            place: origin for place in bundles.places(under) if place not in self.origins
+            place: origin for place in recipe_defaults.places(under) if place not in self.origins
         }
-        return Written(bundles.merged(self.tree, under), {**added, **self.origins})
+        return Written(recipe_defaults.merged(self.tree, under), {**added, **self.origins})
 
     def as_config(self, kind: type[C]) -> C:
         """The configuration that was written. Raises ConfigError, one line per problem."""

@@ -17,7 +17,7 @@ from meshrl.trainer.model.policy import build_policy, load_hf
 from meshrl.trainer.settings import TrainerSettings
 
 
-def build_learner(recipe: Recipe, setting: TrainerSettings, world: World) -> Learner:
+def build_learner(recipe: Recipe, settings: TrainerSettings, world: World) -> Learner:
     """What one rank trains. Every rank calls this.
 
     Raises:
@@ -38,9 +38,9 @@ def build_learner(recipe: Recipe, setting: TrainerSettings, world: World) -> Lea
         actor,
         temperature=_temperature(recipe),
         seed=recipe.run.seed,
-        total_steps=setting.total_steps,
-        critic=_critic(recipe, setting, world) if needs.critic else None,
-        rewarder=_rewarder(recipe, setting, world) if needs.implicit_reward else None,
+        total_steps=settings.total_steps,
+        critic=_critic(recipe, settings, world) if needs.critic else None,
+        rewarder=_rewarder(recipe, settings, world) if needs.implicit_reward else None,
         token_rewards=recipe.reward.token_rewards,
     )
 
@@ -50,7 +50,7 @@ def _temperature(recipe: Recipe) -> float:
     return recipe.rollout.temperature or 1.0
 
 
-def _critic(recipe: Recipe, setting: TrainerSettings, world: World) -> ValueLearner:
+def _critic(recipe: Recipe, settings: TrainerSettings, world: World) -> ValueLearner:
     config = recipe.critic
     critic = build_critic(load_hf(config.path or recipe.model.path), world, recipe.model)
     return ValueLearner(
@@ -61,11 +61,11 @@ def _critic(recipe: Recipe, setting: TrainerSettings, world: World) -> ValueLear
         epochs=config.ppo_epochs or recipe.actor.ppo_epochs,
         gamma=recipe.algorithm.gamma,
         max_response_length=recipe.data.max_response_length,
-        total_steps=setting.total_steps,
+        total_steps=settings.total_steps,
     )
 
 
-def _rewarder(recipe: Recipe, setting: TrainerSettings, world: World) -> RewardLearner:
+def _rewarder(recipe: Recipe, settings: TrainerSettings, world: World) -> RewardLearner:
     # It starts as the reference does: before its first update every process reward is 0.
     model = build_policy(load_hf(recipe.reference_model.path), world, recipe.model)
     config = options(recipe.algorithm, PrimeOptions).prime
@@ -75,5 +75,5 @@ def _rewarder(recipe: Recipe, setting: TrainerSettings, world: World) -> RewardL
         config,
         world,
         temperature=_temperature(recipe),
-        total_steps=setting.total_steps,
+        total_steps=settings.total_steps,
     )

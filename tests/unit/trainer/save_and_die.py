@@ -52,12 +52,12 @@ async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
         policy, Optimizers(policy, actor.optim), objective, world, actor,
         temperature=1.0, seed=0, total_steps=None,
     )  # fmt: skip
-    setting = TrainerSettings(
+    settings = TrainerSettings(
         run="r", directory=root, owner="test", seed=0, trainer=TrainerConfig(),
         tokenizer=model, batch_groups=1, group_size=1, total_steps=None,
     )  # fmt: skip
     compute = Compute(world.device)
-    saves = AsyncCheckpointer(setting, learner, compute, cast(Queue, Committed(pipe)), step=0)
+    saves = AsyncCheckpointer(settings, learner, compute, cast(Queue, Committed(pipe)), step=0)
     for step in range(1, 10_000):
         fill(policy, step)
         state = TrainerState(

@@ -10,12 +10,12 @@ import torch
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import known, load
-from meshrl.trainer.algorithms.named import ALGORITHMS, defaults, merged, name_of
+from meshrl.trainer.algorithms.recipe_defaults import ALGORITHMS, defaults, merged, name_of
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.distributed import World
 
-from . import named
+from . import named_algorithms
 from .ranks import Ranks
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ TWENTY = (
 
 def test_every_algorithm_has_a_file_a_recipe_and_a_row_in_the_docs() -> None:
     assert set(TWENTY) <= set(known(ALGORITHMS))
-    assert set(named.NAMES) == set(known(ALGORITHMS))
+    assert set(named_algorithms.NAMES) == set(known(ALGORITHMS))
     page = (ROOT / "docs/reference/algorithms.md").read_text()
     for name in known(ALGORITHMS):
         (row,) = [line for line in page.splitlines() if line.startswith(f"| [`{name}`](")]
@@ -61,35 +61,38 @@ def test_merging_changes_neither_side() -> None:
     assert name_of(whole) == "ppo" and under == defaults("ppo")
 
 
-@pytest.mark.parametrize("name", named.NAMES)
+@pytest.mark.parametrize("name", named_algorithms.NAMES)
 def test_one_step_makes_rewarded_rows_likelier(name: str, tiny_path: Path, world: World) -> None:
-    recipe = named.recipe_of(
+    recipe = named_algorithms.recipe_of(
         name, tiny_path, "actor.optim={lr: 1.0e-3}", "critic.pretrain_steps=0", "critic.warmup_steps=0"
     )  # fmt: skip
-    learner = named.learner_of(recipe, world)
-    rows = named.trajectories(recipe, tiny_path)
-    before = named.row_logprobs(learner, recipe, rows)
-    metrics = named.learn(learner, recipe, rows)
-    gain = named.row_logprobs(learner, recipe, rows) - before
+    learner = named_algorithms.learner_of(recipe, world)
+    rows = named_algorithms.trajectories(recipe, tiny_path)
+    before = named_algorithms.row_logprobs(learner, recipe, rows)
+    metrics = named_algorithms.learn(learner, recipe, rows)
+    gain = named_algorithms.row_logprobs(learner, recipe, rows) - before
     rewards = torch.tensor([row.reward for row in rows])
     assert metrics["actor/grad_norm"] > 0
     assert gain[rewards == 1].mean() > gain[rewards == 0].mean() + 1e-4
 
 
-@pytest.mark.parametrize("name", named.NAMES)
+@pytest.mark.parametrize("name", named_algorithms.NAMES)
 def test_the_split_into_micro_batches_changes_no_gradient_of_any_model(
     name: str, tiny_path: Path, world: World
 ) -> None:
     found = []
     for budget in (10_000, 40):
-        recipe = named.recipe_of(
-            name, tiny_path, f"actor.ppo_max_token_len_per_gpu={budget}", *named.GRADIENTS
+        recipe = named_algorithms.recipe_of(
+            name,
+            tiny_path,
+            f"actor.ppo_max_token_len_per_gpu={budget}",
+            *named_algorithms.GRADIENTS,
         )
-        learner = named.learner_of(recipe, world)
-        rows = named.trajectories(recipe, tiny_path)
-        start = named.weights(learner)
-        metrics = named.learn(learner, recipe, rows)
-        found.append((metrics, named.weights(learner), start))
+        learner = named_algorithms.learner_of(recipe, world)
+        rows = named_algorithms.trajectories(recipe, tiny_path)
+        start = named_algorithms.weights(learner)
+        metrics = named_algorithms.learn(learner, recipe, rows)
+        found.append((metrics, named_algorithms.weights(learner), start))
     (whole, ours, start), (split, theirs, _) = found
     assert split["batch/micro_batches"] > whole["batch/micro_batches"]
     assert_same_update(ours, theirs, start)
@@ -112,43 +115,43 @@ def test_two_ranks_give_the_gradients_of_one_to_every_model(
 ) -> None:
     names = ["ppo", "prime", "pf_ppo", "online_dpo"]
     found = tmp_path / "found.pt"
-    ranks.run("named_ranks.py", [tiny_path, found, *names], tmp_path / "output", ranks=2)
+    ranks.run("named_algorithms_ranks.py", [tiny_path, found, *names], tmp_path / "output", ranks=2)
     theirs = torch.load(found)
     for name in names:
-        recipe = named.recipe_of(name, tiny_path, *named.GRADIENTS)
-        learner = named.learner_of(recipe, world)
-        start = named.weights(learner)
-        named.learn(learner, recipe, named.trajectories(recipe, tiny_path))
-        assert_same_update(named.weights(learner), theirs[name], start)
+        recipe = named_algorithms.recipe_of(name, tiny_path, *named_algorithms.GRADIENTS)
+        learner = named_algorithms.learner_of(recipe, world)
+        start = named_algorithms.weights(learner)
+        named_algorithms.learn(learner, recipe, named_algorithms.trajectories(recipe, tiny_path))
+        assert_same_update(named_algorithms.weights(learner), theirs[name], start)
 
 
 @pytest.mark.parametrize("name", ["ppo", "prime"])
 def test_a_model_beside_the_policy_is_resumed_with_it(
     name: str, tiny_path: Path, world: World, tmp_path: Path
 ) -> None:
-    recipe = named.recipe_of(name, tiny_path, "critic.warmup_steps=0")
-    rows = named.trajectories(recipe, tiny_path)
-    kept = named.learner_of(recipe, world)
-    named.learn(kept, recipe, rows, step=0)
+    recipe = named_algorithms.recipe_of(name, tiny_path, "critic.warmup_steps=0")
+    rows = named_algorithms.trajectories(recipe, tiny_path)
+    kept = named_algorithms.learner_of(recipe, world)
+    named_algorithms.learn(kept, recipe, rows, step=0)
     state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=1, kl_coef=0.0)
     path = checkpoint.save(
         tmp_path, kept.policy, kept.optimizers, state, world, keep=1, beside=kept.beside
     )
-    named.learn(kept, recipe, rows, step=1)
-    resumed = named.learner_of(recipe, world)
+    named_algorithms.learn(kept, recipe, rows, step=1)
+    resumed = named_algorithms.learner_of(recipe, world)
     loaded = checkpoint.load(path, resumed.policy, resumed.optimizers, beside=resumed.beside)
     assert loaded.beside == tuple(kept.beside)
-    named.learn(resumed, recipe, rows, step=1)
-    ours, theirs = named.weights(kept), named.weights(resumed)
+    named_algorithms.learn(resumed, recipe, rows, step=1)
+    ours, theirs = named_algorithms.weights(kept), named_algorithms.weights(resumed)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_a_checkpoint_without_the_critic_that_is_wanted_is_refused(
     tiny_path: Path, world: World, tmp_path: Path
 ) -> None:
-    plain = named.learner_of(named.recipe_of("dapo", tiny_path), world)
+    plain = named_algorithms.learner_of(named_algorithms.recipe_of("dapo", tiny_path), world)
     state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=1, kl_coef=0.0)
     path = checkpoint.save(tmp_path, plain.policy, plain.optimizers, state, world, keep=1)
-    wanting = named.learner_of(named.recipe_of("ppo", tiny_path), world)
+    wanting = named_algorithms.learner_of(named_algorithms.recipe_of("ppo", tiny_path), world)
     with pytest.raises(Exception, match="was written without a critic"):
         checkpoint.load(path, wanting.policy, wanting.optimizers, beside=wanting.beside)

@@ -19,7 +19,7 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.metrics import MetricsLog, TensorBoardSink
 from meshrl.trainer.model.logprob import linear_argmax, linear_sum_pi_squared
-from meshrl.trainer.status import Board
+from meshrl.trainer.status import LiveStatus
 
 from . import rank_work
 
@@ -145,7 +145,7 @@ def test_every_way_to_old_logprobs_makes_a_finite_step(
 
 
 async def test_a_watcher_hears_of_changes_and_of_the_end() -> None:
-    board = Board(total_steps=4)
+    board = LiveStatus(total_steps=4)
     heard: list[TrainerStatus] = []
 
     async def watch() -> None:

@@ -16,15 +16,15 @@ from meshrl.contract.types import SamplingParams, Task, Trajectory, Uid, Version
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, outcome_rewards
 from meshrl.trainer.algorithms.advantages.gigpo import compute as gigpo
 from meshrl.trainer.algorithms.agent_steps import anchors_of, steps_of
-from meshrl.trainer.algorithms.proximal import interpolate
 from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.rollout_correction import interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OverlongBufferConfig
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.batch_metrics import mismatch_facts
 from meshrl.trainer.learner.experience import assemble, redrawn, schedule
-from meshrl.trainer.learner.policy_gradient import Before, PolicyGradient
+from meshrl.trainer.learner.policy_gradient import ForwardOutputs, PolicyGradient
 from meshrl.trainer.learner.value_learner import explained_variance, monte_carlo
 
 from . import rank_work
@@ -237,13 +237,13 @@ def test_rewards_of_tokens_count_instead_of_the_score_and_penalties_join_them(
     long = OverlongBufferConfig(enable=True, len=int(experience.ragged.lengths.max()))
     algorithm = AlgorithmConfig(overlong_buffer=long)
     objective = PolicyGradient(algorithm, ActorConfig(), max_response_length=long.len)
-    found = objective.targets(experience, Before()).token_rewards
+    found = objective.targets(experience, ForwardOutputs()).token_rewards
     penalties = -experience.ragged.lengths / long.len
     wanted = 0.5 * experience.ragged.mask + outcome_rewards(experience.ragged, penalties)
     torch.testing.assert_close(found, wanted)
     plain = replace(experience, token_rewards=None)
     scores = outcome_rewards(plain.ragged, plain.rewards + penalties)
-    torch.testing.assert_close(objective.targets(plain, Before()).token_rewards, scores)
+    torch.testing.assert_close(objective.targets(plain, ForwardOutputs()).token_rewards, scores)
 
 
 def test_a_batch_that_has_rewards_of_tokens_has_them_for_every_row(world: World) -> None:

@@ -1,4 +1,4 @@
-"""What comes next, for every rank: rank 0 waits for it and reads it out to the others."""
+"""The next batch or command, the same on every rank: rank 0 waits for it and broadcasts it."""
 
 from __future__ import annotations
 
@@ -22,61 +22,63 @@ from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json
-from meshrl.trainer.reward_version_guard import RewardVersionGuard
+from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
-from meshrl.trainer.status import Board
+from meshrl.trainer.status import LiveStatus
 
 log = logging.getLogger(__name__)
 
 
-class Word(Enum):
-    """What a rank is told when it is not given a batch."""
+class Command(Enum):
+    """What a rank does when there is no batch."""
 
     SAVE = "save"
-    """Somebody asked for a checkpoint."""
+    """Save a checkpoint: somebody asked for one."""
     END = "end"
-    """No batch will come: the data have ended."""
+    """End: the data have ended, no batch will come."""
     DRAIN = "drain"
-    """No batch is wanted: this process is to end, the run goes on another time."""
+    """End this process; the run goes on another time."""
 
 
-Next: TypeAlias = Batch | Word
+NextWork: TypeAlias = Batch | Command
 
 
 class BatchSource:
-    """Gives each rank the same next thing to do.
+    """Gives each rank the same next batch or command.
 
-    consumes: manifests, requests to drain or save. waits for: complete groups; other ranks for rank 0's words, which
-    come at least every `take_wait_s`. unblocked by: the queue, `drain`, `ask_to_save`.
+    consumes: manifests, requests to drain or save. waits for: complete groups; the other ranks wait for rank 0's
+    broadcast, at most `take_wait_s`. unblocked by: the queue, `drain`, `ask_to_save`. produces: batches, commands.
     """
 
     def __init__(
         self,
-        setting: TrainerSettings,
+        settings: TrainerSettings,
         queue: Queue,
         world: World,
         compute: Compute,
-        board: Board,
+        status: LiveStatus,
         rewards: RewardVersionGuard | None = None,
     ) -> None:
-        self._setting = setting
+        self._settings = settings
         self._queue = queue
+        self._batches: BatchQueue = rewards or queue
         self._rewards = rewards
         self._world = world
         self._compute = compute
-        self._board = board
+        self._status = status
         self._draining = False
-        self._asked: asyncio.Future[int] | None = None
+        self._save_request: asyncio.Future[int] | None = None
         self._interrupt = asyncio.Event()
-        self._sieve = DynamicSampling(
+        self._sampling = DynamicSampling(
             queue,
-            setting.run,
-            setting.filter_groups,
-            groups=setting.batch_groups,
-            extra_rows=setting.extra_rows,
+            self._batches,
+            settings.run,
+            settings.filter_groups,
+            groups=settings.batch_groups,
+            extra_rows=settings.extra_rows,
         )
-        self._dead_before: int | None = None
-        """Dead-lettered rows when the trainer first waited in vain for the batch that it wants; None: it did not."""
+        self._dead_at_first_timeout: int | None = None
+        """Dead-lettered rows when a wait for the current batch first timed out; None: none has."""
 
     def drain(self) -> None:
         """Give no further batch; a wait under way ends."""
@@ -84,111 +86,115 @@ class BatchSource:
         self._interrupt.set()
 
     def ask_to_save(self) -> asyncio.Future[int]:
-        """Have a checkpoint saved next; the future is its step. Asking again before it is saved joins."""
-        if self._asked is None:
-            self._asked = asyncio.get_running_loop().create_future()
+        """Ask for a checkpoint; the future gives its step. Asking again joins a request that is open."""
+        if self._save_request is None:
+            self._save_request = asyncio.get_running_loop().create_future()
         self._interrupt.set()
-        return self._asked
+        return self._save_request
 
     def saved(self, step: int) -> None:
         """A checkpoint of `step` is durable."""
-        asked, self._asked = self._asked, None
-        if asked and not asked.done():
-            asked.set_result(step)
+        request, self._save_request = self._save_request, None
+        if request and not request.done():
+            request.set_result(step)
 
     def close(self) -> None:
-        """Answer whoever still waits for a checkpoint."""
-        if self._asked and not self._asked.done():
-            self._asked.set_exception(UnavailableError("training ended before the checkpoint"))
-            self._asked.exception()  # the asker may be gone: nobody else reads it
+        """Fail a request for a checkpoint that is still open."""
+        if self._save_request and not self._save_request.done():
+            self._save_request.set_exception(
+                UnavailableError("training ended before the checkpoint")
+            )
+            self._save_request.exception()  # the asker may be gone: nobody else reads it
 
-    async def next(self, epoch: int, step: int) -> Next:
-        """The batch of optimizer step `step`, or what to do instead.
+    async def next(self, epoch: int, step: int) -> NextWork:
+        """The batch of optimizer step `step`, or a command.
 
         Raises:
             FencedError: another trainer took the run over.
         """
         if not self._world.is_main:
             return await self._listen()
-        if self._setting.total_steps is not None and step >= self._setting.total_steps:
-            got: Next = Word.END
+        if self._settings.total_steps is not None and step >= self._settings.total_steps:
+            work: NextWork = Command.END
         else:
-            got = await self._take(epoch, step)
-        if isinstance(got, Batch):
+            work = await self._take(epoch, step)
+        if isinstance(work, Batch):
             rewards = self._rewards.to_json() if self._rewards else {}
-            await self._say({"word": "batch", "batch": batch_to_json(got), "rewards": rewards})
+            await self._broadcast(
+                {"command": "batch", "batch": batch_to_json(work), "rewards": rewards}
+            )
         else:
-            await self._say({"word": got.value})
-        return got
+            await self._broadcast({"command": work.value})
+        return work
 
     async def settle(self, batch: Batch, epoch: int) -> None:
-        """The batch that `next` gave went into its step. On rank 0."""
-        await self._sieve.settle(batch, epoch)
+        """Tell the queue that the batch of `next` is in the weights. On rank 0."""
+        await self._sampling.settle(batch, epoch)
 
     @property
-    def facts(self) -> dict[str, Json]:
+    def metrics(self) -> dict[str, Json]:
         """How the last batch was put together."""
-        return self._sieve.facts
+        return self._sampling.metrics
 
-    async def keep_peers(self, work: Awaitable[None]) -> None:
-        """Await rank 0's `work` while the other ranks listen for what is next; they hear that it goes on."""
+    async def keep_ranks_waiting(self, work: Awaitable[None]) -> None:
+        """Await rank 0's `work` while the other ranks listen for the next command; they hear that it goes on."""
         if self._world.size == 1 or not self._world.is_main:
             await work
             return
         task = asyncio.ensure_future(work)
         try:
-            while not (await asyncio.wait({task}, timeout=self._setting.trainer.take_wait_s))[0]:
-                await self._say({"word": "waiting"})
+            while not (await asyncio.wait({task}, timeout=self._settings.trainer.take_wait_s))[0]:
+                await self._broadcast({"command": "waiting"})
             task.result()
         finally:
             task.cancel()
 
-    async def _listen(self) -> Next:
+    async def _listen(self) -> NextWork:
         while True:
-            heard = json.loads(await self._compute.run(self._world.broadcast))
-            if heard["word"] == "batch":
+            message = json.loads(await self._compute.run(self._world.broadcast))
+            if message["command"] == "batch":
                 if self._rewards:
-                    self._rewards.hear(heard["rewards"])
-                return batch_from_json(heard["batch"])
-            if heard["word"] != "waiting":
-                return Word(heard["word"])
+                    self._rewards.load_json(message["rewards"])
+                return batch_from_json(message["batch"])
+            if message["command"] != "waiting":
+                return Command(message["command"])
 
-    async def _take(self, epoch: int, step: int) -> Next:
-        """Wait for a batch in bounded waits, saying after each what blocks."""
-        run, sieve = self._setting.run, self._sieve
-        sieve.begin(epoch, step)
+    async def _take(self, epoch: int, step: int) -> NextWork:
+        """Wait for a batch in bounded waits; after each, report what blocks."""
+        run, sampling = self._settings.run, self._sampling
+        sampling.begin(epoch, step)
         while True:
             self._interrupt.clear()
             if self._draining:
                 log.info("run %s: draining before step %d", run, step)
-                return Word.DRAIN
-            if self._asked:
-                return Word.SAVE
+                return Command.DRAIN
+            if self._save_request:
+                return Command.SAVE
             taking = asyncio.ensure_future(
-                self._queue.take(
+                self._batches.take(
                     run,
                     epoch=epoch,
                     step=step,
-                    groups=sieve.wanted,
-                    batch_id=sieve.batch_id,
-                    wait_s=self._setting.trainer.take_wait_s,
+                    groups=sampling.wanted,
+                    batch_id=sampling.batch_id,
+                    wait_s=self._settings.trainer.take_wait_s,
                 )
             )
             try:
                 if await self._done_before_interrupt(taking):
                     taken = taking.result()
-                    self._dead_before = None
-                    if await sieve.add(taken):
-                        return sieve.batch
+                    self._dead_at_first_timeout = None
+                    if await sampling.add(taken):
+                        return sampling.batch
             except WaitTimeoutError:
                 await self._refuse_hopeless()
-                await self._tell_what_blocks()
-                await self._say({"word": "waiting"})
+                await self._report_waits()
+                await self._broadcast({"command": "waiting"})
             except EndOfDataError as error:
-                if sieve.batch.rows:
-                    return sieve.batch
+                if sampling.batch.rows:
+                    return sampling.batch
                 log.info("run %s: the data end before step %d: %s", run, step, error)
-                return Word.END
+                return Command.END
 
     async def _done_before_interrupt(self, taking: asyncio.Future[Batch]) -> bool:
         """False when an interrupt came first. A batch that a cancelled take got is given again: same batch_id."""
@@ -203,31 +209,31 @@ class BatchSource:
             await asyncio.gather(taking, interrupt, return_exceptions=True)
 
     async def _refuse_hopeless(self) -> None:
-        """End a wait that rows are dying in: a batch's worth given up, and not one batch come together.
+        """End the wait when a whole batch of rows was dead-lettered during it.
 
         Raises:
-            UserError: with the reason most rows died of.
+            UserError: with the most frequent reason.
         """
-        run, rows = self._setting.run, self._setting.batch_rows
+        run, rows = self._settings.run, self._settings.batch_rows
         dead = sum((await self._queue.ledger(run)).dead_lettered.values())
-        if self._dead_before is None:
-            self._dead_before = dead
-            return
-        if dead - self._dead_before < rows:
+        if self._dead_at_first_timeout is None:
+            self._dead_at_first_timeout = dead
+        lost = dead - self._dead_at_first_timeout
+        if lost < rows:
             return
         letters = await self._queue.dead_letters(run)
         reasons = Counter(f"{letter.stage}: {letter.reason}" for letter in letters[-rows:])
         reason, count = reasons.most_common(1)[0]
         raise UserError(
-            f"run {run}: {dead - self._dead_before} rows were given up while the trainer waited for one batch of"
-            f" {rows}; {count} of the last {min(rows, len(letters))} died of {reason!r}"
+            f"run {run}: {lost} rows were dead-lettered while the trainer waited for one batch of {rows};"
+            f" {count} of the last {min(rows, len(letters))} died of {reason!r}"
             f" (all: meshrl dead-letters; try them again: meshrl dead-letters replay)"
         )
 
-    async def _tell_what_blocks(self) -> None:
-        run = self._setting.run
+    async def _report_waits(self) -> None:
+        run = self._settings.run
         waiting = await self._queue.why_waiting(run)
-        self._board.blocked(waiting)
+        self._status.blocked(waiting)
         for one in waiting[:3]:
             owners = ", ".join(one.owners) or "nobody"
             log.info(
@@ -236,5 +242,5 @@ class BatchSource:
         if not waiting:
             log.info("run %s waits for a batch; the queue names nothing that blocks", run)
 
-    async def _say(self, words: Mapping[str, Json]) -> None:
-        await self._compute.run(lambda: self._world.broadcast(json.dumps(words).encode()))
+    async def _broadcast(self, message: Mapping[str, Json]) -> None:
+        await self._compute.run(lambda: self._world.broadcast(json.dumps(message).encode()))

@@ -1,6 +1,6 @@
 """The trainer's ranks: who we are, and the few words that ranks say to each other.
 
-Control messages are bytes and flat arrays over gloo, never pickled objects. Gradients and parameters travel in
+RunControl messages are bytes and flat arrays over gloo, never pickled objects. Gradients and parameters travel in
 FSDP's own collectives (NCCL on GPUs).
 """
 

@@ -6,7 +6,7 @@
 
 DAPO (Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 11) drops groups without a gradient; PRIME (Cui et al.
 2025, https://arxiv.org/abs/2502.01456) also those that are too hard or too easy. Groups leave whole. A trainer that
-dies here has settled nothing: what it kept comes back, what it filtered has left for its reason.
+dies here has settled nothing: the groups it kept come back, those it filtered stay filtered.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from meshrl.contract.rows import column_text
 from meshrl.contract.types import Batch, BatchRow, Columns, Json
 from meshrl.trainer.config import FilterGroupsConfig
 from meshrl.trainer.learner.experience import is_baseline
+from meshrl.trainer.reward_version_guard import BatchQueue
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +33,37 @@ EQUAL, TOO_LOW, TOO_HIGH, SPARE = "equal_rewards", "too_hard", "too_easy", "over
 
 
 class DynamicSampling:
-    """Puts together the batch of one step after the other; belongs to rank 0."""
+    """Puts together the batch of each step in turn; on rank 0."""
 
     def __init__(
-        self, queue: Queue, run: str, config: FilterGroupsConfig, *, groups: int, extra_rows: int
+        self,
+        queue: Queue,
+        batches: BatchQueue,
+        run: str,
+        config: FilterGroupsConfig,
+        *,
+        groups: int,
+        extra_rows: int,
     ) -> None:
-        """A sieve for batches of `groups` groups, whose last `extra_rows` rows are no samples."""
+        """For batches of `groups` groups, whose last `extra_rows` rows are greedy baselines.
+
+        `queue` hears which rows leave and which were trained on; `batches` has the scores.
+        """
         self._queue = queue
+        self._batches = batches
         self._run = run
         self._config = config
         self._groups = groups
         self._extra_rows = extra_rows
         self._at: tuple[int, int] | None = None
         self._parts: list[Batch] = []
-        """What was kept of each take of this step."""
+        """The kept groups of each take of this step."""
         self._dropped: Counter[str] = Counter()
         self._values: list[float] = []
-        """The metric of every row that was judged for this step."""
+        """The metric of every row judged for this step."""
 
     def begin(self, epoch: int, step: int) -> None:
-        """The step to collect for; going on with the same one changes nothing."""
+        """Start to collect for a step; a second call for the same step changes nothing."""
         if self._at != (epoch, step):
             self._at = (epoch, step)
             self._parts = []
@@ -60,7 +72,7 @@ class DynamicSampling:
 
     @property
     def batch_id(self) -> str:
-        """Of the next take: one of its own each, so that each can be asked for again."""
+        """The id of the next take: its own for each, so that each can be repeated."""
         assert self._at is not None
         refill = f".{len(self._parts)}" if self._parts else ""
         return f"{self._run}/{self._at[0]}.{self._at[1]}{refill}"
@@ -74,14 +86,14 @@ class DynamicSampling:
 
     @property
     def batch(self) -> Batch:
-        """What was kept so far."""
+        """The groups kept so far."""
         assert self._at is not None
         rows = tuple(row for part in self._parts for row in part.rows)
         first = f"{self._run}/{self._at[0]}.{self._at[1]}"
         return Batch.of_rows(rows, batch_id=first, run=self._run, step=self._at[1])
 
     @property
-    def facts(self) -> dict[str, Json]:
+    def metrics(self) -> dict[str, Json]:
         """Metrics of the last batch; none where nothing is judged."""
         if not self._config.enable:
             return {}
@@ -96,7 +108,7 @@ class DynamicSampling:
         }
 
     async def add(self, taken: Batch) -> bool:
-        """Judge what was taken; True when the step has its batch.
+        """Judge the groups of `taken`; True when the step has its batch.
 
         Raises:
             UserError: not one group was kept in as many takes as are allowed.
@@ -134,11 +146,11 @@ class DynamicSampling:
         return sum(len({row.group for row in part.rows}) for part in self._parts)
 
     async def _judged(self, taken: Batch) -> Batch:
-        """What is kept of `taken`; the rest has left the queue."""
-        columns = await self._queue.fetch(
+        """The groups of `taken` that are kept; the others have left the queue."""
+        columns = await self._batches.fetch(
             self._run, [row.uid for row in taken.rows], ("reward", "reward_components")
         )
-        kept: list[BatchRow] = []
+        keep: list[BatchRow] = []
         left: dict[str, list[BatchRow]] = {}
         room = self._groups - self._kept
         pairs = zip(taken.rows, columns, strict=True)
@@ -150,7 +162,7 @@ class DynamicSampling:
                 left.setdefault(reason, []).extend(rows)
                 self._dropped[reason] += 1
             else:
-                kept.extend(rows)
+                keep.extend(rows)
                 room -= 1
         for reason, rows in left.items():
             await self._queue.filter(
@@ -159,7 +171,7 @@ class DynamicSampling:
                 uids=[row.uid for row in rows],
                 reason=reason,
             )
-        return Batch.of_rows(kept, batch_id=taken.batch_id, run=taken.run, step=taken.step)
+        return Batch.of_rows(keep, batch_id=taken.batch_id, run=taken.run, step=taken.step)
 
     @property
     def _epoch(self) -> int:
@@ -167,7 +179,7 @@ class DynamicSampling:
         return self._at[0]
 
     def _verdict(self, group: Sequence[tuple[BatchRow, Columns]]) -> str:
-        """Why the group goes, or nothing."""
+        """The reason for which the group leaves, or empty."""
         values = [
             self._value(row, columns)
             for row, columns in group

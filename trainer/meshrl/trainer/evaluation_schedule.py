@@ -10,12 +10,12 @@ from meshrl.contract.types import Version
 from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.settings import TrainerSettings
-from meshrl.trainer.status import Board
+from meshrl.trainer.status import LiveStatus
 
 log = logging.getLogger(__name__)
 
 
-class Evaluations:
+class EvaluationSchedule:
     """Owns the evaluation that runs.
 
     consumes: versions. waits for: the fleet to commit the version. produces: `val/…` metrics.
@@ -25,15 +25,15 @@ class Evaluations:
         self,
         evaluator: Evaluator,
         publisher: Publisher,
-        setting: TrainerSettings,
+        settings: TrainerSettings,
         metrics: MetricsLog | None,
-        board: Board,
+        status: LiveStatus,
     ) -> None:
         self._evaluator = evaluator
         self._publisher = publisher
-        self._setting = setting
+        self._settings = settings
         self._metrics = metrics
-        self._board = board
+        self._status = status
         self._draining = False
         self._running: asyncio.Task[None] | None = None
         self._last: Version | None = None
@@ -46,7 +46,7 @@ class Evaluations:
         """Evaluate `version` if its step is due; raises what an evaluation that ended raised."""
         if self._running and self._running.done():
             await self._end_of(self._running)
-        config = self._setting.trainer
+        config = self._settings.trainer
         due = (
             config.val_before_train
             if version.step == 0
@@ -55,7 +55,7 @@ class Evaluations:
         if not due or version == self._last or self._draining:
             return
         # The first one is of the model as it came: versions trained meanwhile must not answer it.
-        if self._setting.blocking_evaluation or version.step == 0:
+        if self._settings.blocking_evaluation or version.step == 0:
             await self.finish(version)
         elif self._running and not self._running.done():
             log.warning("evaluation of %s left out: that of %s still runs", version, self._last)
@@ -89,7 +89,7 @@ class Evaluations:
     async def _evaluate(self, version: Version) -> None:
         await self._publisher.drained()
         found = await self._evaluator.evaluate(version)
-        self._board.evaluated(found.score)
+        self._status.evaluated(found.score)
         if self._metrics:
             self._metrics.write(version.step, found.metrics())
 

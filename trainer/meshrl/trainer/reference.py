@@ -1,6 +1,6 @@
 """The frozen model of KL terms, and the stage that adds `ref_logprobs` to rows.
 
-queue ──lease(tokens)──▶ Siblings ──whole groups──▶ ReferenceModel: packed forward ──▶ ref_logprobs ──write──▶ queue
+queue ─lease(tokens)─▶ SharedPrefixGroups ─whole groups─▶ ReferenceModel: packed forward ─ref_logprobs─▶ queue
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshrl.contract.types import (
     Outcome,
     RowWrite,
 )
-from meshrl.trainer.algorithms.siblings import Siblings
 from meshrl.trainer.model.packing import cut_alike, pack
 from meshrl.trainer.model.policy import Policy, load_hf
+from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 
 class ReferenceModel:
@@ -114,14 +114,14 @@ class ReferenceStage:
             model: What computes.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
-            together: Rows wait for their siblings, whose prompt is computed once then (`siblings.py`).
+            together: Rows wait for their siblings, whose prompt is computed once then (`shared_prefix_groups.py`).
         """
         self._model = model
         self._loop = StageWorker(
             queue,
             runs,
             REFERENCE_STAGE,
-            Siblings(self._handle).results if together else self._handle,
+            SharedPrefixGroups(self._handle).results if together else self._handle,
             worker=worker,
             limit=limit,
             by_group=together,

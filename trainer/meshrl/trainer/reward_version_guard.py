@@ -1,18 +1,18 @@
-"""Every batch is scored by one version of the reward, whatever was submitted while its rows were on their way.
+"""Each batch is scored by one version of the reward, even if another was submitted while its rows were under way.
 
     take ──▶ hashes of its rows ─┬─ all as the step before ─────────────▶ as they are
                                  └─ otherwise: H = the version of now ──▶ rows that are not H are scored again with H
 
-Why a batch cannot mix. A step trains on what `take` gave and `fetch` reads. `take` fixes one H for the step (all
+Why a batch cannot mix: a step trains on what `take` gave and `fetch` reads. `take` fixes one H for the step (all
 takes of a step share it), and returns only after each of its rows either carries H in the queue or has a score by H
 in the overlay, checked by the hash in that score. `fetch` gives the overlay's columns for the latter and the queue's
 for the former. Nothing in this looks at the order of rows, at staleness, refills or redeliveries: none can break it.
 
-Why a switch happens at a batch boundary, once. H is the version of the step before, or the one that the reward
+Why a switch happens once, between batches: H is the version of the step before, or the one that the reward
 service names as current when asked; what it names only moves on. So H moves only between steps, and never back to a
 version that was superseded, although rows scored by that one may still arrive.
 
-What a kill leaves: the overlay dies with the trainer. Its batch was not settled, so the next trainer takes it again
+After a kill: the overlay dies with the trainer. Its batch was not settled, so the next trainer takes it again
 and decides anew.
 """
 
@@ -22,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from meshrl.contract.types import (
 log = logging.getLogger(__name__)
 
 TRIES = 3
-"""Of a row that cannot be scored again; then its group leaves the run as filtered."""
+"""Attempts to score a row again; then its group leaves the run as filtered."""
 REASON = "not scored again"
 
 
@@ -59,17 +59,33 @@ class RewardVersions(Protocol):
         ...
 
 
+class BatchQueue(Protocol):
+    """What a step asks of the queue about its own batch; a Queue is one, and so is the guard around it."""
+
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """Lease complete groups for a step; see Queue."""
+        ...
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        """The columns of rows, in the order of `uids`; see Queue."""
+        ...
+
+
 class RewardVersionGuard:
-    """A Queue whose batches are of one reward version; everything else is the queue's own."""
+    """A BatchQueue whose batches are of one reward version."""
 
     def __init__(
         self, queue: Queue, versions: RewardVersions | None, *, token_rewards: bool = False
     ) -> None:
-        """Wrap `queue`.
+        """Guard the batches of `queue`.
 
         Args:
             queue: Where batches come from.
-            versions: Who scores again; None where nobody is known, then a mixed batch is refused.
+            versions: The reward service; None where none is known, then a mixed batch is refused.
             token_rewards: Whether rows have a reward for each token.
         """
         self._queue = queue
@@ -82,18 +98,15 @@ class RewardVersionGuard:
         self._taking: dict[str, asyncio.Task[Batch]] = {}
         self._overlay: dict[Uid, Columns] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
     @property
-    def facts(self) -> dict[str, Json]:
-        """Of the step under way."""
+    def metrics(self) -> dict[str, Json]:
+        """Metrics of the step under way."""
         return {"reward/hash": self._hash, "reward/rescored_rows": len(self._overlay)}
 
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """As the port says, of one reward version; taking again joins what is being scored.
+        """As the port says, of one reward version; taking again joins the scoring under way.
 
         Raises:
             UserError: rows of several versions, and no reward service is known.
@@ -107,7 +120,7 @@ class RewardVersionGuard:
                 run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
             )
             self._taking[batch_id] = asyncio.create_task(
-                self._unified(batch, epoch), name="one-reward"
+                self._unified(batch, epoch), name="reward-version"
             )
         scoring = self._taking[batch_id]
         await asyncio.wait({scoring}, timeout=max(wait_s, 0.01))
@@ -121,11 +134,11 @@ class RewardVersionGuard:
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         """As the port says, with the scores of `take`."""
-        found = await self._queue.fetch(run, uids, columns)
-        return [self._overlaid(uid, row) for uid, row in zip(uids, found, strict=True)]
+        stored = await self._queue.fetch(run, uids, columns)
+        return [self._overlaid(uid, row) for uid, row in zip(uids, stored, strict=True)]
 
     async def close(self) -> None:
-        """End what is being scored; idempotent. The queue stays open."""
+        """Cancel the scoring under way; idempotent. The queue stays open."""
         for task in self._taking.values():
             task.cancel()
         await asyncio.gather(*self._taking.values(), return_exceptions=True)
@@ -140,10 +153,10 @@ class RewardVersionGuard:
             for uid, c in self._overlay.items()
         }
 
-    def hear(self, told: Mapping[str, Json]) -> None:
-        """On another rank: what `to_json` said on rank 0."""
+    def load_json(self, scores: Mapping[str, Json]) -> None:
+        """On another rank: take over what `to_json` gave on rank 0."""
         self._overlay = {}
-        for uid, columns in told.items():
+        for uid, columns in scores.items():
             self._overlay[Uid.parse(uid)] = {
                 name: text_column(value) if name in _TEXTS else np.array(value, dtype=np.float32)
                 for name, value in columns.items()
@@ -159,7 +172,7 @@ class RewardVersionGuard:
         hashes = [column_text(row["reward_hash"]) for row in rows]
         wanted = self._hash_of_step = self._hash_of_step or await self._version_of(hashes)
         self._hash = wanted
-        others = [uid for uid, found in zip(uids, hashes, strict=True) if found != wanted]
+        others = [uid for uid, own in zip(uids, hashes, strict=True) if own != wanted]
         if not others:
             return batch
         log.info(
@@ -175,27 +188,27 @@ class RewardVersionGuard:
         tasks = {uid.task for uid in lost}
         leaving = [uid for uid in uids if uid.task in tasks]
         await self._queue.filter(batch.run, epoch=epoch, uids=leaving, reason=REASON)
-        kept = tuple(group for group in batch.groups if group.task not in tasks)
-        if not kept:
+        groups = tuple(group for group in batch.groups if group.task not in tasks)
+        if not groups:
             raise InfraError(f"reward version {wanted} scores no row of step {batch.step}")
-        return replace(batch, groups=kept)
+        return replace(batch, groups=groups)
 
     async def _version_of(self, hashes: Sequence[str]) -> str:
-        """H. Asked for only when the rows differ from one another or from the step before."""
-        found = set(hashes)
-        if found == {self._hash}:
+        """H; the service is asked only when the rows differ from one another or from the step before."""
+        distinct = set(hashes)
+        if distinct == {self._hash}:
             return self._hash
         if self._versions is not None:
             return await self._versions.current()
-        if len(found) == 1:
-            return found.pop()
+        if len(distinct) == 1:
+            return distinct.pop()
         raise UserError(
-            f"the batch of step {self._step} has rows of {len(found)} reward versions, and this trainer knows no "
+            f"the batch of step {self._step} has rows of {len(distinct)} reward versions, and this trainer knows no "
             "reward service to score them again: give --reward HOST:PORT, or set reward.mixed_versions=allow"
         )
 
     async def _score_again(self, run: str, uids: Sequence[Uid], wanted: str) -> Collection[Uid]:
-        """Fill the overlay; the rows that could not be scored."""
+        """Fill the overlay; returns the rows that could not be scored."""
         assert self._versions is not None
         names = ("response_text", REWARD_INPUTS, *("loss_mask",) * self._token_rewards)
         rows = dict(zip(uids, await self._queue.fetch(run, uids, names), strict=True))

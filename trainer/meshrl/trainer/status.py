@@ -1,22 +1,26 @@
-"""What the trainer does right now: written by its loop, read by whoever asks or watches."""
+"""What the trainer does right now: written by its loop, read by whoever asks, watches or stops it."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from meshrl.contract.errors import UnavailableError, WaitTimeoutError
 from meshrl.contract.types import Json, TrainerPhase, TrainerStatus, Version, Waiting
 
+log = logging.getLogger(__name__)
+
 RECENT_STEPS = 10
-"""Throughput and the time left are means over so many steps."""
+"""Throughput and the time left are means over this many steps."""
 
 
-class Board:
-    """The loop's notice board. Belongs to one event loop."""
+class LiveStatus:
+    """Step, phase, metrics and waits of a running loop. Belongs to one event loop."""
 
     def __init__(self, total_steps: int | None) -> None:
         self.version = Version(0, 0)
@@ -34,7 +38,7 @@ class Board:
 
     @contextmanager
     def phase(self, phase: TrainerPhase, name: str = "") -> Iterator[None]:
-        """Say what goes on, and add its time to the step's under `time/<name>_s`."""
+        """Set the phase, and add the time spent in it to the step's `time/<name>_s`."""
         self._set(phase)
         begin = time.monotonic()
         try:
@@ -45,13 +49,13 @@ class Board:
             self._waiting_for = ""
 
     def resumed(self, version: Version, samples: int) -> None:
-        """Where the run stands at its start."""
+        """Set where the run stands at its start."""
         self.version, self._samples = version, samples
         self._step_began = time.monotonic()
         self._announce()
 
     def blocked(self, waiting: Sequence[Waiting]) -> None:
-        """What the queue says of a wait in vain, the longest first."""
+        """Record what the queue named as blocking, the longest wait first."""
         self._waiting_for = "; ".join(
             f"{one.who}: {one.what}, {one.since_s:.0f} s ({', '.join(one.owners) or 'nobody'})"
             for one in waiting[:3]
@@ -61,14 +65,14 @@ class Board:
     def stepped(
         self, numbers: Mapping[str, Json], staleness: Mapping[int, int], tokens: int
     ) -> dict[str, Json]:
-        """A step is done; returns its metrics with the times since the last one."""
+        """Record a step; returns its metrics with the times since the step before."""
         seconds = time.monotonic() - self._step_began
         self._step_began += seconds
         self._recent.append((seconds, tokens))
         self._staleness.update(staleness)
         self._samples += sum(staleness.values())
         spent, self._spent = self._spent, {}
-        whole = {
+        metrics: dict[str, Json] = {
             **numbers,
             **spent,
             "time/step_s": seconds,
@@ -77,22 +81,24 @@ class Board:
             "policy_version": str(self.version),
         }
         self._metrics = {
-            k: float(v) for k, v in whole.items() if isinstance(v, int | float) and math.isfinite(v)
+            k: float(v)
+            for k, v in metrics.items()
+            if isinstance(v, int | float) and math.isfinite(v)
         }
         self._announce()
-        return whole
+        return metrics
 
     def evaluated(self, score: float) -> None:
-        """A held-out score is there."""
+        """Record a held-out score."""
         self._held_out = score if math.isfinite(score) else None
         self._announce()
 
     def ended(self, failed: bool) -> None:
-        """Nothing will change any more."""
+        """Record the end; nothing changes afterwards."""
         self._set(TrainerPhase.FAILED if failed else TrainerPhase.DONE)
 
     def status(self) -> TrainerStatus:
-        """The notice as it stands."""
+        """A snapshot."""
         seconds = sum(s for s, _ in self._recent)
         left = (self._total_steps or 0) - self.version.step
         return TrainerStatus(
@@ -111,7 +117,7 @@ class Board:
         )
 
     async def watch(self, every_s: float) -> AsyncIterator[TrainerStatus]:
-        """The notice at once, after every change and at least every `every_s` seconds, until the end."""
+        """A snapshot at once, after every change and at least every `every_s` seconds, until the end."""
         while True:
             changed = self._changed
             status = self.status()
@@ -131,3 +137,47 @@ class Board:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+class RunControl:
+    """The TrainerControl port over a running loop: look, stop, save."""
+
+    def __init__(
+        self,
+        status: LiveStatus,
+        ask_to_save: Callable[[], asyncio.Future[int]],
+        drain: Callable[[], None],
+    ) -> None:
+        """Both functions are answered by the loop between two steps, on rank 0."""
+        self._status = status
+        self._ask_to_save = ask_to_save
+        self._drain = drain
+
+    async def status(self) -> TrainerStatus:
+        """How training does now."""
+        return self._status.status()
+
+    def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
+        """A status at once, after every change and at least every `every_s` seconds; the last has ended."""
+        return self._status.watch(every_s)
+
+    async def stop(self, reason: str) -> None:
+        """End after the running step, with a checkpoint."""
+        log.info("asked to stop: %s", reason or "no reason given")
+        self._drain()
+
+    async def save_checkpoint(self, *, wait_s: float) -> int:
+        """Save after the running step; returns its number of optimizer steps.
+
+        Raises:
+            WaitTimeoutError: it is not durable within `wait_s`; it will be saved all the same.
+            UnavailableError: training has ended.
+        """
+        if self._status.status().phase.ended:
+            raise UnavailableError("training has ended; its last checkpoint is saved")
+        saved = self._ask_to_save()
+        try:
+            async with asyncio.timeout(wait_s):
+                return await asyncio.shield(saved)
+        except TimeoutError as error:
+            raise WaitTimeoutError(f"the checkpoint is not durable after {wait_s:.0f} s") from error

@@ -184,3 +184,18 @@ def _metrics(
     named = {f"rollout_is_{name}": float(value) for name, value in metrics.items()}
     named["rollout_is_eff_sample_size"] = effective_sample_size(ragged, bounded)
     return named
+
+
+def interpolate(rollout_logprobs: Tensor, logprobs: Tensor, staleness: Tensor) -> Tensor:
+    """Log π_prox float32[N], detached: the proximal policy of decoupled PPO without a forward pass.
+
+    Recomputing π_prox costs one forward pass of the batch; the log-linear interpolation between the sampling policy
+    and the trained one (A-3PO, Li et al. 2025, https://arxiv.org/abs/2512.06547) costs none:
+
+        log π_prox = α log π_rollout + (1 - α) log π_θ,     α = 1/d,  d = versions between the two
+
+    d = 0 or 1 keeps the sampling policy (d = 1 is one-step-off); the staler a token, the closer π_prox is to π_θ.
+    `staleness` int64[N] is d of each token.
+    """
+    alpha = 1 / staleness.clamp(min=1)
+    return alpha * rollout_logprobs + (1 - alpha) * logprobs.detach()

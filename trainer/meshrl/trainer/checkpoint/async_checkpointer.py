@@ -32,7 +32,7 @@ class AsyncCheckpointer:
 
     def __init__(
         self,
-        setting: TrainerSettings,
+        settings: TrainerSettings,
         learner: Learner,
         compute: Compute,
         queue: Queue,
@@ -42,13 +42,13 @@ class AsyncCheckpointer:
         """Prepare.
 
         Args:
-            setting: Where checkpoints go, and how many stay.
+            settings: Where checkpoints go, and how many stay.
             learner: What is saved.
             compute: The thread that computes: copies are made on it.
             queue: Hears of a durable checkpoint, from rank 0.
             step: Of the checkpoint that this run resumed from; 0 for none.
         """
-        self._setting = setting
+        self._settings = settings
         self._learner = learner
         self._compute = compute
         self._queue = queue
@@ -105,12 +105,12 @@ class AsyncCheckpointer:
         self._writer.close()
 
     async def _write(self, tensors: Tensors, state: TrainerState, world: World) -> None:
-        config = self._setting.trainer
+        config = self._settings.trainer
         keep = Keep(newest=config.max_ckpt_to_keep, every=config.keep_ckpt_every)
-        root = self._setting.checkpoints
+        root = self._settings.checkpoints
         await self._writer.run(lambda: checkpoint.write(root, tensors, state, world, keep=keep))
         if world.is_main:
-            await self._queue.commit(self._setting.run, epoch=state.epoch, step=state.step)
+            await self._queue.commit(self._settings.run, epoch=state.epoch, step=state.step)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -7,7 +7,8 @@ A kill at any moment leaves the last good one; leftovers are ignored and swept. 
 epoch first: what a trainer that resumed at step 10 has written is newer than its predecessor's step 20.
 
 There is no scheduler and no RNG state in a checkpoint: the learning rate is a pure function of the step, and the
-draws of a step are seeded by (seed, step, rank). `saving.py` writes beside training what `freeze` has copied.
+draws of a step are seeded by (seed, step, rank). `async_checkpointer.py` writes the copies of `freeze` beside
+training.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ from torch.distributed.checkpoint.state_dict import (
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.contract.files import sync
 from meshrl.contract.types import Json, Version
-from meshrl.trainer.checkpoint.dcp_reading import SafePlanner, SafeReader
-from meshrl.trainer.checkpoint.dcp_writing import PlainWriter
+from meshrl.trainer.checkpoint.dcp import PlainWriter, SafePlanner, SafeReader
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers, Trained
 from meshrl.trainer.model.policy import Policy

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 async def resume(
-    setting: TrainerSettings, queue: Queue, learner: Learner, compute: Compute
+    settings: TrainerSettings, queue: Queue, learner: Learner, compute: Compute
 ) -> TrainerState:
     """Every rank calls this; afterwards all stand at the same step, and older trainers are fenced.
 
@@ -28,13 +28,13 @@ async def resume(
         UserError: the checkpoints do not go with the queue's history.
     """
     world = learner.world
-    opening = await _acquire(setting, queue) if world.is_main else {}
+    opening = await _acquire(settings, queue) if world.is_main else {}
     opening = json.loads(await compute.run(lambda: world.broadcast(json.dumps(opening).encode())))
     state = TrainerState(
-        run=setting.run,
+        run=settings.run,
         step=0,
         epoch=0,
-        seed=setting.seed,
+        seed=settings.seed,
         world_size=world.size,
         kl_coef=learner.kl_coef,
     )
@@ -44,27 +44,29 @@ async def resume(
             lambda: checkpoint.load(path, learner.policy, learner.optimizers, beside=learner.beside)
         )
         learner.kl_coef = state.kl_coef
-        log.info("run %s: resumed at step %d from %s", setting.run, state.step, path)
+        log.info("run %s: resumed at step %d from %s", settings.run, state.step, path)
     state = dataclasses.replace(state, epoch=opening["epoch"], world_size=world.size)
     if world.is_main:
         # A predecessor may have died between its checkpoint and the commit.
-        await queue.commit(setting.run, epoch=state.epoch, step=state.step)
-        again = await queue.rewind(setting.run, epoch=state.epoch, step=state.step)
+        await queue.commit(settings.run, epoch=state.epoch, step=state.step)
+        again = await queue.rewind(settings.run, epoch=state.epoch, step=state.step)
         if again:
-            log.info("run %s: %d rows settled after step %d return", setting.run, again, state.step)
+            log.info(
+                "run %s: %d rows settled after step %d return", settings.run, again, state.step
+            )
     return state
 
 
-async def _acquire(setting: TrainerSettings, queue: Queue) -> dict[str, Json]:
+async def _acquire(settings: TrainerSettings, queue: Queue) -> dict[str, Json]:
     """A new epoch, and the checkpoint to start from.
 
     Raises:
         UserError: the queue has released rows that the newest checkpoint was not trained on.
     """
-    run = setting.run
+    run = settings.run
     held = await queue.run_state(run)
-    root = setting.checkpoints
-    good = checkpoint.newest(root) if setting.trainer.resume_mode == "auto" else None
+    root = settings.checkpoints
+    good = checkpoint.newest(root) if settings.trainer.resume_mode == "auto" else None
     if good and good[1].run != run:
         raise UserError(
             f"{good[0]} belongs to run {good[1].run!r}, not {run!r}: give each run a directory of its own"
@@ -76,7 +78,7 @@ async def _acquire(setting: TrainerSettings, queue: Queue) -> dict[str, Json]:
             f"run {run!r} has committed step {held.committed_step} to the queue, but {used}: "
             "restore the checkpoint, or start a run with another name"
         )
-    state = await queue.acquire(run, setting.owner)
+    state = await queue.acquire(run, settings.owner)
     # A predecessor that is fenced now may still be writing: without its directory it can put nothing in place.
     # What it finished between our look and this is newer than what we saw.
     checkpoint.sweep(root)

@@ -28,8 +28,8 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import cut, plan
 
-SIBLINGS_SHARE = 4
-"""Siblings stay together in parts of at most this part of a micro-batch: larger ones would leave it half empty."""
+GROUP_PARTS = 4
+"""Rows of a group stay together in parts of at most 1/4 of a micro-batch: larger parts would leave it half empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,8 @@ def schedule(
         if whole_groups:
             units = part
         else:
-            most = max_tokens // SIBLINGS_SHARE if ranks == 1 else 0
-            units = [unit for group in part for unit in _siblings(rows, group, most)]
+            most = max_tokens // GROUP_PARTS if ranks == 1 else 0
+            units = [unit for group in part for unit in _parts_of_group(rows, group, most)]
         minis.append(_mini_batch(rows, units, ranks, max_tokens))
     return Schedule(
         batch=batch,
@@ -132,7 +132,7 @@ def is_baseline(row: BatchRow, extra_rows: int) -> bool:
     return row.uid.index >= row.group_size - extra_rows
 
 
-def _siblings(rows: Sequence[BatchRow], group: Sequence[int], most: int) -> list[list[int]]:
+def _parts_of_group(rows: Sequence[BatchRow], group: Sequence[int], most: int) -> list[list[int]]:
     """A group in parts of at most `most` tokens; a row that has more is a part of its own."""
     parts: list[list[int]] = []
     tokens = most + 1

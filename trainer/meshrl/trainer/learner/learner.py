@@ -30,10 +30,10 @@ from meshrl.trainer.learner.experience import (
     redrawn,
     schedule,
 )
-from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
-from meshrl.trainer.learner.policy_gradient import Before, Micro, Objective, Targets
+from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, Objective, Targets
 from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.policy import Policy
@@ -175,7 +175,7 @@ class Learner:
         process_rewards: torch.Tensor | None,
         *,
         passes: bool,
-    ) -> Before:
+    ) -> ForwardOutputs:
         """What the models say before the update, by as few passes of their own as the objective allows.
 
         `passes`: no update will follow that gives old log-probs for nothing.
@@ -189,7 +189,7 @@ class Learner:
             logprobs = experience.rollout_logprobs
         elif passes or not once or self.needs.old_logprobs:
             logprobs = rows.forward(self.policy, lambda pack: self.policy(pack, tau)[0])
-        return Before(
+        return ForwardOutputs(
             logprobs=logprobs,
             sum_pi_squared=squares,
             values=values,
@@ -221,7 +221,7 @@ class Learner:
             "actor/updates": len(norms),
         }
 
-    def _mismatch(self, before: Before, work: _Work) -> dict[str, float]:
+    def _mismatch(self, before: ForwardOutputs, work: _Work) -> dict[str, float]:
         """How far the policy before the step is from the one that sampled, on the tokens that it forwarded."""
         experience, logprobs = work.experience, before.logprobs
         ragged = experience.ragged
@@ -267,7 +267,7 @@ class Learner:
         logprobs: torch.Tensor,
         entropies: torch.Tensor,
         counts: _Counts,
-    ) -> Micro:
+    ) -> MicroBatch:
         experience, targets = work.experience, work.targets
         places = experience.tokens_of(chosen)
         device = self.world.device
@@ -278,7 +278,7 @@ class Learner:
         old = part(targets.old_logprobs)
         ragged = experience.layout_of(chosen, targets.mask[places].to(device))
         staleness = (work.step - experience.versions[places]).clamp(min=0)
-        return Micro(
+        return MicroBatch(
             inputs=LossInputs(
                 ragged=ragged,
                 logprobs=logprobs,
@@ -305,7 +305,7 @@ class _Work:
     experience: Experience
     targets: Targets
     step: int
-    tally: Tally = field(default_factory=Tally)
+    tally: MetricSums = field(default_factory=MetricSums)
     first_logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of this rank's rows, as they were forwarded first."""
 

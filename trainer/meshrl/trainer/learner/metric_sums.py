@@ -10,7 +10,7 @@ import numpy as np
 from meshrl.trainer.distributed import World
 
 
-class Tally:
+class MetricSums:
     """Collects metrics of this rank's micro-batches."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The algorithm of a run, put together from its parts: correction, KL in the reward, advantages, loss.
 
 Experience ──correction──▶ mask, weights ──KL in reward──▶ token rewards ──estimator──▶ Targets   (whole batch)
-Micro ──actor_loss──▶ policy loss, entropy bonus, KL to the reference                             (micro-batch)
+MicroBatch ──actor_loss──▶ policy loss, entropy bonus, KL to the reference                             (micro-batch)
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from meshrl.trainer.algorithms.needs import (
     needs_of,
 )
 from meshrl.trainer.algorithms.overlong_penalty import overlong_penalty
-from meshrl.trainer.algorithms.proximal import interpolate
 from meshrl.trainer.algorithms.resampling import resample
-from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights
+from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights, interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.learner.experience import Experience
 from meshrl.trainer.learner.objective import actor_loss
@@ -41,7 +40,7 @@ SHARES = ("actor/pg_loss", "actor/kl_loss", "actor/positive_nll")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Before:
+class ForwardOutputs:
     """What the models before the policy's update say of the whole batch. N = its response tokens."""
 
     logprobs: torch.Tensor | None = None
@@ -67,14 +66,14 @@ class Targets:
     mask: torch.Tensor
     """bool[N]: tokens that count."""
     old_logprobs: torch.Tensor | None
-    """float32[N]; None as in Before."""
+    """float32[N]; None as in ForwardOutputs."""
     weights: torch.Tensor | None
     """float32[N]: importance weights."""
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Micro:
+class MicroBatch:
     """One micro-batch as the loss sees it, on the policy's device."""
 
     inputs: LossInputs
@@ -120,7 +119,7 @@ class Objective(Protocol):
     kl_coef: float
     """The coefficient of the KL penalty in the reward, as its controller has it now."""
 
-    def targets(self, experience: Experience, before: Before) -> Targets:
+    def targets(self, experience: Experience, before: ForwardOutputs) -> Targets:
         """Advantages of the whole batch."""
         ...
 
@@ -128,7 +127,7 @@ class Objective(Protocol):
         """Rows to train on, drawn with replacement; None: each once."""
         ...
 
-    def loss(self, micro: Micro) -> Loss:
+    def loss(self, micro: MicroBatch) -> Loss:
         """The loss of a micro-batch."""
         ...
 
@@ -183,7 +182,7 @@ class PolicyGradient:
         self._controller = KlController(config=self._algorithm.kl_ctrl, value=value)
 
     @torch.no_grad()
-    def targets(self, experience: Experience, before: Before) -> Targets:
+    def targets(self, experience: Experience, before: ForwardOutputs) -> Targets:
         """Advantages of the whole batch: B rows, N response tokens."""
         ragged, weights = experience.ragged, None
         metrics: dict[str, float] = {}
@@ -259,7 +258,7 @@ class PolicyGradient:
         metrics["reward/overlong_penalty"] = float(penalty.mean())
         return experience.rewards + penalty
 
-    def loss(self, micro: Micro) -> Loss:
+    def loss(self, micro: MicroBatch) -> Loss:
         """Policy loss and the terms beside it, each aggregated alike."""
         aggregate = Aggregator.for_batch(
             self._actor,
@@ -287,7 +286,7 @@ class PolicyGradient:
     def _interpolates(self) -> bool:
         return self._correction.proximal == "interpolate"
 
-    def _anchored(self, micro: Micro) -> LossInputs:
+    def _anchored(self, micro: MicroBatch) -> LossInputs:
         """Decoupled PPO without a pass: the clip's anchor lies between the sampling and the current policy."""
         inputs = micro.inputs
         rollout = inputs.old_logprobs

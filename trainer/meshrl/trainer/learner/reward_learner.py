@@ -13,7 +13,7 @@ from meshrl.trainer.algorithms.advantages._options.prime import PrimeConfig
 from meshrl.trainer.algorithms.implicit_reward import process_rewards, row_cross_entropy
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Experience
-from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
 from meshrl.trainer.model.packing import Pack
@@ -76,7 +76,7 @@ class RewardLearner:
     def _update(self, own: MicroBatcher, experience: Experience, step: int) -> dict[str, float]:
         reference, acc = _reference(experience), outcomes(experience)
         device = self._world.device
-        tally = Tally()
+        tally = MetricSums()
         norms = []
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
         for mini in own.made.mini_batches:

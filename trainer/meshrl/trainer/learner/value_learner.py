@@ -18,7 +18,7 @@ from meshrl.trainer.algorithms.value_loss import value_loss
 from meshrl.trainer.config import CriticConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Experience, MiniBatch
-from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import Targets
@@ -95,7 +95,7 @@ class ValueLearner:
         returns = targets.returns
         if step < self._config.pretrain_steps:
             returns = monte_carlo(ragged, targets.token_rewards, self._gamma)
-        tally = Tally()
+        tally = MetricSums()
         updates = [mini for _ in range(self._epochs) for mini in minis]
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
         norms = []

@@ -25,7 +25,7 @@ from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.data.pairs import Pair, read_pairs
 from meshrl.trainer.distributed import World
-from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import pack, plan
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf
@@ -137,7 +137,7 @@ class PreferenceLesson(PairLearner):
                 f"policy_loss.loss_mode: {name} is no loss over pairs; want dpo or ipo"
             )
 
-    def _forward(self, chosen: Sequence[int], total: int, tally: Tally) -> torch.Tensor:
+    def _forward(self, chosen: Sequence[int], total: int, tally: MetricSums) -> torch.Tensor:
         device = self._world.device
         rows = [row for index in chosen for row in self._pairs[index].rows]
         logprobs, _ = self._policy(_pack(rows).to(device), 1.0)

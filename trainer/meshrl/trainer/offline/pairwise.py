@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from meshrl.trainer.distributed import World
-from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import plan
 
@@ -42,7 +42,7 @@ class PairLearner(ABC):
 
     def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
         """One optimizer step on the pairs `rows`."""
-        tally = Tally()
+        tally = MetricSums()
         for chosen in self._shares(rows):
             loss = self._forward(chosen, len(rows), tally)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class PairLearner(ABC):
         """The same numbers on held-out pairs."""
         if not self._held_out:
             return {}
-        tally = Tally()
+        tally = MetricSums()
         for chosen in self._shares(self._held_out):
             self._forward(chosen, len(self._held_out), tally)
         return {f"val/{name}": value for name, value in tally.over_ranks(self._world).items()}
@@ -68,5 +68,5 @@ class PairLearner(ABC):
             yield [rows[index] for index in chosen]
 
     @abstractmethod
-    def _forward(self, chosen: Sequence[int], total: int, tally: Tally) -> torch.Tensor:
+    def _forward(self, chosen: Sequence[int], total: int, tally: MetricSums) -> torch.Tensor:
         """The share of these pairs in the loss of a batch of `total` pairs, times the ranks."""

@@ -27,7 +27,7 @@ from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.pairs import Pair, read_pairs
 from meshrl.trainer.distributed import World
-from meshrl.trainer.learner.metric_sums import Tally
+from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model import attention
 from meshrl.trainer.model.packing import Pack, pack
@@ -114,7 +114,7 @@ class RewardLesson(PairLearner):
         self._pairs = pairs
         self._pad = pad
 
-    def _forward(self, chosen: Sequence[int], total: int, tally: Tally) -> torch.Tensor:
+    def _forward(self, chosen: Sequence[int], total: int, tally: MetricSums) -> torch.Tensor:
         rows = [row for index in chosen for row in self._pairs[index]]
         scores: torch.Tensor = self._model(scoring_pack(rows, self._pad).to(self._world.device))
         if not rows:

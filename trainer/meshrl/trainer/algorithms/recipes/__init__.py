@@ -1,1 +1,1 @@
-"""Algorithms by name, one file each: the settings that its paper describes. See `meshrl.trainer.algorithms.named`."""
+"""Algorithms by name, one file each: the settings that its paper describes, as `recipe_defaults` reads them."""

@@ -1,16 +1,21 @@
-"""Reading DCP checkpoints without trusting them: the pickled index, by an unpickler that knows its classes only."""
+"""DCP checkpoints, read without trusting them and written so that the reason of a failure reaches every rank.
+
+DCP keeps its index as a pickle: it is read by an unpickler that knows DCP's classes and no others.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -95,3 +100,34 @@ def _member(owner: Any, name: str) -> Any:
     if not (isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__):
         raise pickle.UnpicklingError(f"builtins.getattr of {owner!r}, {name!r}")
     return owner[name]
+
+
+class PlainWriter(FileSystemWriter):
+    """Raises the operating system's own error where there is one behind what torch says.
+
+    On a full disk torch's archive writer complains about its position in the file, and what is behind that complaint
+    is gone once DCP has pickled it for the other ranks.
+    """
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """See FileSystemWriter."""
+        with _operating_system_errors():
+            return super().write_data(*args, **kwargs)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        """See FileSystemWriter."""
+        with _operating_system_errors():
+            super().finish(*args, **kwargs)
+
+
+@contextmanager
+def _operating_system_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        behind = error.__cause__ or error.__context__
+        while behind is not None and not isinstance(behind, OSError):
+            behind = behind.__cause__ or behind.__context__
+        if behind is None:
+            raise
+        raise OSError(behind.errno, behind.strerror) from error

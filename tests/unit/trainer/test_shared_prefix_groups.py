@@ -10,15 +10,15 @@ import pytest
 
 from meshrl.contract.stage_worker import StageResult
 from meshrl.contract.types import LeasedRow, RowWrite, Task, Uid
-from meshrl.trainer.algorithms import siblings
-from meshrl.trainer.algorithms.siblings import Siblings
+from meshrl.trainer import shared_prefix_groups
+from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 GROUP = 4
 
 
 @pytest.fixture(autouse=True)
 def no_end_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(shared_prefix_groups, "PATIENCE_S", 3600.0)
 
 
 def rows(task: str, *indices: int) -> list[LeasedRow]:
@@ -38,7 +38,7 @@ class Bench:
         self.gate.set()
         self.begun = asyncio.Event()
         self.pieces: list[list[str]] = []
-        self._siblings = Siblings(self._work)
+        self._groups = SharedPrefixGroups(self._work)
 
     async def _work(self, given: Sequence[LeasedRow]) -> Sequence[StageResult]:
         self.pieces.append(sorted(f"{row.uid.task}{row.uid.index}" for row in given))
@@ -49,7 +49,7 @@ class Bench:
         return [RowWrite(uid=row.uid, columns={}) for row in reversed(given)]
 
     def bring(self, *args: object) -> asyncio.Task[Sequence[StageResult]]:
-        return asyncio.create_task(self._siblings.results(rows(*args)))  # type: ignore[arg-type]
+        return asyncio.create_task(self._groups.results(rows(*args)))  # type: ignore[arg-type]
 
 
 def indices(results: Sequence[StageResult]) -> list[int]:
@@ -68,7 +68,7 @@ async def test_rows_wait_for_their_group_and_for_no_other() -> None:
 async def test_the_last_row_of_a_group_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     with monkeypatch.context() as patched:
-        patched.setattr(siblings, "PATIENCE_S", 0.0)
+        patched.setattr(shared_prefix_groups, "PATIENCE_S", 0.0)
         assert indices(await bench.bring("a", 0, 1, 2)) == [0, 1, 2]
     assert indices(await bench.bring("a", 3)) == [3]
     assert bench.pieces == [["a0", "a1", "a2"], ["a3"]]
@@ -87,7 +87,7 @@ async def test_groups_that_are_due_while_others_are_worked_on_share_the_next_pie
 
 
 async def test_the_oldest_waits_no_longer_where_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "MOST_WAITING", 2)
+    monkeypatch.setattr(shared_prefix_groups, "MOST_WAITING", 2)
     bench = Bench()
     oldest, newer = bench.bring("a", 0), bench.bring("b", 0, 1)
     assert indices(await oldest) == [0]

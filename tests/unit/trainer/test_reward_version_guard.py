@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import cast
 
 import numpy as np
 import pytest
 
 from meshrl.contract.errors import UnavailableError, UserError, WaitTimeoutError
-from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text, rollout_write
 from meshrl.contract.types import (
     RESCORABLE_REWARD_STAGE,
@@ -155,9 +153,9 @@ class Run:
         self, batch: Batch, rewards: RewardVersionGuard | None = None
     ) -> set[tuple[str, float]]:
         """(hash, reward) of the rows as the trainer reads them."""
-        queue = cast(Queue, rewards or self.rewards)
         uids = [row.uid for row in batch.rows]
-        rows = await queue.fetch("run", uids, ["reward", "reward_hash", "reward_components"])
+        guard = rewards or self.rewards
+        rows = await guard.fetch("run", uids, ["reward", "reward_hash", "reward_components"])
         assert all(json.loads(column_text(r["reward_components"])) == {"length": 5.0} for r in rows)
         return {(column_text(r["reward_hash"]), float(r["reward"][0])) for r in rows}
 
@@ -188,7 +186,7 @@ async def test_a_mixed_batch_becomes_one_of_the_version_of_now(run: Run) -> None
     batch = await run.take(0)
     assert await run.seen(batch) == {("v2", 12.0)}
     assert run.versions.scored == ["000-0", "000-1"]
-    assert run.rewards.facts == {"reward/hash": "v2", "reward/rescored_rows": 2}
+    assert run.rewards.metrics == {"reward/hash": "v2", "reward/rescored_rows": 2}
 
 
 async def test_a_version_that_was_superseded_does_not_come_back(run: Run) -> None:
@@ -240,7 +238,7 @@ async def test_other_ranks_read_the_same_scores(run: Run) -> None:
     await run.scored(3)
     batch = await run.take(0)
     other = RewardVersionGuard(run.queue, None)
-    other.hear(json.loads(json.dumps(run.rewards.to_json())))
+    other.load_json(json.loads(json.dumps(run.rewards.to_json())))
     assert await run.seen(batch, other) == await run.seen(batch) == {("v2", 12.0)}
 
 
@@ -251,10 +249,10 @@ async def test_rows_that_are_scored_again_are_rewarded_per_token_where_the_run_i
     await run.scored(3)
     batch = await run.take(0)
     other = RewardVersionGuard(run.queue, None, token_rewards=True)
-    other.hear(json.loads(json.dumps(run.rewards.to_json())))
+    other.load_json(json.loads(json.dumps(run.rewards.to_json())))
     for rewards in (run.rewards, other):
-        told = rewards.to_json()
-        assert [told[f"run/000/{index}.0"]["token_rewards"] for index in range(SIZE)] == [
+        scores = rewards.to_json()
+        assert [scores[f"run/000/{index}.0"]["token_rewards"] for index in range(SIZE)] == [
             [0, 0, 0, 12.0]
         ] * SIZE
     assert await run.seen(batch, other) == {("v2", 12.0)}

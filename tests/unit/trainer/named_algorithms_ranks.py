@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import named
+import named_algorithms
 import torch
 
 from meshrl.trainer.distributed import World
@@ -16,10 +16,10 @@ def main(model: Path, target: Path, names: list[str]) -> None:
     world = World.start("cpu")
     found = {}
     for name in names:
-        recipe = named.recipe_of(name, model, *named.GRADIENTS)
-        learner = named.learner_of(recipe, world)
-        named.learn(learner, recipe, named.trajectories(recipe, model))
-        found[name] = named.weights(learner)
+        recipe = named_algorithms.recipe_of(name, model, *named_algorithms.GRADIENTS)
+        learner = named_algorithms.learner_of(recipe, world)
+        named_algorithms.learn(learner, recipe, named_algorithms.trajectories(recipe, model))
+        found[name] = named_algorithms.weights(learner)
     if world.is_main:
         torch.save(found, target)
     world.close()

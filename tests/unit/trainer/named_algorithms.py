@@ -48,11 +48,11 @@ def recipe_of(name: str, model: Path, *overrides: str) -> Recipe:
 
 
 def learner_of(recipe: Recipe, world: World) -> Learner:
-    setting = TrainerSettings(
+    settings = TrainerSettings(
         run="r", directory=Path("unused"), owner="test", seed=0, trainer=recipe.trainer,
         tokenizer=recipe.model.path, batch_groups=1, group_size=1, total_steps=None,
     )  # fmt: skip
-    return build_learner(recipe, setting, world)
+    return build_learner(recipe, settings, world)
 
 
 def trajectories(recipe: Recipe, model: Path) -> list[Trajectory]:

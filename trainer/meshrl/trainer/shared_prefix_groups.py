@@ -39,7 +39,7 @@ class _Part:
     results: list[StageResult] | None = None
 
 
-class Siblings:
+class SharedPrefixGroups:
     """Brings rows together for `work`. Belongs to one event loop."""
 
     def __init__(self, work: Work) -> None:

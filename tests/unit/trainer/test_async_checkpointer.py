@@ -16,7 +16,7 @@ from meshrl.contract.errors import CapacityError, CorruptError, InfraError
 from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
-from meshrl.trainer.checkpoint.dcp_reading import INDEX, SafeReader
+from meshrl.trainer.checkpoint.dcp import INDEX, SafeReader
 from meshrl.trainer.distributed import World
 
 from . import rank_work, save_and_die
