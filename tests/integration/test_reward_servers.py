@@ -275,7 +275,7 @@ async def test_grpc_asks_for_the_same_tokens(
 ) -> None:
     async with serving(tmp_path, closed=True) as service:
         async with RewardRegistryClient(service.grpc) as nobody:
-            with pytest.raises(errors.UnauthenticatedError, match="wants a token"):
+            with pytest.raises(errors.UnauthenticatedError, match="needs a token"):
                 await nobody.names()
         monkeypatch.setenv("MESHRL_TOKEN", service.tokens["writer"])
         async with RewardRegistryClient(service.grpc) as writer:

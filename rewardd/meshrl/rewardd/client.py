@@ -46,7 +46,7 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 class _Methods:
-    """What can be asked; `_send` sends it, and its result is what the service answered.
+    """The methods of both clients; each returns the result of `_send`, the answer of the service.
 
     Every method raises the MeshError that the service names (UserError, NotFoundError, ConflictError …).
     """
@@ -68,7 +68,7 @@ class _Methods:
         note: str = "",
         hold: bool = False,
     ) -> Any:
-        """Hand in a version; `hash`, `created`, `name`."""
+        """Submit a version; gives `hash`, `created`, `name`."""
         body = {
             "name": name,
             "source": source,
@@ -100,11 +100,11 @@ class _Methods:
         return self._send("POST", f"/v1/rewards/{name}/rollback", json={"version": version})
 
     def retire(self, name: str, version: str) -> Any:
-        """Bar a version from scoring under this name."""
+        """Forbid a version to score under this name."""
         return self._send("POST", f"/v1/rewards/{name}/retire", json={"version": version})
 
     def watch(self, name: str, version: str, share: float = 1.0) -> Any:
-        """Score a share of the rows with it too and compare; 0 ends it."""
+        """Score a share of the run's rows with this version too, and compare; 0 ends it."""
         body = {"version": version, "share": share}
         return self._send("POST", f"/v1/rewards/{name}/watch", json=body)
 
@@ -116,13 +116,13 @@ class _Methods:
     def compare(
         self, name: str, a: str, b: str = "", samples: Sequence[Mapping[str, Json]] = ()
     ) -> Any:
-        """Two versions on `samples`, or on what the run scored last."""
+        """Two versions on `samples`, or on the samples that the run scored last."""
         body = {"a": a, "b": b, "samples": [*samples]}
         return self._send("POST", f"/v1/rewards/{name}/compare", json=body)
 
 
 class RewardClient(_Methods):
-    """Blocks until the service has answered."""
+    """Each method blocks until the service has answered."""
 
     def __init__(self, url: str, *, token: str | None = None, verify: Any = True) -> None:
         """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority)."""
@@ -149,7 +149,7 @@ class RewardClient(_Methods):
 
 
 class AsyncRewardClient(_Methods):
-    """The same methods, to be awaited."""
+    """The same methods, awaitable."""
 
     def __init__(self, url: str, *, token: str | None = None, verify: Any = True) -> None:
         """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority)."""

@@ -1,4 +1,4 @@
-"""What a recipe says about rewards: which functions score, and how long and how large a score may be."""
+"""The `reward:` section of a recipe: which functions score, where, and within which limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RewardFunctionConfig(Config):
     """A Python file that defines `name`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     gate: float | None = Field(default=None, allow_inf_nan=False)
-    """Below this score the reward is this function's alone: `weight` times its score, the others do not count."""
+    """Below this score the reward is this function's alone: `weight` times its score; the others do not count."""
     label: str | None = None
     """The name of its component in metrics; None takes `name`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -35,7 +35,7 @@ class RewardFunctionConfig(Config):
 
 
 class JudgeConfig(Config):
-    """A judge that is no Python function, one among the parts of the reward."""
+    """A judge that is not a Python function: one part of the reward."""
 
     kind: str
     """`http`, `grpc`, `pooling` (a reward model on vLLM), `generative` (a language model as judge), `model` (a reward
@@ -55,7 +55,7 @@ class JudgeConfig(Config):
 
 
 class CustomRewardFunctionConfig(Config):
-    """One function of your own, in verl's words."""
+    """One function of your own, under verl's keys."""
 
     path: Path | None = None
     """A Python file. None: no custom function."""
@@ -66,18 +66,18 @@ class CustomRewardFunctionConfig(Config):
 
 
 class RewardConfig(Config):
-    """What scores, where and within which limits. With no function named, `verl` scores by data_source."""
+    """Which functions score, where, and within which limits. If none is named, `verl` scores by data_source."""
 
     functions: list[RewardFunctionConfig] = Field(default_factory=list)
     """The weighted sum of these; empty and no custom function: the built-in `verl`."""
     judges: list[JudgeConfig] = Field(default_factory=list)
-    """Services and models that score beside the functions, or alone; their weighted scores are added."""
+    """Services and models that score beside the functions, or alone; the weighted scores are added up."""
     custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
     """Joins `functions` with weight 1 when its `path` is set."""
     workers: PositiveInt = 1
     """Scoring processes."""
     deadline_s: PositiveFloat = 30.0
-    """Wall-clock seconds that one sample may take, all functions together; then its process is killed."""
+    """Wall-clock seconds of one sample, all functions together; then its process is killed."""
     start_deadline_s: PositiveFloat = 60.0
     """Seconds that a scoring process may take to import the functions."""
     batch_size: PositiveInt = 64
@@ -91,25 +91,25 @@ class RewardConfig(Config):
     registry: RegistryConfig = RegistryConfig()
     """Functions submitted while the run goes on."""
     mixed_versions: Literal["rescore", "allow"] = "rescore"
-    """What becomes of a batch whose rows were scored by several reward versions: its older rows are scored again
-    with the version of the moment, or it is trained as it is."""
+    """How to treat a batch whose rows were scored by several reward versions: `rescore` scores its older rows again
+    with the current version, `allow` trains it as it is."""
     token_rewards: bool = False
-    """Reward each token, with what functions return as `token_rewards` (or as steps, of kind `process`); a judge that
-    gives none rewards the last one. The run has a column more, so this is fixed with the run's first start."""
+    """Reward each token, with the `token_rewards` that functions return (or the steps of kind `process`); a judge that
+    gives none rewards the last token. It adds a column to the run, so the run's first start fixes it."""
     sandbox: Isolation = Isolation.STRICT
-    """The isolation of submitted functions: `strict` (bubblewrap; they are refused where there is none), `weak` (what
-    a process can give up by itself) or `off`. See docs/reference/reward-sandbox.md."""
+    """The isolation of submitted functions: `strict` (bubblewrap; without it they are refused), `weak` (restrictions
+    that a process can put on itself) or `off`. See docs/reference/reward-sandbox.md."""
     recipe_sandbox: Isolation = Isolation.OFF
-    """The isolation of the functions that this recipe names: shut in, they see neither the network nor files but
-    their own folder. The reward `code` needs it."""
+    """The isolation of the functions that this recipe names. In a sandbox they see no network and only the
+    files of their own folder. The reward `code` needs `strict`."""
     limits: Limits = Limits()
-    """What a submitted function may use at most; it may ask for less."""
+    """Limits of a submitted function; it may ask for lower ones."""
     wheelhouse: Path | None = None
-    """A folder of wheels: dependencies of submitted functions are installed from it, and from nowhere else."""
+    """A folder of wheels: dependencies of submitted functions are installed from it only."""
     slots: PositiveInt = 256
-    """Rows that the service holds at once."""
+    """Most rows that the service holds at once."""
     rows_per_call: PositiveInt = 16
-    """Rows that one call of the judge scores."""
+    """Most rows that one call of the judge scores."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> RewardConfig:
@@ -134,7 +134,7 @@ class RewardConfig(Config):
 
     @property
     def recipe_limits(self) -> Limits:
-        """Of the functions that this recipe names; what it does not limit is unlimited, unless they are shut in."""
+        """Limits of the functions that this recipe names; without a sandbox only those that the recipe sets."""
         bounds = self.limits
         if self.recipe_sandbox is Isolation.OFF:
             bounds = Limits(

@@ -1,4 +1,4 @@
-"""The Judge of a recipe: samples to scores, through a pool of scoring processes."""
+"""Builds the judge of a recipe; `PoolJudge` scores samples with a pool of scoring processes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class PoolJudge:
     ) -> None:
         """Keep the parts; `reward_hash` names a submitted version, else the rule's own hash counts.
 
-        Without a `cell` the functions are a recipe's own, and `reward.recipe_sandbox` says how they are shut in.
+        Without a `sandbox` the functions are the recipe's own, and `reward.recipe_sandbox` sets their isolation.
 
         Raises:
-            ConfigError: this machine cannot give the isolation that is asked for.
+            ConfigError: this machine cannot give the wanted isolation.
         """
         self._hash = reward_hash or rule.reward_hash
         self._pool = ScoringPool(rule, config, sandbox or _recipe_sandbox(rule, config))
@@ -50,14 +50,14 @@ class PoolJudge:
 
     @property
     def pids(self) -> list[int]:
-        """The scoring processes."""
+        """Of the scoring processes."""
         return self._pool.pids
 
     async def start(self) -> None:
-        """Start and warm the scoring processes; `score` does so by itself when nobody did before.
+        """Start the scoring processes and load the functions; otherwise the first `score` does so.
 
         Raises:
-            ConfigError: a function cannot be loaded or called; says what would be right.
+            ConfigError: a function cannot be loaded or called; says what is wanted.
         """
         await self._pool.start()
 
@@ -93,7 +93,7 @@ class PoolJudge:
 
 
 def _recipe_sandbox(rule: Rule, config: RewardConfig) -> Sandbox:
-    """Strict ones see the folders of their files, from which these may import."""
+    """At level `strict` functions see the folders of their files, so that they can import from them."""
     folders = {Path(function.path).parent for function in rule.functions if function.source}
     return open_sandbox(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
 

@@ -1,4 +1,4 @@
-"""Rewards that agents post: a row whose agent says what it is worth is not asked about again."""
+"""Rewards that agents post: a row with a posted reward is not scored by a judge."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
 
 POSTED: Final = "posted_reward"
-"""In a sample's `extra_info`: `{"score": number, "components": {name: number}}`. Kept with the row, so that it counts
-again when rows are scored again."""
+"""In a sample's `extra_info`: `{"score": number, "components": {name: number}}`. Stored with the row, so that it
+also counts when rows are scored again."""
 
 
 async def score_unposted(judge: Judge, samples: Sequence[Sample]) -> Sequence[Score]:
-    """One Score per sample, in order: what was posted, or else what `judge` says; all under the judge's hash."""
-    asked = [sample for sample in samples if POSTED not in sample.extra_info]
-    judged = iter(await judge.score(asked) if asked else ())
+    """One Score per sample, in order: the posted reward, or else that of `judge`; all with the judge's hash."""
+    unposted = [sample for sample in samples if POSTED not in sample.extra_info]
+    judged = iter(await judge.score(unposted) if unposted else ())
     return [
         _posted(sample, judge.reward_hash) if POSTED in sample.extra_info else next(judged)
         for sample in samples

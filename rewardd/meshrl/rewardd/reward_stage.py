@@ -1,4 +1,4 @@
-"""The reward stage: leases rows that have a response and no reward, and writes their scores back."""
+"""The reward stage: leases rows with a response and no reward, and writes their scores back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshrl.contract.types import (
 from meshrl.rewardd.posted_rewards import POSTED
 
 TokenEnds = Callable[[Int32], Sequence[int]]
-"""From response tokens, int32[R], to R counts: the characters of the response up to the end of each token."""
+"""From response tokens, int32[R], to R counts: characters of the response up to the end of each token."""
 
 
 class RewardStage:
@@ -46,18 +46,18 @@ class RewardStage:
         token_rewards: Collection[str] = (),
         token_ends: TokenEnds | None = None,
     ) -> None:
-        """Prepare; nothing is leased before `run`.
+        """Leases nothing before `run`.
 
         Args:
-            queue: Where rows come from.
-            runs: Which runs' rows.
-            judge: What scores.
+            queue: The queue of the runs.
+            runs: Names of the runs whose rows are scored.
+            judge: Scores the rows.
             worker: This stage's name in leases.
-            limit: Rows held at once.
+            limit: Most rows held at once.
             rows_per_call: Rows that one call of the judge scores.
-            keep_inputs: Runs whose rows also keep what was scored (`reward_inputs`), so that it can be scored again.
+            keep_inputs: Runs whose rows also keep the judge's inputs (`reward_inputs`), to be scored again.
             token_rewards: Runs whose rows carry a reward for each token (`token_rewards`).
-            token_ends: Tells judges of those runs which token ends where (`extra_info["token_ends"]`).
+            token_ends: For these runs: computes `extra_info["token_ends"]`, where in the text each token ends.
         """
         self._judge = judge
         self._keep_inputs = keep_inputs
@@ -84,7 +84,7 @@ class RewardStage:
         return self._loop.held
 
     def drain(self) -> None:
-        """Lease no more; `run` returns when what is held is scored."""
+        """Lease no more; `run` returns when the held rows are scored."""
         self._loop.drain()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
@@ -98,7 +98,7 @@ class RewardStage:
         return [self._result(*each) for each in zip(samples, scores, masks, strict=True)]
 
     def _result(self, sample: Sample, score: Score, mask: Uint8 | None) -> StageResult:
-        """An infrastructure fault is given back to the queue: it never becomes a reward."""
+        """A row with an infrastructure fault goes back to the queue: the fault never becomes a reward."""
         if not score.outcome.trainable:
             return Failure(uid=score.uid, outcome=score.outcome, reason=score.reason)
         per_token = score.uid.run in self._token_rewards
@@ -113,11 +113,11 @@ class RewardStage:
 
 
 def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:
-    """What the judge sees of a row: its task and the response.
+    """The judge's input of a row: its task and the response.
 
-    `extra_info` gains `response_length`, in tokens from the first sampled one on, and `num_turns`, of both sides and
-    the prompt counted as one (as verl counts), where `loss_mask` was leased too,
-    and `token_ends` where `tokens` were, and `posted_reward` where the row's agent posted one.
+    Added to `extra_info`: with a `loss_mask` column `response_length` (tokens from the first sampled one on) and
+    `num_turns` (of both sides, the prompt being one, as verl counts); with `token_ends` and a `tokens` column
+    `token_ends`; and `posted_reward` if the row's agent posted one.
     """
     extra_info = {key: value for key, value in row.task.extra_info.items() if key != POSTED}
     posted = row.columns.get(POSTED_REWARD)

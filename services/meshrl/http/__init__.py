@@ -1,1 +1,1 @@
-"""HTTP: the gateway for agents, and the reward registry."""
+"""HTTP servers: the gateway for agents, and the reward registry."""

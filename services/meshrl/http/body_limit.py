@@ -1,4 +1,4 @@
-"""A bound on the body of every request, whatever it announces."""
+"""Limits the body of every request, with and without a Content-Length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.http.rewards.errors import problem
 
 
 class BodyLimit:
-    """ASGI middleware: 413 beyond `limit` bytes, announced or sent; `refuse` words it for what is announced."""
+    """ASGI middleware: 413 beyond `limit` bytes, announced or sent; `refuse` builds the response."""
 
     def __init__(
         self, app: ASGIApp, limit: int, refuse: Callable[[int, str, str], Response] = problem
@@ -26,19 +26,19 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        said = f"the request is larger than {self._limit} bytes"
+        detail = f"the request is larger than {self._limit} bytes"
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._limit:
-            await self._refuse(413, "capacity", said)(scope, receive, send)
+            await self._refuse(413, "capacity", detail)(scope, receive, send)
             return
-        taken = 0
+        received = 0
 
         async def bounded() -> Message:
-            nonlocal taken
+            nonlocal received
             message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._limit:
-                raise HTTPException(413, said)  # inside the app, which answers it
+            received += len(message.get("body", b""))
+            if received > self._limit:
+                raise HTTPException(413, detail)  # raised inside the app, which answers it
             return message
 
         await self._app(scope, bounded, send)

@@ -1,4 +1,4 @@
-"""uvicorn beside the gRPC server, on the same event loop: bind, serve, drain."""
+"""Serves a FastAPI app with uvicorn, on the event loop of the gRPC server: bind, serve, drain."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DRAIN_S = 5
 IDLE_S = 30
 BACKLOG = 128
 AT_ONCE = 256
-"""Requests being answered; further ones are told 503 by uvicorn."""
+"""Concurrent requests; uvicorn answers further ones with 503."""
 
 
-class _Quiet(uvicorn.Server):
-    """Leaves signals to the runtime."""
+class _UvicornServer(uvicorn.Server):
+    """Leaves signals to rpc.runtime."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Captures no signal."""
         yield
 
 
@@ -45,18 +45,18 @@ async def serving_http(
     name: str = "reward registry",
     at_once: int = AT_ONCE,
 ) -> AsyncIterator[str]:
-    """Serve `app` while the body runs; gives the address, `http://host:port`.
+    """Serve `app` while the body runs; yields the address, `http://host:port`.
 
     Args:
-        app: What answers.
-        host: Where to listen.
+        app: The app.
+        host: Address to listen on.
         port: 0 picks a free one.
         tls: Certificates.
-        name: What logs call it.
-        at_once: Connections and requests; beyond it uvicorn says 503.
+        name: Name in log lines.
+        at_once: Most connections and requests; uvicorn answers further ones with 503.
 
     Raises:
-        UserError: the port cannot be had.
+        UserError: cannot listen on the port.
     """
     listener = _listen(host, port)
     config = uvicorn.Config(
@@ -74,7 +74,7 @@ async def serving_http(
         ssl_ca_certs=str(tls.client_ca) if tls.client_ca else None,
         ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
     )
-    server = _Quiet(config)
+    server = _UvicornServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name=f"{name} http")
     scheme = "https" if tls.cert else "http"
     address = f"{scheme}://{join_address(host, listener.getsockname()[1])}"
@@ -82,7 +82,7 @@ async def serving_http(
     try:
         yield address
         if task.done():
-            raise InfraError(f"the HTTP door of the {name} ended: {task.exception()}")
+            raise InfraError(f"the HTTP server of the {name} ended: {task.exception()}")
     finally:
         server.should_exit = True
         await asyncio.wait({task})

@@ -1,4 +1,4 @@
-"""The audit log: who did what to which version, one JSON object a line, appended and synced, never changed."""
+"""The reward registry's audit log: who did what to which version, one JSON object per line, append-only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class RewardAuditLog:
-    """Lines of `path`. A line that a kill cut short is ended, and stands there for what it is."""
+    """Appends to `path`. If a kill cut the last line short, a new line is begun after it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,7 +20,7 @@ class RewardAuditLog:
             os.write(self._file, b"\n")
 
     def write(self, **fields: Any) -> None:
-        """One line with `at`, seconds since 1970; durable on return."""
+        """Write one line, with `at` in seconds since 1970; durable on return."""
         line = json.dumps({"at": round(time.time(), 3), **fields}).encode() + b"\n"
         os.write(self._file, line)
         os.fsync(self._file)

@@ -1,4 +1,4 @@
-"""Who a caller is, what they may do, and how often: bearer tokens, hashed at rest, compared in constant time."""
+"""Authentication, roles and rate limits of callers: bearer tokens, stored as hashes, compared in constant time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 TOKEN_PREFIX = "mrl_"
 MAX_CALLERS = 10_000
-"""Callers whose rate is remembered; the one longest unseen is forgotten first."""
+"""Callers whose rate is remembered; the least recently seen is dropped first."""
 
 
 class Role(StrEnum):
-    """What a token is good for; none contains another."""
+    """What a token allows; no role includes another."""
 
     READ = "read"
     """List, show, diff, compare, try out, score."""
     SUBMIT = "submit"
-    """Hand in a version."""
+    """Submit a version."""
     OPERATE = "operate"
     """Roll back, retire, watch."""
     CLAIM = "claim"
@@ -45,7 +45,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """A caller, known."""
+    """An authenticated caller."""
 
     name: str
     roles: frozenset[Role]
@@ -57,7 +57,7 @@ class TokenEntry(Config):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[\x21-\x7e]+$")
     """For the audit log; several tokens may share it."""
     roles: list[Role]
-    """What it is good for."""
+    """What it allows."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of the token."""
 
@@ -66,11 +66,11 @@ class TokenFile(Config):
     """A tokens file."""
 
     tokens: list[TokenEntry]
-    """Every token that counts."""
+    """Every valid token."""
 
 
 def new_token() -> tuple[str, str]:
-    """A token of 256 random bits and its SHA-256. So much entropy needs no slow hash."""
+    """A token of 256 random bits and its SHA-256; with that much entropy no slow hash is needed."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, _sha256(token)
 
@@ -80,28 +80,28 @@ def _sha256(token: str) -> str:
 
 
 class TokenStore:
-    """The tokens of a file; read again when it changes, so that a token can be withdrawn while the service runs."""
+    """The tokens of a file; reads it again when it changes, so that a token can be revoked at run time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError, naming file and key."""
+        """Raises ConfigError, which names file and key."""
         self._path = path
         self._entries = _read(path)
         self._stamp = path.stat().st_mtime_ns
 
     def find(self, authorization: str) -> Principal:
-        """Who sent this `Authorization` header. Raises UnauthenticatedError."""
+        """The caller with this `Authorization` header. Raises UnauthenticatedError."""
         self._refresh()
         scheme, _, token = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise UnauthenticatedError("this service wants a token: Authorization: Bearer <token>")
+            raise UnauthenticatedError("this service needs a token: Authorization: Bearer <token>")
         digest = _sha256(token.strip())
-        found: TokenEntry | None = None
-        for entry in self._entries:  # all of them, whichever it is: the time says nothing
+        match: TokenEntry | None = None
+        for entry in self._entries:  # always all of them, so that the time reveals nothing
             if hmac.compare_digest(entry.sha256, digest):
-                found = entry
-        if found is None:
-            raise UnauthenticatedError("this token is not known here")
-        return Principal(name=found.name, roles=frozenset(found.roles))
+                match = entry
+        if match is None:
+            raise UnauthenticatedError("this token is unknown here")
+        return Principal(name=match.name, roles=frozenset(match.roles))
 
     def _refresh(self) -> None:
         try:
@@ -109,7 +109,9 @@ class TokenStore:
             if stamp != self._stamp:
                 self._entries, self._stamp = _read(self._path), stamp
         except (OSError, ConfigError) as error:
-            log.error("the tokens of before stay valid: %s", error)
+            log.error(
+                "the tokens file cannot be read, so the tokens read before stay valid: %s", error
+            )
 
 
 def _read(path: Path) -> Sequence[TokenEntry]:
@@ -128,16 +130,16 @@ def _read(path: Path) -> Sequence[TokenEntry]:
 
 
 class RateLimit:
-    """A token bucket per caller: `per_minute` on average, as many at once."""
+    """A token bucket per caller: `per_minute` on average, and as many in a burst."""
 
     def __init__(self, what: str, per_minute: float) -> None:
         self._what = what
         self._per_minute = per_minute
         self._left: dict[str, tuple[float, float]] = {}
-        """Caller to (what was left, when)."""
+        """Caller to (tokens left, time in s)."""
 
     def count(self, caller: str) -> None:
-        """One more of them. Raises CapacityError with `retry_after_s`."""
+        """Count one event of `caller`. Raises CapacityError with `retry_after_s`."""
         now = time.monotonic()
         full = max(1.0, self._per_minute)
         left, at = self._left.pop(caller, (full, now))
@@ -155,7 +157,7 @@ class RateLimit:
 
 
 class Authorizer:
-    """Admits callers, or says why not. Without tokens everybody may do everything, as `anonymous`."""
+    """Admits callers by token, role and rate. Without a token store everybody is `anonymous` with every role."""
 
     def __init__(
         self,
@@ -170,14 +172,14 @@ class Authorizer:
 
     @property
     def closed(self) -> bool:
-        """True when tokens are asked for."""
+        """True if callers need tokens."""
         return self._tokens is not None
 
     def admit(self, authorization: str, peer: str, role: Role) -> Principal:
-        """Who calls.
+        """The caller, who has `role`; counts one request.
 
         Raises:
-            UnauthenticatedError, ForbiddenError, CapacityError: too often.
+            UnauthenticatedError, ForbiddenError, CapacityError (too many requests).
         """
         if self._tokens is None:
             who = Principal(name="anonymous", roles=frozenset(Role))
@@ -201,5 +203,5 @@ class Authorizer:
         try:
             return self._tokens.find(authorization)
         except UnauthenticatedError:
-            self._requests.count(peer)  # guessing has a rate too, by address: there is no name yet
+            self._requests.count(peer)  # guesses are limited too, by address: there is no name yet
             raise

@@ -1,4 +1,4 @@
-"""Between the registry's nouns and their messages."""
+"""Converts between the registry's types and their messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decode_kind(kind: pb.RewardKind.ValueType) -> Kind:
 
 
 def encode_case(case: Case) -> pb.RewardCase:
-    """Any case."""
+    """To a message."""
     return pb.RewardCase(
         solution=printable(case.solution),
         score=case.score,
@@ -60,7 +60,7 @@ def decode_case(message: pb.RewardCase) -> Case:
 
 
 def encode_submission(submission: Submission) -> pb.SubmitRewardRequest:
-    """Any submission."""
+    """To a message."""
     return pb.SubmitRewardRequest(
         name=submission.name,
         source=submission.source,
@@ -93,7 +93,7 @@ def decode_submission(message: pb.SubmitRewardRequest) -> Submission:
 
 
 def encode_name(name: Name) -> pb.RewardName:
-    """Any name."""
+    """To a message."""
     watched, share = name.watched
     return pb.RewardName(
         name=name.name,
@@ -121,20 +121,23 @@ def decode_name(message: pb.RewardName) -> Name:
     return Name(name=message.name, history=tuple(history))
 
 
-def encode_differences(found: Differences) -> pb.RewardDifferences:
-    """Any comparison."""
+def encode_differences(differences: Differences) -> pb.RewardDifferences:
+    """To a message."""
     return pb.RewardDifferences(
-        a=found.a,
-        b=found.b,
-        rows=found.rows,
-        compared=found.compared,
-        equal=found.equal,
-        faults_a=found.faults_a,
-        faults_b=found.faults_b,
-        skipped=found.skipped,
-        mean_a=found.mean_a,
-        mean_b=found.mean_b,
-        largest=[pb.RewardDifference(uid=printable(u), a=a, b=b) for _, u, a, b in found.most],
+        a=differences.a,
+        b=differences.b,
+        rows=differences.rows,
+        compared=differences.compared,
+        equal=differences.equal,
+        faults_a=differences.faults_a,
+        faults_b=differences.faults_b,
+        skipped=differences.skipped,
+        mean_a=differences.mean_a,
+        mean_b=differences.mean_b,
+        largest=[
+            pb.RewardDifference(uid=printable(u), a=a, b=b)
+            for _, u, a, b in differences.largest_first
+        ],
     )
 
 

@@ -161,7 +161,7 @@ async def test_an_open_circuit_asks_nobody_until_one_probe_succeeds(server: Serv
         down = await judge.score([sample("x", n) for n in range(10)])
         assert len(server.asked) == 3
         assert {s.outcome for s in down} == {Outcome.INFRA_FAULT}
-        assert "failed 3 times in a row and is left alone" in down[9].reason
+        assert "failed 3 times in a row: it is not called for" in down[9].reason
         server.handler = lambda path, body: (200, 1)
         await asyncio.sleep(0.35)
         up = await judge.score([sample("x", n) for n in range(4)])

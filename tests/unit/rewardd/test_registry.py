@@ -384,7 +384,7 @@ async def test_two_versions_are_compared_on_given_and_on_recent_samples(opened: 
     await registry.submit("ann", constant(2, source=HEAD + "    return len(solution_str)\n"))
     found = await registry.compare("reward", one, "", [sample("x", 0), sample("yyy", 1)])
     assert (found.compared, found.equal, found.mean_a, found.mean_b) == (2, 1, 1.0, 2.0)
-    assert found.most == [(2.0, "run/task/1.0", 1.0, 3.0)]
+    assert found.largest_first == [(2.0, "run/task/1.0", 1.0, 3.0)]
     await registry.judge.score([sample("zz", 4)])
     recent = await registry.compare("reward", "recipe", "", [])
     assert (recent.compared, recent.mean_a, recent.mean_b) == (1, -1.0, 2.0)
@@ -430,5 +430,5 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_answered(tmp_path: Path) ->
         for version in known:
             assert store.manifest(version).hash == version
             assert store.content(version).endswith(b"#")
-        store.keep(set(known))
+        store.delete_all_but(set(known))
         store.close()

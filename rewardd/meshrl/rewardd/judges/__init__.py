@@ -1,1 +1,1 @@
-"""Judges that are not Python functions: one file per kind, whose name is what a recipe says."""
+"""Judges that are not Python functions: one file per kind; the file name is the `kind` in a recipe."""

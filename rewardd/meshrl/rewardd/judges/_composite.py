@@ -1,11 +1,11 @@
-"""Several judges as one: the weighted sum of their scores, each a component by its label; gates come first.
+"""Several judges as one: the weighted sum of their scores; each score is a component named by its label.
 
     reward = Σ weight · score        unless a gated part scores below its gate: then that part alone, weight · score
 
-Where a part rewards tokens, so does the sum; what a part that does not has to say joins at the last token.
+If a part rewards tokens, so does the sum; the scores of parts that do not are added at the last token.
 
-Components are what GDPO weighs by itself (`algorithm.gdpo_reward_keys`). A part that gives no score gives the whole
-none: half a reward would be a wrong one.
+GDPO weighs components itself (`algorithm.gdpo_reward_keys`). If one part gives no score, the sample gets none: an
+incomplete sum would be a wrong reward.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshrl.contract.types import Outcome, Sample, Score
 
 
 class StartableJudge(Judge, Protocol):
-    """A Judge that can be warmed."""
+    """A Judge that is started before it scores."""
 
     async def start(self) -> None:
-        """Be ready. Raises ConfigError when it cannot be."""
+        """Get ready to score. Raises ConfigError."""
         ...
 
 
@@ -33,11 +33,11 @@ class Part:
     """One judge among several."""
 
     label: str
-    """The name of its component; empty for the functions, whose components have names."""
+    """The name of its component; empty for the functions, whose components have their own names."""
     judge: StartableJudge
     weight: float = 1.0
     gate: float | None = None
-    """Below this score the reward is this part's alone."""
+    """Below this score the reward is this part's weighted score alone."""
 
 
 class CompositeJudge:
@@ -49,7 +49,7 @@ class CompositeJudge:
 
     @property
     def reward_hash(self) -> str:
-        """Of what the recipe says about the parts."""
+        """Hash of what the recipe says about the parts."""
         return self._hash
 
     async def start(self) -> None:
@@ -61,14 +61,14 @@ class CompositeJudge:
         await asyncio.gather(*(part.judge.close() for part in self._parts))
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """One Score per sample, in order; all parts are asked at once."""
+        """One Score per sample, in order; all parts score at the same time."""
         columns = await asyncio.gather(*(part.judge.score(samples) for part in self._parts))
         return [
-            self._together(sample, scores)
+            self._combine(sample, scores)
             for sample, scores in zip(samples, zip(*columns, strict=True), strict=True)
         ]
 
-    def _together(self, sample: Sample, scores: Sequence[Score]) -> Score:
+    def _combine(self, sample: Sample, scores: Sequence[Score]) -> Score:
         for part, score in zip(self._parts, scores, strict=True):
             if not score.outcome.trainable:
                 named = f"{part.label}: {score.reason}" if part.label else score.reason

@@ -1,4 +1,4 @@
-"""What judges behind HTTP have in common: one request per sample, some at once; outcomes; a hash."""
+"""Base class of judges behind HTTP: one request per sample, several at once; outcomes; a hash."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ MAX_SHOWN = 200
 
 
 class RemoteJudgeConfig(Config):
-    """What every judge behind an HTTP address needs."""
+    """Options of every judge behind HTTP."""
 
     url: str
-    """`http://` or `https://`; see the judge for which path it adds."""
+    """`http://` or `https://`; the judge's page says which path it adds."""
     token_env: str | None = None
     """The environment variable whose value is sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Sent with every request."""
     concurrency: PositiveInt = 32
-    """Requests under way at once."""
+    """Concurrent requests."""
     guard: RetryConfig = RetryConfig()
     """Deadline, retries, circuit breaker."""
 
 
 class RemoteJudge(ABC):
-    """Implements the Judge port for `_ask`, which scores one sample."""
+    """Implements the Judge port on `_ask`, which scores one sample."""
 
     def __init__(self, kind: str, config: RemoteJudgeConfig) -> None:
-        """Raises ConfigError when the variable of `token_env` is not set or the URL is none."""
+        """Raises ConfigError if the variable of `token_env` is not set or `url` is not HTTP."""
         if not config.url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"judge {kind}: url {config.url!r} does not start with http:// or https://"
@@ -69,11 +69,11 @@ class RemoteJudge(ABC):
 
     @property
     def reward_hash(self) -> str:
-        """Of the kind and its configuration, addresses and patience left out; not of what answers there."""
+        """Hash of the kind and its options except addresses and deadlines; the remote program is not covered."""
         return self._hash
 
     async def start(self) -> None:
-        """Nothing is asked yet: a judge that is away now may be there when the first row comes."""
+        """Sends nothing: a judge that is down now may be up when the first row comes."""
         return
 
     async def close(self) -> None:
@@ -81,7 +81,7 @@ class RemoteJudge(ABC):
         await self._client.aclose()
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """One Score per sample, in order; a failure says what failed and where."""
+        """One Score per sample, in order; a fault says what failed and where."""
         return await asyncio.gather(*(self._score(sample) for sample in samples))
 
     async def _score(self, sample: Sample) -> Score:
@@ -111,15 +111,15 @@ class RemoteJudge(ABC):
 
     @abstractmethod
     async def _ask(self, sample: Sample) -> Json:
-        """A number, or a dict with `score`. Raises MeshError; a retryable one is tried again."""
+        """A number, or a dict with `score`. Raises MeshError; retryable ones are retried."""
 
     async def post(self, path: str, body: Json) -> Json:
         """The JSON answer to `body`.
 
         Raises:
-            UnavailableError: no connection, or a status that may pass.
-            UserError: any other status from 400 on; says what the answer says.
-            CorruptError: no JSON, or too much.
+            UnavailableError: no connection, or a status that may be temporary.
+            UserError: any other status from 400 on; quotes the answer.
+            CorruptError: the answer is not JSON, or too large.
         """
         try:
             content = json.dumps(body).encode(errors="replace")
@@ -131,9 +131,9 @@ class RemoteJudge(ABC):
         except httpx.HTTPError as error:
             raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
         if answer.status_code >= 400:
-            said = " ".join(answer.text[:MAX_SHOWN].split())
+            detail = " ".join(answer.text[:MAX_SHOWN].split())
             kind = UnavailableError if answer.status_code in RETRYABLE else UserError
-            raise kind(f"HTTP {answer.status_code} from {self._url}{path}: {said}")
+            raise kind(f"HTTP {answer.status_code} from {self._url}{path}: {detail}")
         if len(answer.content) > MAX_ANSWER_BYTES:
             raise CorruptError(f"an answer of {len(answer.content)} bytes")
         try:
@@ -143,7 +143,7 @@ class RemoteJudge(ABC):
 
 
 def hash_of(kind: str, config: RemoteJudgeConfig) -> str:
-    """32 hex digits of SHA-256 over what decides a score."""
+    """32 hex digits of SHA-256 over the options that decide a score."""
     content = config.model_dump(
         mode="json", exclude={"url", "token_env", "headers", "concurrency", "guard"}
     )
@@ -151,7 +151,7 @@ def hash_of(kind: str, config: RemoteJudgeConfig) -> str:
 
 
 def conversation(sample: Sample) -> list[Mapping[str, Any]]:
-    """The prompt's messages and the response as the assistant's.
+    """The messages of the prompt, and the response as the assistant's message.
 
     Raises:
         UserError: the sample has no messages.

@@ -1,11 +1,11 @@
-"""Asking a judge elsewhere: a deadline over all tries, retries with growing pauses, and a circuit breaker.
+"""Calls a remote judge: one deadline over all tries, retries with growing pauses, and a circuit breaker.
 
     closed ──`failures` in a row──▶ open ──after `cooldown_s`──▶ half open ──one success──▶ closed
                                      ▲                              └────────one failure──▶ open
 
-While the circuit is open calls fail at once and name the failure that opened it: a judge that is down costs no
-waiting, and is not hammered when it comes back. What cannot become right by asking again (a wrong request) is not
-retried and opens nothing.
+While the circuit is open, calls fail at once with the failure that opened it. So nobody waits for a judge that is
+down, and it is not flooded when it comes back. An error that a retry cannot repair (a wrong request) is not retried
+and does not count.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ T = TypeVar("T")
 
 
 class RetryConfig(Config):
-    """How patient to be with a judge elsewhere."""
+    """Deadline, retries and circuit breaker of a remote judge."""
 
     deadline_s: PositiveFloat = 60.0
-    """Of one sample (or one batch), all tries together."""
+    """Seconds for one sample (or one batch), all tries together."""
     retries: NonNegativeInt = 3
-    """Tries after the first, for failures that may pass: no connection, 408, 425, 429, 5xx."""
+    """Tries after the first, for temporary failures: no connection, 408, 425, 429, 5xx."""
     pause_s: NonNegativeFloat = 0.5
-    """Before the first retry; doubled each time, up to `max_pause_s`, half of it drawn at random."""
+    """Seconds before the first retry; doubled each time, up to `max_pause_s`; half of each pause is random."""
     max_pause_s: PositiveFloat = 20.0
     failures: PositiveInt = 8
-    """In a row, over all samples, that open the circuit."""
+    """Failures in a row, over all samples, that open the circuit."""
     cooldown_s: PositiveFloat = 10.0
-    """Until an open circuit lets one call through."""
+    """Seconds until an open circuit lets one call through."""
 
 
 class Retrier:
-    """One per judge elsewhere."""
+    """One per remote judge."""
 
     def __init__(self, name: str, config: RetryConfig) -> None:
-        """`name` is what messages call the judge."""
+        """`name` stands for the judge in messages."""
         self._name = name
         self._config = config
         self._failures = 0
@@ -56,12 +56,12 @@ class Retrier:
         self._draw = random.Random(name)
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The answer of `call`, tried as often as the config allows.
+        """The answer of `call`, which is retried as the config allows.
 
         Raises:
             TimeoutError: the deadline passed.
             UnavailableError: the circuit is open, or the last try failed; says why.
-            MeshError: what `call` raised that no retry can mend.
+            MeshError: what `call` raised, if a retry cannot repair it.
         """
         async with asyncio.timeout(self._config.deadline_s):
             for number in range(self._config.retries + 1):
@@ -72,7 +72,7 @@ class Retrier:
                     answer = await call()
                 except MeshError as error:
                     if not error.retryable:
-                        self._succeeded()  # it is there, and it says no
+                        self._succeeded()  # the judge answers, so the circuit stays closed
                         raise
                     self._failed(str(error))
                 except asyncio.CancelledError:
@@ -91,13 +91,13 @@ class Retrier:
         return pause * (0.5 + 0.5 * self._draw.random())
 
     def _enter(self) -> bool:
-        """Pass the circuit; True for the one call that tries whether the judge is back."""
+        """Raise if the circuit is open; True for the one call that probes whether the judge is back."""
         if self._failures < self._config.failures:
             return False
         left = self._open_until - time.monotonic()
         if left > 0 or self._probing:
             raise UnavailableError(
-                f"{self._name} failed {self._failures} times in a row and is left alone"
+                f"{self._name} failed {self._failures} times in a row: it is not called"
                 f" for {max(left, 0):.1f} s more: {self._last}"
             )
         self._probing = True

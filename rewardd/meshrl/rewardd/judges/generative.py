@@ -1,8 +1,8 @@
-"""A language model as judge, through any OpenAI-compatible endpoint: a template asks, a pattern finds the score.
+"""A language model as judge behind any OpenAI-compatible endpoint: a template asks, a pattern finds the score.
 
 The template may use {prompt}, {response}, {ground_truth}, {data_source}; other braces stay as they are. The score is
-the last match of `pattern` (its first group), divided by `scale`. An answer without a score is an infrastructure
-fault after `attempts` tries: the judge has failed, not the policy.
+the last match of `pattern` (its first group), divided by `scale`. After `attempts` answers without
+a score the result is an infrastructure fault: the judge has failed, not the policy.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Config(RemoteJudgeConfig):
     system: str = ""
     """The system message; empty: none."""
     pattern: RegularExpression = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """Its first group, at its last match, is the score."""
+    """The first group of its last match is the score."""
     scale: PositiveFloat = 10.0
     """The score is divided by this."""
     low: float = 0.0
-    """A score below (after scaling) is none."""
+    """A lower score (after scaling) is rejected."""
     high: float = 1.0
-    """A score above (after scaling) is none."""
+    """A higher score (after scaling) is rejected."""
     temperature: NonNegativeFloat = 0.0
     max_tokens: PositiveInt = 512
     attempts: PositiveInt = 2
-    """Answers asked for until one has a score."""
+    """Most answers requested until one has a score."""
 
     @field_validator("pattern")
     @classmethod
@@ -71,7 +71,7 @@ class GenerativeJudge(RemoteJudge):
         self._pattern = re.compile(config.pattern)
 
     async def _ask(self, sample: Sample) -> Json:
-        config, said = self._config, ""
+        config, answer = self._config, ""
         system = [{"role": "system", "content": config.system}] if config.system else []
         question = {"role": "user", "content": filled(config.template, sample)}
         for number in range(config.attempts):
@@ -79,18 +79,18 @@ class GenerativeJudge(RemoteJudge):
                 "model": config.model,
                 "messages": [*system, question],
                 "max_tokens": config.max_tokens,
-                # The same question at temperature 0 has the same answer: a further try must differ.
+                # At temperature 0 the same question gets the same answer, so a further try needs a higher one.
                 "temperature": config.temperature if number == 0 else max(config.temperature, 0.7),
             }
-            said = _content(await self.post("/chat/completions", body))
-            if (score := self._parsed(said)) is not None:
+            answer = _content(await self.post("/chat/completions", body))
+            if (score := self._parsed(answer)) is not None:
                 return score
         raise InfraError(
-            f"the generative judge gave no score in {config.attempts} answers; the last ends with {said[-120:]!r}"
+            f"the generative judge gave no score in {config.attempts} answers; the last ends with {answer[-120:]!r}"
         )
 
-    def _parsed(self, said: str) -> float | None:
-        found = self._pattern.findall(said)
+    def _parsed(self, answer: str) -> float | None:
+        found = self._pattern.findall(answer)
         try:
             first = found[-1] if isinstance(found[-1], str) else found[-1][0]
             score = float(first) / self._config.scale
@@ -100,7 +100,7 @@ class GenerativeJudge(RemoteJudge):
 
 
 def filled(template: str, sample: Sample) -> str:
-    """The template with the sample's fields, each put in once: braces in a response are text."""
+    """The template with the sample's fields filled in; braces inside a response stay text."""
     values = {
         "prompt": "\n\n".join(message.content for message in sample.messages),
         "response": sample.solution,

@@ -1,4 +1,4 @@
-"""A judge behind the mesh's own `Reward` service: another reward process, on another machine perhaps."""
+"""A judge behind the mesh's own `Reward` service: another reward process, possibly on another machine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
 
 CLIENT = "meshrl.rpc.clients.reward"
-"""Its client. This room knows no gRPC, so it is found by name when a recipe asks for it."""
+"""Module of its client, imported by name on demand, because this package imports no gRPC."""
 
 
 class Config(config.Config):
-    """Where it listens."""
+    """Options of the kind `grpc`."""
 
     address: str
     """`host:port`."""
@@ -26,7 +26,7 @@ class Config(config.Config):
 
 
 class GrpcJudge:
-    """The Judge port, guarded.."""
+    """The Judge port, with deadline, retries and circuit breaker."""
 
     def __init__(self, client: Any, address: str, guard: RetryConfig) -> None:
         self._client = client
@@ -35,15 +35,15 @@ class GrpcJudge:
 
     @property
     def reward_hash(self) -> str:
-        """What scores there, asked at the start."""
+        """Of the remote judge, read at start."""
         return self._judge.reward_hash
 
     async def start(self) -> None:
-        """Ask what scores there. Raises UnavailableError, or TimeoutError after the guard's deadline."""
+        """Read the remote reward hash. Raises UnavailableError, or TimeoutError after `guard.deadline_s`."""
         await self._retrier.ask(self._client.open)
 
     async def close(self) -> None:
-        """Hang up; idempotent."""
+        """Close the connection; idempotent."""
         await self._judge.close()
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
@@ -53,7 +53,7 @@ class GrpcJudge:
         except TimeoutError:
             outcome, reason = (
                 Outcome.TIMEOUT,
-                "the judge elsewhere did not answer within its deadline",
+                "the remote judge did not answer within its deadline",
             )
         except MeshError as error:
             outcome, reason = Outcome.INFRA_FAULT, str(error)

@@ -1,4 +1,4 @@
-"""A judge of your own behind HTTP: one POST of JSON per sample, a score back.
+"""Your own judge behind HTTP: one POST of JSON per sample, the answer is a score.
 
 POST url  {"uid", "data_source", "solution_str", "ground_truth", "extra_info", "messages"}
 200       a number, {"score": …, further numbers, "token_rewards": […]} or {"fault": "why no score"}
@@ -14,10 +14,10 @@ from meshrl.rewardd.judges._remote import RemoteJudge, RemoteJudgeConfig
 
 
 class Config(RemoteJudgeConfig):
-    """The whole `url` is asked."""
+    """Requests go to `url` as it is."""
 
     version: str = ""
-    """Part of the reward hash: change it when what answers there changes."""
+    """Part of the reward hash: change it when the remote program changes."""
 
 
 class HttpJudge(RemoteJudge):

@@ -1,4 +1,4 @@
-"""Inside a scoring process: from a FunctionSpec to a callable, and from what it returns to numbers."""
+"""Runs in a scoring process: turns a FunctionSpec into a callable, and what it returns into numbers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MAX_FLOAT32 = 3.4028234663852886e38
 MAX_REASON = 2000
 MAX_COMPONENTS = 64
 RESERVED = ("score", "token_rewards", "outcome")
-"""Keys of a dict that are no components."""
+"""Keys of a result that are not components."""
 
 
 class BadScoreError(MeshError):
-    """A function returned something that is not a score; says what, and what would be one."""
+    """A function returned something that is not a score; says what, and what is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ class Scorer:
     spec: FunctionSpec
     call: Callable[..., Any]
     arguments: Mapping[str, Any]
-    """Beside the sample: the user's kwargs, or a built-in's validated `config`."""
+    """Arguments beside the sample: the user's kwargs, or the validated `config` of a built-in."""
 
     together: Callable[..., Any] | None = None
-    """A batch function as it was written, for many samples in one call."""
+    """The batch function itself, for many samples in one call."""
 
     @property
     def concurrent(self) -> bool:
@@ -55,7 +55,7 @@ class Scorer:
         """Call a batch function once with every sample.
 
         Raises:
-            BadScoreError: it returned no list of one score per sample.
+            BadScoreError: it did not return a list with one score per sample.
         """
         assert self.together is not None
         columns = {
@@ -116,7 +116,9 @@ def load(spec: FunctionSpec) -> Scorer:
 
 def _import(spec: FunctionSpec) -> types.ModuleType:
     if spec.path and spec.path not in sys.path:
-        sys.path.insert(0, spec.path)  # a wheel of pure Python: a zip that can be imported as it is
+        sys.path.insert(
+            0, spec.path
+        )  # a pure Python wheel is a zip file that Python can import from
     try:
         return importlib.import_module(spec.module)
     except Exception as error:
@@ -124,13 +126,13 @@ def _import(spec: FunctionSpec) -> types.ModuleType:
 
 
 def _compile(spec: FunctionSpec) -> types.ModuleType:
-    """The module that `spec.source` makes, as if `spec.path` were run: its folder is importable."""
+    """Execute `spec.source` as a module; like a script at `spec.path`, it can import from its folder."""
     module = types.ModuleType("meshrl_reward_" + spec.digest[:12])
     module.__file__ = spec.path
     folder = str(Path(spec.path).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    # dataclasses, typing and inspect look a class's module up by its name; tracebacks look the line up here.
+    # dataclasses, typing and inspect find the module of a class by name; tracebacks find lines in linecache.
     sys.modules[module.__name__] = module
     linecache.cache[spec.path] = (
         len(spec.source),
@@ -162,7 +164,7 @@ def _check_signature(
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):
-        return  # written in C: it cannot be asked
+        return  # written in C: it has no signature to check
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS[spec.kind]), **arguments)
     except TypeError as error:
@@ -242,7 +244,7 @@ def token_rewards_of(result: Any, function: str, length: int | None) -> list[flo
 
 
 def _outcome_of(result: Any, function: str) -> str | None:
-    """`policy_fault` where a dict says so: the answer is bad, and its score is legal."""
+    """`policy_fault` if the dict says so: the answer is bad, but its score counts."""
     outcome = result.get("outcome") if isinstance(result, Mapping) else None
     if outcome not in (None, Outcome.OK, Outcome.POLICY_FAULT):
         raise BadScoreError(
@@ -287,7 +289,7 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
     token. Below a gate there are none.
 
     Raises:
-        BadScoreError: what a function returned is no score.
+        BadScoreError: a function did not return a score.
     """
     total, components, plain = 0.0, {}, 0.0
     tokens: list[float] | None = None

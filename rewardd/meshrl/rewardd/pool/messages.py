@@ -1,4 +1,4 @@
-"""Length-prefixed JSON: how the service and its scoring processes speak. Nothing is pickled.
+"""The protocol between the service and its scoring processes: length-prefixed JSON. Nothing is pickled.
 
 frame = uint32 (big-endian) n, then n bytes of JSON
 """
@@ -14,7 +14,7 @@ from meshrl.contract.types import Json
 
 HEADER = struct.Struct(">I")
 MAX_REPLY_BYTES = 1 << 20
-"""A scoring process has little to say; more than this is not ours."""
+"""Replies are small: a longer one did not come from our code."""
 
 
 def encode(message: Json) -> bytes:
@@ -34,7 +34,7 @@ def read(stream: BinaryIO) -> Json | None:
 
 
 class Decoder:
-    """Frames out of chunks as they come."""
+    """Reads frames from chunks of any size."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -43,7 +43,7 @@ class Decoder:
         """The frames that `chunk` completes.
 
         Raises:
-            CorruptError: the bytes are not frames of ours.
+            CorruptError: the bytes are not frames.
         """
         self._buffer += chunk
         frames, start = [], 0

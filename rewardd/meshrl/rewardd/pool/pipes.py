@@ -1,7 +1,7 @@
-"""Pipes to a child on any event loop, with file descriptors that we close ourselves, once, at a moment we choose.
+"""Pipes to a child process on any event loop. We close the file descriptors ourselves, exactly once.
 
-Transports would do, but asyncio's and uvloop's disagree on who closes the descriptor of a pipe whose other end is
-gone; closing one twice closes somebody else's.
+The transports of asyncio and uvloop disagree on who closes the descriptor of a pipe whose other end has closed, and
+closing a number twice may close another file that has got it since.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CHUNK = 1 << 16
 
 
 class PipeReader:
-    """Calls `on_data` with what arrives and once, with nothing, at the end."""
+    """Calls `on_data` with each chunk that arrives and once, with an empty one, at the end."""
 
     def __init__(self, file: IO[bytes], on_data: Callable[[bytes], None]) -> None:
         self._file = file
@@ -38,7 +38,7 @@ class PipeReader:
         return bool(data)
 
     def close(self, drain: int = 16) -> None:
-        """Take at most `drain` more chunks of what is already there, then close. Idempotent."""
+        """Read at most `drain` chunks that have arrived already, then close. Idempotent."""
         if not self._open:
             return
         self._open = False
@@ -50,7 +50,7 @@ class PipeReader:
 
 
 class PipeWriter:
-    """Buffers what the pipe does not take at once. A closed other end is no error here: it shows at the reader."""
+    """Buffers what the pipe does not accept at once. Ignores a closed other end: the reader notices it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -80,7 +80,7 @@ class PipeWriter:
             self._loop.remove_writer(self._fd)
 
     def close(self) -> None:
-        """Drop what is still buffered. Idempotent."""
+        """Drop the rest of the buffer. Idempotent."""
         if self._open:
             self._open = False
             self._loop.remove_writer(self._fd)

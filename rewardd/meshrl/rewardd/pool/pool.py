@@ -1,15 +1,15 @@
-"""A pool of scoring processes: samples in, results out, whatever the functions do.
+"""A pool of scoring processes: one result per sample, whatever the functions do.
 
-    score() ──▶ pending ──▶ worker 1 ⇄ process      a worker takes samples when its process has room,
-                   ▲   └──▶ worker 2 ⇄ process      watches the deadline of the oldest one,
-                   └── innocents of a dead process  and starts a fresh process when this one is gone
+    score() ──▶ pending ──▶ slot 1 ⇄ process        a slot takes samples when its process has room,
+                   ▲   └──▶ slot 2 ⇄ process        watches the deadline of the oldest one,
+                   └── other samples of a dead one  and starts a fresh process when this one ends
 
-consumes: samples. waits for: a process with room, a result. unblocked by: a result, a process's death, a deadline.
-produces: one result per sample, always.
+consumes: samples. waits for: a process with room, a result. unblocked by: a result, the end of a process, a deadline.
+produces: exactly one result per sample.
 
-Who is to blame when a process dies: plain functions run in order, so it is the oldest unanswered sample; with
-`async def` it may be any that runs. Suspects are scored again, each alone in a process; who kills that one too is
-guilty, all others get their scores. A process killed from outside therefore costs nothing.
+Which sample ended a process? Plain functions run in order, so it was the oldest unanswered sample; with `async def`
+it may be any that ran. These suspects are scored again, each alone in a process. A suspect whose process ends again
+gets a fault; all others get their scores. So a process killed from outside costs no score.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from meshrl.rewardd.sandbox.sandbox import Sandbox
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""An `async def` function is cancelled inside its process at the deadline; only if that fails it is killed."""
+"""The process cancels an `async def` function at the deadline; only if that fails, the process is killed."""
 TARGET_S = 0.05
-"""A process is handed about this much work at once, so that slow samples spread over all processes."""
+"""A process gets about this many seconds of work at once, so that slow samples spread over all processes."""
 START_TRIES = 5
-"""Failed starts in a row after which waiting samples are given back as faults."""
-LAST_LOOK_S = 0.05
+"""After this many failed starts in a row, waiting samples are answered with a fault."""
+OVERDUE_GRACE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of one sample."""
+    """Result of one sample."""
 
     outcome: Outcome
     score: float = 0.0
     components: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     token_rewards: tuple[float, ...] | None = None
-    """One per response token, where the function gives them."""
+    """One per response token, if the function returns them."""
 
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """One sample on its way."""
+    """One sample in the pool."""
 
     number: int
     encoded: bytes
     done: asyncio.Future[Result]
     deaths: int = 0
-    """Processes that died while this sample was a suspect."""
+    """Processes that ended while this sample was a suspect."""
 
 
 class _Slot:
-    """One worker's place in the pool: its process of the moment and what that one holds."""
+    """One of the pool's `workers` slots: its current process and the samples of that process."""
 
     def __init__(self, index: int, sandbox: Sandbox) -> None:
         self.index = index
@@ -74,15 +74,15 @@ class _Slot:
         self.worker = Worker(f"judge-{index}", self.wake, sandbox)
         self.in_flight: dict[int, _Item] = {}
         self.since: dict[int, float] = {}
-        """When the clock of each sample in flight started."""
+        """Time at which the deadline of each sample in flight began to run."""
         self.sent = 0
-        """How many samples were handed over last."""
+        """Number of samples in the last message to the process."""
         self.mean_s = TARGET_S
-        """Of one sample, moving."""
+        """Seconds per sample, moving average."""
 
 
 class ScoringPool:
-    """Scores with one rule in `config.workers` processes, each in a cell of its own."""
+    """Scores with one rule in `config.workers` processes, each in a sandbox of its own."""
 
     def __init__(self, rule: Rule, config: RewardConfig, sandbox: Sandbox) -> None:
         self._rule = rule
@@ -99,7 +99,7 @@ class ScoringPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, as they are now."""
+        """Of the current processes."""
         return [slot.worker.pid for slot in self._slots]
 
     async def start(self) -> None:
@@ -145,7 +145,7 @@ class ScoringPool:
             return list(await asyncio.gather(*(item.done for item in items)))
         finally:
             for item in items:
-                item.done.cancel()  # does nothing to a finished one; a cancelled one is not handed out any more
+                item.done.cancel()  # no effect on a finished one; a cancelled one is not sent any more
 
     def _admit(self, sample: Mapping[str, Json]) -> _Item:
         self._number += 1
@@ -161,7 +161,7 @@ class ScoringPool:
         return item
 
     async def close(self) -> None:
-        """Kill and reap every process; what waits is answered as cancelled. Idempotent."""
+        """Kill and reap every process; waiting samples are answered as cancelled. Idempotent."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -183,11 +183,11 @@ class ScoringPool:
         self._tasks.append(task)
 
     def _on_served(self, slot: _Slot, task: asyncio.Task[None]) -> None:
-        """A worker's task ends by cancellation only; should it crash, nobody may wait for it, now or later."""
+        """A slot's task ends by cancellation only. If it crashes, answer its samples and start another."""
         self._tasks.remove(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        log.error("a judge's worker ended; another takes its place", exc_info=error)
+        log.error("a worker slot of the judge crashed; it is started again", exc_info=error)
         for item in slot.in_flight.values():
             _finish(item, Result(outcome=Outcome.INFRA_FAULT, reason=f"judge: {error}"))
         slot.in_flight.clear()
@@ -196,7 +196,7 @@ class ScoringPool:
             self._start_serving(slot, fresh=False)
 
     async def _serve(self, slot: _Slot, *, fresh: bool) -> None:
-        """Keep a process at work, and replace it when it is gone; `fresh`: it has just been started."""
+        """Keep a process busy, and replace it when it ends; `fresh`: it has just been started."""
         if not fresh:
             await slot.worker.kill()
             await self._restart(slot)
@@ -225,7 +225,7 @@ class ScoringPool:
                 return
 
     async def _feed(self, slot: _Slot) -> None:
-        """Hand out samples and take results until the process is gone."""
+        """Send samples and record results until the process ends."""
         messages = slot.worker.messages
         while True:
             while messages:
@@ -238,15 +238,15 @@ class ScoringPool:
             if not slot.in_flight and slot.sent and (orphans := slot.worker.orphans) > 0:
                 slot.sent = 0
                 log.warning(
-                    "a function left %d processes behind: they are ended with its own", orphans
+                    "a function left %d processes behind: they are killed with its own", orphans
                 )
                 await self._on_exit(slot)
                 return
             self._fill(slot)
             remaining = self._remaining(slot)
             if remaining <= 0:
-                # The loop itself may have been slow: what has arrived by now counts.
-                await asyncio.sleep(LAST_LOOK_S)
+                # The event loop itself may have been slow: what has arrived by now counts.
+                await asyncio.sleep(OVERDUE_GRACE_S)
                 if not messages:
                     await self._overdue(slot)
                     return
@@ -259,7 +259,7 @@ class ScoringPool:
                 continue
 
     def _fill(self, slot: _Slot) -> None:
-        """Hand the process as many samples as it should hold; a suspect only when it holds none."""
+        """Send as many samples as the process should hold; a suspect only when it holds none."""
         if any(item.deaths for item in slot.in_flight.values()):
             return
         if not slot.in_flight:
@@ -272,7 +272,7 @@ class ScoringPool:
         if slot.worker.concurrent:
             free = config.concurrency - len(slot.in_flight)
         elif slot.in_flight:
-            return  # what was sent behind a slow sample would wait for it, though another process may be idle
+            return  # samples sent behind a slow one would wait for it, although another process may be idle
         else:
             free = min(config.batch_size, max(1, int(TARGET_S / max(slot.mean_s, 1e-6))))
         share = math.ceil(len(self._pending) / len(self._slots))
@@ -293,7 +293,7 @@ class ScoringPool:
         slot.worker.score([item.encoded for item in batch])
 
     def _record_answer(self, slot: _Slot, answer: tuple[int, Result] | None) -> bool:
-        """Finish a sample; False for an answer that nobody asked for."""
+        """Finish a sample; False for an answer to no sample in flight."""
         item = slot.in_flight.pop(answer[0], None) if answer is not None else None
         if answer is None or item is None:
             return False
@@ -302,9 +302,9 @@ class ScoringPool:
         if slot.worker.batched:
             took_s /= slot.sent
         elif not slot.worker.concurrent and slot.in_flight:
-            slot.since[next(iter(slot.in_flight))] = now  # the next one starts now
+            slot.since[next(iter(slot.in_flight))] = now  # the next one has just begun
         slot.mean_s += 0.1 * (took_s - slot.mean_s)
-        slot.worker.answered()
+        slot.worker.reset_output()
         _finish(item, answer[1])
         return True
 
@@ -317,34 +317,32 @@ class ScoringPool:
         return began + self._deadline_s + grace - time.monotonic()
 
     async def _overdue(self, slot: _Slot) -> None:
-        """Kill the process; the sample it is stuck on times out, or each suspect gets a process of its own."""
-        where = await slot.worker.where()
+        """Kill the process; the sample that it ran times out, or each of several suspects is scored alone."""
+        line = await slot.worker.current_line()
         await slot.worker.kill()
         suspects = self._suspects_of(slot)
         if len(suspects) == 1:
-            reason = f"no score after {self._deadline_s:g} s{where}"
+            reason = f"no score after {self._deadline_s:g} s{line}"
             _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
         self._requeue(slot, suspects)
 
     async def _on_exit(self, slot: _Slot) -> None:
-        """The process ended by itself: score its samples elsewhere, unless one has done this before."""
+        """The process ended by itself: score its samples again, unless the only suspect has ended one before."""
         code = await slot.worker.kill()
         suspects = self._suspects_of(slot)
-        exit_reason = slot.worker.exit_reason(code)
+        why = slot.worker.exit_reason(code)
         if suspects:
-            log.warning(
-                "a scoring process ended (%s) with %d samples", exit_reason, len(slot.in_flight)
-            )
+            log.warning("a scoring process ended (%s) with %d samples", why, len(slot.in_flight))
         if code == -signal.SIGXCPU and len(suspects) == 1:
             reason = f"more than {self._sandbox.limits.cpu_s} s of CPU time"
             _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
         elif len(suspects) == 1 and suspects[0].deaths:
-            reason = f"the function ended its process: {exit_reason}"
+            reason = f"the function ended its process: {why}"
             _finish(suspects.pop(), Result(outcome=Outcome.INFRA_FAULT, reason=reason))
         self._requeue(slot, suspects)
 
     def _suspects_of(self, slot: _Slot) -> list[_Item]:
-        """What may have run when the process ended: the oldest of plain functions, any of others."""
+        """Samples that may have run when the process ended: the oldest for plain functions, else all."""
         held = list(slot.in_flight.values())
         return held if slot.worker.concurrent or slot.worker.batched else held[:1]
 
@@ -365,7 +363,7 @@ class ScoringPool:
 
 
 def _answer(message: Json) -> tuple[int, Result] | None:
-    """The sample's number and its result; None for what a function wrote into a pipe that it found."""
+    """The sample's number and its result; None for bytes that a function wrote into the pipe itself."""
     try:
         number = int(message["id"])
         if "score" not in message:

@@ -1,6 +1,6 @@
-"""A rule is everything that decides a score: sources, arguments, weights. Its hash is its version.
+"""A rule: everything that decides a score (sources, arguments, weights). Its hash is its version.
 
-The file is read once. What was hashed is what the scoring processes run, also when the file on disk is edited later.
+Files are read once: the scoring processes run what was hashed, even when a file on disk is edited later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **reward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSpec:
-    """One function of a rule, complete: a process that gets it needs no file but what the function imports."""
+    """One function of a rule, complete: a process that gets it needs no file except what the function imports."""
 
     component: str
     weight: float
@@ -45,20 +45,20 @@ class FunctionSpec:
     gate: float | None = None
     """Below this score the reward is this function's alone."""
     digest: str
-    """Of the source, with every helper and package version that a built-in declares."""
+    """Hash of the source; for a built-in also of its helpers and the package versions that it declares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What scores: the weighted sum of `functions`."""
+    """The weighted sum of `functions`."""
 
     functions: tuple[FunctionSpec, ...]
     judges: tuple[Json, ...] = ()
-    """The judges beside them, as the recipe describes them; what answers elsewhere is not covered."""
+    """The judges beside them, as the recipe describes them; the remote programs themselves are not covered."""
 
     @property
     def reward_hash(self) -> str:
-        """32 hex digits of SHA-256 over sources, names, arguments and weights; not over where a file lies."""
+        """32 hex digits of SHA-256 over sources, names, arguments and weights; not over the path of a file."""
         content: list[Json] = [
             [f.component, f.weight, f.gate, f.kind, f.name, f.module, f.digest, f.kwargs]
             for f in self.functions
@@ -77,7 +77,7 @@ class Rule:
 
 
 def read_rule(config: RewardConfig) -> Rule:
-    """Read and check what a recipe names, running none of it.
+    """Read and check what a recipe names, without running any of it.
 
     Raises:
         ConfigError: an unknown name, a file that is missing, does not parse or does not define the function,
@@ -138,9 +138,7 @@ def _siblings(path: Path) -> list[str]:
 def _check_defines(path: Path, source: str, name: str) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # an odd escape in a user's string is no business of ours
+            warnings.simplefilter("ignore")  # an odd escape in a string of the user's is harmless
             tree = ast.parse(source, filename=str(path))
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 0
@@ -158,7 +156,7 @@ def _check_defines(path: Path, source: str, name: str) -> None:
         )
     }
     if name in bound or "*" in bound:
-        return  # bound by a def, an import or an assignment: the scoring process has the last word
+        return  # bound by a def, an import or an assignment: the scoring process checks it
     near = difflib.get_close_matches(name, functions, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     has = f"it defines {', '.join(functions)}" if functions else "it defines no function"
@@ -205,7 +203,7 @@ def _module_sources(origin: str, seen: set[str]) -> Iterator[str]:
 
 
 def _is_module(name: str) -> bool:
-    """True for a module of the rewards package itself: `find_spec` on a function's name would raise."""
+    """True for a module of the rewards package; `find_spec` on the name of a function would raise."""
     return name.startswith(f"{REWARDS}.") and name.count(".") == REWARDS.count(".") + 1
 
 

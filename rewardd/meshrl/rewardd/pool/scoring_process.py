@@ -3,8 +3,8 @@
     stdin  ◀── {"load": rule, …}, then {"score": [sample, …]} again and again
     stdout ──▶ {"ready": …} or {"refused": why}, then one {"id", "score" | "fault" …} per sample, as it is done
 
-The pipes are moved away from file descriptors 0 and 1 first, so that a function that prints or reads harms nothing;
-what it prints goes to stderr, which the service drains.
+First the pipes are moved away from file descriptors 0 and 1, so that a function may print and read without harm. Its
+output goes to stderr, which the service drains.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from meshrl.rewardd.sandbox import confinement
 
 PR_SET_PDEATHSIG = 1
 WHERE_SIGNAL = signal.SIGUSR2
-"""On this signal the process writes to stderr which line it is at, also while stuck inside C code."""
+"""On this signal the process writes its current line to stderr, even while it is stuck in C code."""
 
 
 def end_with_parent(parent: int) -> None:
-    """Be killed when the service dies (Linux); elsewhere the end of stdin ends this process. 0: a cell sees to it."""
+    """End with the service: by a signal on Linux, elsewhere by the end of stdin. 0: the sandbox ends the process."""
     if parent == 0:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
-        sys.exit(0)  # it died before we had asked
+        sys.exit(0)  # it died before the call above
 
 
 def move_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Our own ends of the pipes, closed in children; fd 0 becomes empty and fd 1 a second stderr."""
+    """Copies of the pipes that child processes do not inherit; fd 0 becomes /dev/null and fd 1 a second stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -67,13 +67,13 @@ class ScoringLoop:
         return len(self._scorers) == 1 and self._scorers[0].together is not None
 
     def reply(self, *messages: Json) -> None:
-        """Send frames whole, together."""
+        """Send complete frames, together."""
         view = memoryview(b"".join(map(frames.encode, messages)))
         while view:
             view = view[self._replies.write(view) :]
 
     def allow_cpu(self) -> None:
-        """From now on `cpu_s` more; the kernel ends the process with SIGXCPU beyond it."""
+        """Allow `cpu_s` more seconds from now on; beyond them the kernel ends the process with SIGXCPU."""
         if self._cpu_limit_s is None:
             return
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -82,7 +82,7 @@ class ScoringLoop:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
 
     async def score(self, sample: Json) -> Json:
-        """Run every function on one sample; a failure is a result that says whose it is."""
+        """Run every function on one sample; a failure becomes a result with its reason."""
         number = sample.pop("id")
         self.allow_cpu()
         limit_s = asyncio.timeout(self._deadline_s)
@@ -94,16 +94,16 @@ class ScoringLoop:
                     results.append(await result if inspect.isawaitable(result) else result)
             return {"id": number, **combine(self._scorers, results, _length(sample))}
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            # The user's code may raise anything at all; each becomes the result of this sample alone.
+            # The user's code may raise anything; it becomes the result of this sample only.
             if isinstance(error, TimeoutError) and limit_s.expired():
-                # The cancelled await, which the timeout was raised for, knows its line.
+                # The timeout was raised from the cancelled await, which knows its line.
                 line = where(error.__context__ or error)
                 reason = f"no score after {self._deadline_s:g} s{line}"
                 return {"id": number, "fault": Outcome.TIMEOUT, "reason": reason}
             return {"id": number, "fault": Outcome.INFRA_FAULT, "reason": describe(error)}
 
     def score_together(self, samples: list[Json]) -> list[Json]:
-        """Run a batch function once on all; what fails with several is tried again with each alone."""
+        """Run a batch function once on all samples; if it fails, run it on each sample alone."""
         self.allow_cpu()
         try:
             (scorer,) = self._scorers
@@ -119,20 +119,22 @@ class ScoringLoop:
             return [{"id": samples[0]["id"], **fault}]
 
     def _combined(self, result: Any, length: int | None) -> Json:
-        """One sample's answer; what is no score is the fault of that sample alone."""
+        """The answer for one sample; a bad score is a fault of that sample only."""
         try:
             return combine(self._scorers, [result], length)
         except MeshError as error:
             return {"fault": Outcome.INFRA_FAULT, "reason": describe(error)}
 
     async def serve(self, requests: BinaryIO, concurrent: bool) -> None:
-        """Until the requests end. Plain functions run one after the other, `async def` ones side by side."""
+        """Answer requests until they end. Plain functions run one after the other, `async def` ones concurrently."""
         if self.batched:
             while (message := frames.read(requests)) is not None:
                 self.reply(*self.score_together(message["score"]))
             return
         if not concurrent:
-            while (message := frames.read(requests)) is not None:  # nothing else runs in this loop
+            while (
+                message := frames.read(requests)
+            ) is not None:  # blocking is fine: nothing else runs in this event loop
                 for sample in message["score"]:
                     self.reply(await self.score(sample))
             return
@@ -146,7 +148,7 @@ class ScoringLoop:
 
 
 def _length(sample: Json) -> int | None:
-    """Response tokens, where the caller counted them."""
+    """Number of response tokens, if the caller counted them."""
     length = (sample["extra_info"] or {}).get("response_length")
     return length if isinstance(length, int) else None
 
@@ -175,7 +177,7 @@ def main() -> None:
     concurrent = any(scorer.concurrent for scorer in scorers)
     loop = ScoringLoop(scorers, message, replies)
     loop.reply({"ready": True, "concurrent": concurrent, "batched": loop.batched})
-    # The service went away: nobody is left to tell.
+    # The service has ended: nobody reads the answer.
     with contextlib.suppress(BrokenPipeError):
         asyncio.run(loop.serve(requests, concurrent))
 

@@ -1,4 +1,4 @@
-"""The ways in which a reward function may be called, each made to look like verl's `compute_score`."""
+"""The kinds of reward functions, and an adapter from each to the signature of verl's `compute_score`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.contract.errors import MeshError
 
 MAX_STEPS = 4096
 PARAGRAPH = re.compile(r"\S(?:.*?)(?=\n\s*\n|\s*\Z)", re.DOTALL)
-"""What a step is where a function does not say: text up to an empty line."""
+"""A step, unless the function says where steps end: text up to an empty line."""
 
 
 class Kind(StrEnum):
@@ -26,7 +26,7 @@ class Kind(StrEnum):
     """verl's batched: `(data_sources, solution_strs, ground_truths, extra_infos) -> list`, one entry per sample."""
     PROCESS = "process"
     """As `compute_score`, but returns a list of step scores, or of pairs (characters of the response up to the step's
-    end, score); the reward is their sum, and where the run rewards tokens each stands at its step's last token."""
+    end, score); the reward is their sum; if the run rewards tokens, each step's last token gets its score."""
 
 
 ARGUMENTS: Mapping[Kind, tuple[str, ...]] = {
@@ -34,15 +34,15 @@ ARGUMENTS: Mapping[Kind, tuple[str, ...]] = {
     Kind.BATCH: ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
     Kind.PROCESS: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""What each kind is called with."""
+"""Keywords that each kind is called with."""
 
 
 class BadShapeError(MeshError):
-    """A function returned something other than its kind promises."""
+    """A function returned something else than its kind requires."""
 
 
 def as_compute_score(kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A callable with verl's signature; `async def` stays so."""
+    """A callable with verl's signature; `async def` stays `async def`."""
     if kind is Kind.BATCH:
         return _wrapped(function, _as_lists, lambda name, result, _: _only(name, result))
     if kind is Kind.PROCESS:
@@ -72,7 +72,7 @@ def _wrapped(
 
 
 def _as_lists(arguments: dict[str, Any]) -> dict[str, Any]:
-    """One sample as a batch of one; further keywords go through."""
+    """One sample as a batch of one; other keywords stay as they are."""
     plural = dict(zip(ARGUMENTS[Kind.COMPUTE_SCORE], ARGUMENTS[Kind.BATCH], strict=True))
     return {plural.get(key, key): [v] if key in plural else v for key, v in arguments.items()}
 
@@ -90,7 +90,7 @@ def _only(name: str, result: Any) -> Any:
 
 
 def _of_steps(name: str, result: Any, arguments: dict[str, Any]) -> Any:
-    """`{score, steps, step_min, step_mean}` of a list of step scores, and `token_rewards` where tokens are known."""
+    """`{score, steps, step_min, step_mean}` of a list of step scores, and `token_rewards` if token ends are known."""
     if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, list | tuple):
@@ -126,7 +126,7 @@ def _is_pair(step: Any) -> bool:
 
 
 def _ends(name: str, steps: Sequence[Any], solution: str) -> list[int]:
-    """Characters up to the end of each step: as told, else the paragraphs of the response, if there are as many."""
+    """Characters up to the end of each step: those of the pairs, else the paragraphs of the response if as many."""
     if all(map(_is_pair, steps)):
         return [step[0] for step in steps]
     ends = [match.end() for match in PARAGRAPH.finditer(solution)]
@@ -141,7 +141,7 @@ def _ends(name: str, steps: Sequence[Any], solution: str) -> list[int]:
 def _at_tokens(
     ends: Sequence[int], scores: Sequence[float], token_ends: Sequence[int]
 ) -> list[float]:
-    """Each score at the token with which its step is complete; several steps may end in one token."""
+    """Rewards per token: each score at the token that ends its step; several steps may end in one token."""
     rewards = [0.0] * len(token_ends)
     for end, score in zip(ends, scores, strict=True):
         if rewards:

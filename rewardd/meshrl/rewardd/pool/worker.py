@@ -1,4 +1,4 @@
-"""The service's end of one scoring process: start, send, receive, ask where it is, kill."""
+"""The service's end of one scoring process: start, send, receive, find its current line, kill."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")
 
 TAIL_BYTES = 16_384
-"""How much of what a process printed is remembered."""
+"""Bytes of a process's output that are remembered."""
 LINES_PER_S = 20
-"""How much of it is passed on to the log; the rest is counted."""
+"""Lines of output that are logged each second; the others are counted."""
 KILL_WAIT_S = 5.0
 MAX_REASON = 2000
 WHERE_WAIT_S = 2.0
-"""On a busy machine even a signal takes its time; usually the answer is there in a millisecond."""
+"""Usually the answer takes a millisecond; on a busy machine a signal can take longer."""
 WHERE_SIGNAL = signal.SIGUSR2
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 
 
 class _Output:
-    """What a process prints: its end is remembered, a bounded part of it logged."""
+    """Output of a process: its end is remembered, and a limited number of lines is logged."""
 
     def __init__(self, name: str, limit: int | None, on_excess: Callable[[], None]) -> None:
         self.tail = bytearray()
@@ -50,7 +50,7 @@ class _Output:
         self._hidden = 0
 
     def take(self, data: bytes) -> None:
-        """Called with every chunk, and with nothing at the end."""
+        """Called with every chunk, and with an empty one at the end."""
         self.printed += len(data)
         if self._limit is not None and self.printed > self._limit:
             self._on_excess()
@@ -72,13 +72,13 @@ class _Output:
 
 
 class Worker:
-    """One scoring process with a rule loaded. `wake` is set when it said something or ended."""
+    """One scoring process with a rule loaded. `wake` is set when it sent a message or ended."""
 
     def __init__(self, name: str, wake: asyncio.Event, sandbox: Sandbox) -> None:
         self.concurrent = False
         self.batched = False
         self.breach = ""
-        """What it did that no scoring process does; it is to be killed."""
+        """How it broke the protocol, if it did; then it is killed."""
         self._sandbox = sandbox
         self._wake = wake
         self._output = _Output(name, sandbox.limits.output_bytes, self._on_excess_output)
@@ -98,13 +98,13 @@ class Worker:
         return self._process.pid
 
     async def start(self, rule: Rule) -> None:
-        """Spawn a fresh interpreter and load the rule in it; on any failure nothing is left running.
+        """Start a fresh interpreter and load the rule in it; on a failure nothing is left running.
 
         Raises:
-            ConfigError: the rule cannot be loaded; says what is wrong with it.
-            InfraError: the process ended by a signal that nobody of ours sent.
+            ConfigError: the rule cannot be loaded; says why.
+            InfraError: somebody else killed the process.
         """
-        # A new session: Ctrl-C in the terminal is not for it, and what it spawns dies with it.
+        # A new session: it gets no Ctrl-C from the terminal, and its children are killed with it.
         launch = self._launch = self._sandbox.launch()
         process = subprocess.Popen(  # noqa: ASYNC220 - returns after fork and exec, a millisecond
             launch.argv,
@@ -142,13 +142,13 @@ class Worker:
                     self._wake.clear()
                     await self._wake.wait()
         except TimeoutError:
-            where = await self.where()
-            raise ConfigError(f"{files} did not load within {deadline_s:g} s{where}") from None
+            line = await self.current_line()
+            raise ConfigError(f"{files} did not load within {deadline_s:g} s{line}") from None
         message = self._messages.popleft()
         if message is None:
             code = await self.kill()
             text = f"{files} ended the scoring process while being loaded: {self.exit_reason(code)}"
-            # A kill from outside (out of memory, an operator) says nothing about the file: worth another try.
+            # Out of memory or an operator: the file may be good, so that a retry makes sense.
             raise (InfraError if code == -signal.SIGKILL else ConfigError)(text)
         if isinstance(message, dict) and "refused" in message:
             raise ConfigError(str(message["refused"])[:MAX_REASON])
@@ -185,20 +185,20 @@ class Worker:
         self.kill_for(f"printed more than {self._sandbox.limits.output_bytes} bytes")
 
     def kill_for(self, breach: str) -> None:
-        """The function broke out of its part: end the process at once and listen to it no more."""
+        """The function broke the protocol: kill the process at once and ignore what it still sends."""
         if not self.breach:
             self.breach = breach
             self._kill_group()
             self._messages.append(None)
             self._wake.set()
 
-    def answered(self) -> None:
-        """A sample is done: what it printed is forgiven."""
+    def reset_output(self) -> None:
+        """A sample is done: count its output from 0 again."""
         self._output.printed = 0
 
     @property
     def orphans(self) -> int:
-        """Processes that a function started and that still run."""
+        """Number of processes that a function started and that still run."""
         return self._sandbox.orphans(self.pid)
 
     def _send(self, message: Json) -> None:
@@ -213,11 +213,11 @@ class Worker:
 
     @property
     def messages(self) -> deque[Json | None]:
-        """What it said and nobody has read; None when it has ended."""
+        """Messages that nobody has read yet; None stands for the end of the process."""
         return self._messages
 
-    async def where(self) -> str:
-        """` at file:line in function`: what it executes now, or an empty string."""
+    async def current_line(self) -> str:
+        """` at file:line in function`: the line that it executes now, or an empty string."""
         if self._process is None or self._process.poll() is not None:
             return ""
         pid = self._sandbox.process(self._process.pid)
@@ -232,7 +232,7 @@ class Worker:
         return line
 
     def exit_reason(self, code: int | None) -> str:
-        """How it ended, where, and the last line that it printed."""
+        """How it ended, at which line, and the last line that it printed."""
         if self.breach:
             return self.breach
         if code is not None and code < 0:
@@ -253,13 +253,13 @@ class Worker:
             return None
         code = process.poll()
         self._kill_group()
-        # The ends of the pipes close when the last process of a cell is gone, also one that left its group.
+        # The pipes close when the last process of the sandbox has ended, even one that left the group.
         if self._sandbox.level is Isolation.STRICT:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KILL_WAIT_S):
                     await self._all_closed.wait()
         deadline = time.monotonic() + KILL_WAIT_S
-        while process.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110 - a child tells no loop
+        while process.poll() is None and time.monotonic() < deadline:  # noqa: ASYNC110 - no event tells the loop of its end
             await asyncio.sleep(0.002)
         if process.returncode is None:
             log.error("scoring process %d does not end (stuck in the kernel)", process.pid)
@@ -271,7 +271,7 @@ class Worker:
             self._launch.discard()
         code = code if code is not None else process.returncode
         if code is not None and code > 128 and self._sandbox.level is Isolation.STRICT:
-            return 128 - code  # bubblewrap reports a child's signal as a shell does
+            return 128 - code  # bubblewrap reports the signal of its child as a shell does
         return code
 
     def _kill_group(self) -> None:
@@ -281,7 +281,7 @@ class Worker:
 
 
 def _user_line(dump: bytes | bytearray) -> str:
-    """The innermost frame of a faulthandler dump that is neither ours nor the library's."""
+    """The innermost frame of a faulthandler dump that is neither in meshrl nor in the standard library."""
     for match in FRAME.finditer(dump.decode(errors="replace")):
         file, line, function = match.groups()
         if "/lib/python" not in file and "/rewardd/meshrl/" not in file:

@@ -1,10 +1,10 @@
-"""The Judge of a run whose reward may change while it trains: scores with the version of the moment.
+"""The judge of a run whose reward may change while it trains: scores with the current version.
 
     score ──▶ current ──▶ scores (all of one call by one version)
-                 └── a share of them ──▶ watched ──▶ Differences      beside, bounded, never waited for
+                 └── a share of them ──▶ watched ──▶ Differences      in the background, bounded
 
-A call under way when the version changes ends under the version it began with, and its scores say so. That rows of
-two versions meet in a batch is therefore normal here; `meshrl.trainer.reward_version_guard` gives each batch one.
+A call that runs while the version changes ends with the version it began with, and its scores carry that hash. So a
+batch may get rows of two versions; `meshrl.trainer.reward_version_guard` gives each batch a single one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshrl.rewardd.registry.judge_cache import JudgeCache
 log = logging.getLogger(__name__)
 
 WATCH_CALLS = 4
-"""Calls that the watched version may be behind; rows beyond that are skipped and counted."""
+"""Most calls of the watched version at once; rows beyond that are skipped and counted."""
 
 
 class ActiveRewardJudge:
-    """Implements the Judge port. `follow` before the first `score`."""
+    """Implements the Judge port. Call `follow` before the first `score`."""
 
     def __init__(self, cache: JudgeCache, *, keep_samples: int) -> None:
         self._cache = cache
@@ -36,9 +36,9 @@ class ActiveRewardJudge:
         self._watched, self._share = "", 0.0
         self._watching: set[asyncio.Task[None]] = set()
         self.differences: Differences | None = None
-        """Of the watch under way or the last one."""
+        """Of the current watch or the last one."""
         self.recent: deque[Sample] = deque(maxlen=keep_samples)
-        """What was scored last, the newest at the end."""
+        """The samples scored last, the newest at the end."""
 
     @property
     def reward_hash(self) -> str:
@@ -46,10 +46,10 @@ class ActiveRewardJudge:
         return self._current
 
     async def follow(self, version: str, watched: str = "", share: float = 0.0) -> None:
-        """Score with `version` from now on, and with `watched` a `share` of the rows beside it.
+        """Score with `version` from now on, and a `share` (0 to 1) of the rows with `watched` too.
 
         Raises:
-            ConfigError, NotFoundError: it cannot be loaded; what scored before goes on.
+            ConfigError, NotFoundError: it cannot be loaded; the version before goes on scoring.
         """
         if version != self._current:
             await self._cache.hold(version)
@@ -87,8 +87,8 @@ class ActiveRewardJudge:
         await self._cache.close()
 
     def _watch(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-        found = self.differences
-        if not self._watched or found is None:
+        differences = self.differences
+        if not self._watched or differences is None:
             return
         chosen = [
             (sample, score)
@@ -98,18 +98,20 @@ class ActiveRewardJudge:
         if not chosen:
             return
         if len(self._watching) >= WATCH_CALLS:
-            found.skipped += len(chosen)
+            differences.skipped += len(chosen)
             return
-        task = asyncio.create_task(self._compare(chosen, found), name="reward-watch")
+        task = asyncio.create_task(self._compare(chosen, differences), name="reward-watch")
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
 
-    async def _compare(self, chosen: Sequence[tuple[Sample, Score]], found: Differences) -> None:
+    async def _compare(
+        self, chosen: Sequence[tuple[Sample, Score]], differences: Differences
+    ) -> None:
         try:
-            async with self._cache.borrow(found.b) as judge:
+            async with self._cache.borrow(differences.b) as judge:
                 others = await score_unposted(judge, [sample for sample, _ in chosen])
         except MeshError as error:
-            log.warning("the watched reward version %s does not score: %s", found.b, error)
-            found.skipped += len(chosen)
+            log.warning("the watched reward version %s does not score: %s", differences.b, error)
+            differences.skipped += len(chosen)
             return
-        found.add(zip((score for _, score in chosen), others, strict=True))
+        differences.add(zip((score for _, score in chosen), others, strict=True))

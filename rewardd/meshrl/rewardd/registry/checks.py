@@ -1,4 +1,4 @@
-"""What can be said of a submission without running any of it: sizes, syntax, entry point, dependencies, the zip."""
+"""Checks a submission without running any of it: sizes, syntax, entry point, dependencies, the zip."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MAX_NOTE = 1000
 
 
 def checked(submission: Submission, config: RegistryConfig, bounds: Limits) -> Submission:
-    """The submission with its entry point, dependencies and limits in their normal form; `bounds` are the operator's.
+    """The submission with entry point, dependencies and limits normalised; `bounds` are the operator's limits.
 
     Raises:
-        UserError: what is wrong, where, and what would be right; with `line` for a syntax error.
+        UserError: what is wrong, where, and what is wanted; with `line` for a syntax error.
     """
     checked_name(submission.name)
     if bool(submission.source) == bool(submission.wheel):
@@ -132,7 +132,7 @@ def check_function(source: str, entry: str, kind: Kind, where: str) -> None:
         )
     }
     if entry in bound or "*" in bound:
-        return  # an import or an assignment: the process that loads it has the last word
+        return  # an import or an assignment: the scoring process checks it
     near = difflib.get_close_matches(entry, list(functions), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     has = f"it defines {', '.join(functions)}" if functions else "it defines no function"
@@ -140,17 +140,15 @@ def check_function(source: str, entry: str, kind: Kind, where: str) -> None:
 
 
 def parse(source: str, where: str) -> ast.Module:
-    """Raises UserError with `line` for what is not Python."""
+    """The syntax tree. Raises UserError with `line` if it is not Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # an odd escape in a user's string is no business of ours
+            warnings.simplefilter("ignore")  # an odd escape in a string of the user's is harmless
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        said = getattr(error, "msg", None) or str(error) or "nested too deeply"
-        raise UserError(f"{where}, line {line}: {said}", line=line) from error
+        reason = getattr(error, "msg", None) or str(error) or "nested too deeply"
+        raise UserError(f"{where}, line {line}: {reason}", line=line) from error
 
 
 def _check_arguments(

@@ -1,4 +1,4 @@
-"""How two versions differ on the same samples: kept as sums, so it costs nothing to go on for ever."""
+"""Compares the scores of two versions on the same samples; stores sums only, so that it can run for ever."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Differences:
     b: str
     rows: int = 0
     compared: int = 0
-    """Rows that both have scored: what the sums are over."""
+    """Rows that both have scored; the sums cover these."""
     equal: int = 0
     """Rows whose scores differ by at most 1e-6."""
     faults_a: int = 0
     faults_b: int = 0
     skipped: int = 0
-    """Rows that were to be compared and were not, because `b` was too slow."""
+    """Rows that were not compared, because `b` was too slow."""
     sum_a: float = 0.0
     sum_b: float = 0.0
     largest: list[tuple[float, str, float, float]] = field(default_factory=list)
@@ -53,15 +53,15 @@ class Differences:
 
     @property
     def mean_a(self) -> float:
-        """Of the compared rows; 0 for none."""
+        """Over the compared rows; 0 without any."""
         return self.sum_a / self.compared if self.compared else 0.0
 
     @property
     def mean_b(self) -> float:
-        """Of the compared rows; 0 for none."""
+        """Over the compared rows; 0 without any."""
         return self.sum_b / self.compared if self.compared else 0.0
 
     @property
-    def most(self) -> Sequence[tuple[float, str, float, float]]:
+    def largest_first(self) -> Sequence[tuple[float, str, float, float]]:
         """The rows that differ most, the largest difference first."""
         return sorted(self.largest, reverse=True)

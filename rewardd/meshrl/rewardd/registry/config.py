@@ -1,4 +1,4 @@
-"""The `reward.registry:` section of a recipe: what may be submitted, by whom, and where versions are kept."""
+"""The `reward.registry:` section of a recipe: what may be submitted, by whom, and where versions are stored."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from meshrl.contract.config import Config
 
 
 class RegistryConfig(Config):
-    """Submitted reward functions: their limits, their door, who may pass it."""
+    """Submitted reward functions: limits, servers and access."""
 
     name: str = Field(default="reward", pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
     """The submitted name that scores the run: its current version, as soon as there is one; before that, the
     functions of this recipe."""
     dir: Path | None = None
-    """Where versions and names are kept; null is `<run.dir>/rewards`."""
+    """Folder of versions and names; null is `<run.dir>/rewards`."""
     http_port: int | None = Field(default=0, ge=0, le=65535)
-    """Of the HTTP door, on the service's own host; 0 picks a free one, null opens none."""
+    """Of the HTTP server, on the service's own host; 0 picks a free one, null starts no HTTP server."""
     tokens: Path | None = None
-    """A YAML file of tokens (`meshrl reward token` writes its lines). Null: anybody who reaches the door may do
-    everything, which is refused beyond loopback."""
+    """A YAML file of tokens (`meshrl reward token` writes its lines). Null: anybody who can connect may do
+    everything, which is allowed on loopback only."""
     allowed_dependencies: list[str] = Field(default_factory=list)
     """Packages that a submission may depend on, by name."""
     max_source_bytes: PositiveInt = 1 << 20
@@ -33,12 +33,12 @@ class RegistryConfig(Config):
     max_tests: PositiveInt = 256
     """Of one submission."""
     max_versions: PositiveInt = 1000
-    """Kept in all; beyond that a submission is refused."""
+    """Stored in all; beyond that a submission is refused."""
     requests_per_minute: PositiveFloat = 1200.0
     """Of one caller, over HTTP and gRPC together."""
     submissions_per_minute: PositiveFloat = 60.0
     """Of one caller."""
     max_request_bytes: PositiveInt = 32 << 20
-    """Of one HTTP request, everything together."""
+    """Of one whole HTTP request."""
     keep_samples: int = Field(default=4096, ge=0)
     """Scored samples kept in memory, for `compare`; the newest stay."""

@@ -1,7 +1,7 @@
-"""Judges by version, started when they are wanted and closed when they have not been for a while.
+"""A cache of judges by version: starts them on demand and closes those not used for a while.
 
 consumes: versions. waits for: a judge's start. unblocked by: its start deadline. produces: started judges, each
-closed only when nobody holds it, so a switch never cuts off rows that are being scored.
+closed only when nobody holds it, so a new version never interrupts rows that are being scored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Entry:
 
 
 class JudgeCache:
-    """At most `spare` judges that nobody holds stay warm."""
+    """Keeps at most `spare` judges that nobody holds."""
 
     def __init__(self, build: Callable[[str], StartableJudge], *, spare: int = 2) -> None:
         self._build = build
@@ -45,17 +45,17 @@ class JudgeCache:
         try:
             await entry.judge.start()
         except BaseException:
-            self._let_go(version, entry, broken=True)
+            self._release(version, entry, broken=True)
             raise
         return entry.judge
 
     def release(self, version: str) -> None:
         """The inverse of one `hold`."""
-        self._let_go(version, self._entries[version])
+        self._release(version, self._entries[version])
 
     @asynccontextmanager
     async def borrow(self, version: str) -> AsyncIterator[StartableJudge]:
-        """Hold `version` for the length of the body."""
+        """Hold `version` while the body runs."""
         judge = await self.hold(version)
         try:
             yield judge
@@ -68,7 +68,7 @@ class JudgeCache:
             self._close(self._entries.popitem()[1])
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _let_go(self, version: str, entry: _Entry, *, broken: bool = False) -> None:
+    def _release(self, version: str, entry: _Entry, *, broken: bool = False) -> None:
         entry.holders -= 1
         if broken and not entry.holders and self._entries.get(version) is entry:
             self._close(self._entries.pop(version))

@@ -1,8 +1,8 @@
-"""The registry: accepts versions, moves names, and tells the run's judge when its name has moved.
+"""The registry: accepts versions, points names to them, and switches the run's judge when its name moves.
 
 submit ── checks ── written ── loaded ── its tests ── name points to it ── the run switches
 │                    │           │
-└────────────────────┴───────────┴── refused: one line, and nothing of it stays
+└────────────────────┴───────────┴── refused: one line, nothing is kept
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from meshrl.rewardd.registry.types import (
 )
 
 AT_ONCE = 2
-"""Submissions being loaded and tested; further ones wait."""
+"""Submissions loaded and tested at once; further ones wait."""
 MAX_SAMPLES = 4096
-"""Of one comparison or one try-out."""
+"""Most samples of one comparison or one trial."""
 RECIPE = "recipe"
-"""What the functions of the recipe are called where a version is named."""
+"""Names the recipe's own functions wherever a version is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What became of a submission."""
+    """Result of a submission."""
 
     manifest: Manifest
     created: bool
-    """False when this name had this version before."""
+    """False if this name had this version before."""
     cases: int
-    """Tests that it passed."""
+    """Number of tests that it passed."""
     name: Name
 
 
@@ -69,7 +69,7 @@ class Listing:
 
 
 class Registry:
-    """One per reward service. Whoever calls it is `by`, for the history."""
+    """One per reward service. `by` names the caller in the history."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class Registry:
         config: RewardConfig,
         base: str,
     ) -> None:
-        """Keep the parts.
+        """Reads the names, and deletes versions that no name has.
 
         Args:
             store: Versions and names on disk.
             cache: Judges by version.
-            judge: What scores the run.
+            judge: Scores the run.
             config: The `reward:` section.
-            base: The version of the recipe's own functions: what scores while the run's name points nowhere.
+            base: The version of the recipe's own functions, which scores while the run's name points nowhere.
         """
         self._store = store
         self._cache = cache
@@ -94,14 +94,16 @@ class Registry:
         self._config = config
         self._base = base
         self._names = store.names()
-        store.keep({version for name in self._names.values() for version in name.versions})
+        store.delete_all_but(
+            {version for name in self._names.values() for version in name.versions}
+        )
         self._names_lock = asyncio.Lock()
         self._loading = asyncio.Semaphore(AT_ONCE)
         self._pending: Counter[str] = Counter()
 
     @property
     def judge(self) -> ActiveRewardJudge:
-        """What scores the run."""
+        """The judge that scores the run."""
         return self._judge
 
     @property
@@ -115,7 +117,7 @@ class Registry:
         return self._config.registry.name
 
     async def start(self) -> None:
-        """Load what scores the run. Raises ConfigError when it cannot be loaded."""
+        """Load the version that scores the run. Raises ConfigError."""
         await self._follow()
 
     def names(self) -> Sequence[Name]:
@@ -133,7 +135,7 @@ class Registry:
         )
 
     def name(self, name: str) -> Name:
-        """One name. Raises NotFoundError with the nearest, UserError for what cannot be a name."""
+        """One name. Raises NotFoundError with the nearest name, UserError for text that cannot be a name."""
         if checked_name(name) not in self._names:
             near = difflib.get_close_matches(name, self._names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -141,10 +143,10 @@ class Registry:
         return self._names[name]
 
     def resolve(self, name: str, version: str = "") -> str:
-        """The full hash of a version of `name`: the current one, or the one that starts with `version`.
+        """The full hash of a version of `name`: the current one if `version` is empty, else the one that starts so.
 
         Raises:
-            NotFoundError: none, or several.
+            NotFoundError: no version, or several.
         """
         if version == RECIPE and name == self.followed:
             return self._base
@@ -173,7 +175,7 @@ class Registry:
         return self._store.manifest(version)
 
     def content(self, version: str) -> bytes:
-        """What was submitted. Raises NotFoundError."""
+        """The submitted file. Raises NotFoundError."""
         return self._store.content(version)
 
     def diff(self, name: str, old: str, new: str) -> str:
@@ -188,10 +190,10 @@ class Registry:
         return "".join(difflib.unified_diff(texts[0], texts[1], labels[0], labels[1]))
 
     async def submit(self, by: str, submission: Submission) -> Accepted:
-        """Accept a version, or refuse it with one line and keep nothing of it.
+        """Accept a version, or refuse it and keep nothing of it.
 
         Raises:
-            UserError: it does not parse, load or pass its tests (`line`, `test` say where).
+            UserError: it does not parse, load or pass its tests; details `line` or `test` say where.
             ConflictError: this version of this name was retired.
             CapacityError: there are too many versions.
         """
@@ -207,7 +209,7 @@ class Registry:
                 await self._cache.hold(version)
                 try:
                     await self._test(version, submission.cases)
-                    name = await self._admit(submission, version, by)
+                    name = await self._record(submission, version, by)
                 finally:
                     self._cache.release(version)
         finally:
@@ -221,10 +223,10 @@ class Registry:
         )
 
     async def roll_back(self, by: str, name: str, version: str) -> Name:
-        """Point `name` to `version`, or to the one before the current one when it is empty.
+        """Point `name` to `version`; if empty, to the version before the current one.
 
         Raises:
-            ConflictError: there is none before, or `version` is retired.
+            ConflictError: there is no version before, or `version` is retired.
         """
         async with self._names_lock:
             found = self.name(name)
@@ -237,11 +239,11 @@ class Registry:
             async with self._cache.borrow(wanted):
                 if wanted != found.current:
                     moved = _event(Action.POINT, wanted, by, note="roll back")
-                    found = await self._move(found, moved)
+                    found = await self._append(found, moved)
             return found
 
     async def retire(self, by: str, name: str, version: str) -> Name:
-        """`version` may not score under `name` any more; twice is once.
+        """Forbid `version` to score under `name`; idempotent.
 
         Raises:
             ConflictError: the name points to it.
@@ -256,14 +258,15 @@ class Registry:
                     f"reward {name!r} points to {wanted}: roll back or submit another first"
                 )
             if wanted not in found.retired:
-                found = await self._move(found, _event(Action.RETIRE, wanted, by))
+                found = await self._append(found, _event(Action.RETIRE, wanted, by))
             return found
 
     async def watch(self, by: str, name: str, version: str, share: float) -> Name:
-        """Score `share` of the run's rows with `version` too and compare; 1 is a shadow, 0 ends it.
+        """Score `share` (0 to 1) of the run's rows with `version` too and compare; 1 is a shadow, 0 ends it.
 
         Raises:
-            ConflictError: it is the current version, or retired, or the run does not follow `name`.
+            ConflictError: it is the current version or retired, or the run does not follow `name`.
+            UserError: `share` is out of range.
         """
         if not (math.isfinite(share) and 0 <= share <= 1):
             raise UserError(f"share is {share}; want 0 to 1")
@@ -278,7 +281,7 @@ class Registry:
             if wanted in (found.current, self._base):
                 raise ConflictError(f"{wanted} scores the run already")
             async with self._cache.borrow(wanted):
-                return await self._move(found, _event(Action.WATCH, wanted, by, share=share))
+                return await self._append(found, _event(Action.WATCH, wanted, by, share=share))
 
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
         """Score `samples` with a version of `name`; nothing of it enters the run. Raises NotFoundError."""
@@ -288,15 +291,15 @@ class Registry:
             return await judge.score(samples)
 
     async def compare(self, name: str, a: str, b: str, samples: Sequence[Sample]) -> Differences:
-        """Score `samples`, or what the run scored last, with two versions. Raises NotFoundError."""
+        """Score `samples`, or those that the run scored last, with two versions. Raises NotFoundError."""
         _check_count(samples)
         versions = self.resolve(name, a), self.resolve(name, b)
         samples = list(samples or self._judge.recent)
-        found = Differences(a=versions[0], b=versions[1])
+        differences = Differences(a=versions[0], b=versions[1])
         async with self._cache.borrow(versions[0]) as one, self._cache.borrow(versions[1]) as other:
             scores = await asyncio.gather(one.score(samples), other.score(samples))
-        found.add(zip(*scores, strict=True))
-        return found
+        differences.add(zip(*scores, strict=True))
+        return differences
 
     async def _test(self, version: str, cases: Sequence[Case]) -> None:
         """Raises UserError naming the first test that fails."""
@@ -328,7 +331,7 @@ class Registry:
                     test=number,
                 )
 
-    async def _admit(self, submission: Submission, version: str, by: str) -> Name:
+    async def _record(self, submission: Submission, version: str, by: str) -> Name:
         async with self._names_lock:
             name = self._names.get(submission.name, Name(name=submission.name))
             _refuse_retired(name, version)
@@ -337,10 +340,10 @@ class Registry:
                 events.append(_event(Action.SUBMIT, version, by, note=submission.note))
             if submission.point and version != name.current:
                 events.append(_event(Action.POINT, version, by))
-            return await self._move(name, *events) if events else name
+            return await self._append(name, *events) if events else name
 
-    async def _move(self, name: Name, *events: Event) -> Name:
-        """Durable, then visible, then in force: what it points to is loaded, so nothing here waits."""
+    async def _append(self, name: Name, *events: Event) -> Name:
+        """Make it durable, then visible, then effective. The version is loaded already, so nothing here waits."""
         moved = name.after(*events)
         self._store.save(moved)
         self._names[name.name] = moved
@@ -355,7 +358,7 @@ class Registry:
         await self._judge.follow(current or self._base, watched, share)
 
     def _forget(self, version: str) -> None:
-        """Drop a version that nothing points to and nobody submits now."""
+        """Delete a version that no name has and nobody is submitting."""
         if self._pending[version]:
             return
         del self._pending[version]

@@ -1,10 +1,10 @@
-"""Versions and names on disk. A kill at any byte leaves each file as it was before or as it is after.
+"""Stores versions and names on disk. A kill at any byte leaves each file either old or new.
 
     <dir>/versions/<hash>/manifest.json, source.py | reward.whl, tests.json     written once, never changed
-    <dir>/names/<name>.json                                                     replaced whole, by rename
+    <dir>/names/<name>.json                                                     replaced by rename
 
-A version is written beside its place, synced, and renamed; only then a name points to it. What a kill leaves is at
-worst a version that no name has, which the next start removes. One process at a time writes: it holds `lock`.
+A version is written to a temporary folder, synced, and renamed; only then a name points to it. At worst a kill leaves
+a version that no name has, and the next start removes it. One process at a time writes: it holds `lock`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOURCE, WHEEL, MANIFEST, TESTS = "source.py", "reward.whl", "manifest.json", "te
 
 
 class VersionStore:
-    """The files under `directory`; synchronous and small."""
+    """The files under `directory`. Its methods block, briefly."""
 
     def __init__(self, directory: Path, max_versions: int) -> None:
         """Open, and remove what a kill left half written.
@@ -58,17 +58,17 @@ class VersionStore:
             self._lock = -1
 
     def directory(self, version: str) -> Path:
-        """Of a version. Raises NotFoundError."""
+        """Folder of a version. Raises NotFoundError."""
         path = self._versions / version
         if not version or not path.is_dir():
             raise NotFoundError(f"no reward version {version!r}")
         return path
 
     def add(self, submission: Submission) -> Manifest:
-        """Write a version; one that is there stays as it is.
+        """Write a version, unless it exists.
 
         Raises:
-            CapacityError: there are too many.
+            CapacityError: there are too many versions.
         """
         version = content_hash(submission)
         if (self._versions / version).is_dir():
@@ -92,22 +92,22 @@ class VersionStore:
         sync(draft)
         try:
             draft.rename(self._versions / version)
-        except OSError:  # the same content was added meanwhile, or the disk fails
+        except OSError:  # the same content was added meanwhile, or the disk failed
             shutil.rmtree(draft)
             return self.manifest(version)
         sync(self._versions)
         return manifest
 
     def remove(self, version: str) -> None:
-        """Forget a version to which nothing points; one that is not there is no error."""
+        """Delete a version; no error if there is none."""
         path = self._versions / version
         if path.is_dir():
             draft = self._draft(version)
             path.rename(draft)
             shutil.rmtree(draft)
 
-    def keep(self, versions: Collection[str]) -> None:
-        """Forget every version but these."""
+    def delete_all_but(self, versions: Collection[str]) -> None:
+        """Delete every version except these."""
         for path in list(self._versions.iterdir()):
             if path.name not in versions:
                 self.remove(path.name)
@@ -124,13 +124,13 @@ class VersionStore:
         return tuple(Case(**case) for case in _read(self.directory(version) / TESTS))
 
     def content(self, version: str) -> bytes:
-        """Of the file that was submitted."""
+        """The submitted file."""
         return (self.directory(version) / self.manifest(version).content).read_bytes()
 
     def names(self) -> dict[str, Name]:
         """Every name. Raises CorruptError."""
-        found = (Name.from_json(_read(path)) for path in sorted(self._names.glob("*.json")))
-        return {name.name: name for name in found}
+        names = (Name.from_json(_read(path)) for path in sorted(self._names.glob("*.json")))
+        return {name.name: name for name in names}
 
     def save(self, name: Name) -> None:
         """Durable on return."""

@@ -1,4 +1,4 @@
-"""What is submitted, what it becomes, and what is remembered of it."""
+"""Types of the registry: submission, version (manifest), and name with its history."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What somebody hands in."""
+    """A reward function as submitted."""
 
     name: str
-    """What will point to it: lower-case letters, digits, `.`, `_`, `-`."""
+    """The name that will point to it: lower-case letters, digits, `.`, `_`, `-`."""
     source: str = ""
     """A Python file, or …"""
     wheel: bytes = b""
@@ -46,21 +46,21 @@ class Submission:
     deps: tuple[str, ...] = ()
     """Packages that it imports, by name or as `name==version`."""
     cases: tuple[Case, ...] = ()
-    """Run before acceptance; one that fails refuses the submission."""
+    """Tests, run before acceptance; the submission is refused if one fails."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """What it wants less of than `reward.limits` allows, by the names of `Limits`: part of the version."""
+    """Lower limits than `reward.limits`, by the names of `Limits`; part of the version."""
     note: str = ""
     """For people."""
     point: bool = True
-    """Whether `name` points to it at once; False keeps it for a watch, a comparison or a later roll-forward."""
+    """Whether `name` points to it at once; False stores it for a watch, a comparison or a later roll-forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Beside the content in a version's directory: what it is and how it is called."""
+    """manifest.json in a version's directory: what the content is and how it is called."""
 
     name: str
-    """Under which it was first submitted."""
+    """The name under which it was first submitted."""
     hash: str
     """32 hex digits: the version."""
     entry_point: str
@@ -69,7 +69,7 @@ class Manifest:
     """The file beside this one: `source.py` or `<name>.whl`."""
     deps: tuple[str, ...] = ()
     limits: Mapping[str, Json] = field(default_factory=dict)
-    """What it asked for; what it did not is the operator's."""
+    """The limits it asked for; the operator's apply to the others."""
 
     @property
     def is_wheel(self) -> bool:
@@ -77,7 +77,7 @@ class Manifest:
         return self.content.endswith(".whl")
 
     def to_json(self) -> dict[str, Any]:
-        """As it lies on disk."""
+        """As stored on disk."""
         return asdict(self)
 
     @classmethod
@@ -87,9 +87,7 @@ class Manifest:
             fields = {**value, "kind": Kind(value["kind"]), "deps": tuple(value["deps"])}
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(
-                f"the manifest of a reward version makes no sense: {error}"
-            ) from error
+            raise CorruptError(f"the manifest of a reward version is broken: {error}") from error
 
 
 class Action(StrEnum):
@@ -98,9 +96,9 @@ class Action(StrEnum):
     SUBMIT = "submit"
     """A version was accepted."""
     POINT = "point"
-    """The name points to it from now on: a submission, or a roll-back."""
+    """The name points to it from now on, after a submission or a roll-back."""
     WATCH = "watch"
-    """It scores `share` of the rows beside the current version, and its scores are compared, not used."""
+    """It scores a `share` of the rows beside the current version; its scores are compared, not used."""
     RETIRE = "retire"
     """It may not score any more."""
 
@@ -121,7 +119,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Name:
-    """A name and all that happened to it, oldest first. Everything else follows from the history."""
+    """A name and its history, oldest first, from which everything else follows."""
 
     name: str
     history: tuple[Event, ...] = ()
@@ -138,7 +136,7 @@ class Name:
 
     @property
     def previous(self) -> str:
-        """The version submitted before the current one, retired ones passed over; empty when there is none."""
+        """The version submitted before the current one, without retired ones; empty when there is none."""
         older = self.versions[: self.versions.index(self.current)] if self.current else ()
         return next((version for version in reversed(older) if version not in self.retired), "")
 
@@ -156,11 +154,11 @@ class Name:
         return last.hash, last.share
 
     def after(self, *events: Event) -> Name:
-        """A copy to which more has happened."""
+        """A copy with more events."""
         return replace(self, history=(*self.history, *events))
 
     def to_json(self) -> Json:
-        """As it lies on disk."""
+        """As stored on disk."""
         return asdict(self)
 
     @classmethod
@@ -170,7 +168,7 @@ class Name:
             events = [Event(**{**e, "action": Action(e["action"])}) for e in value["history"]]
             return cls(name=value["name"], history=tuple(events))
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"the history of a reward name makes no sense: {error}") from error
+            raise CorruptError(f"the history of a reward name is broken: {error}") from error
 
 
 def content_hash(submission: Submission) -> str:
@@ -184,7 +182,7 @@ def content_hash(submission: Submission) -> str:
 
 
 def checked_name(name: str) -> str:
-    """Raises UserError for what cannot be a name."""
+    """`name`, if it can be a name. Raises UserError."""
     if not NAME.fullmatch(name):
         raise UserError(
             f"{name[:80]!r} cannot name a reward: want 1 to 64 of a-z 0-9 . _ -, the first a letter or digit"

@@ -7,10 +7,10 @@ The program is the last fenced block of the response, or all of it. The ground t
     {"inputs": [...], "outputs": [...]}                                       standard input and output
     {"inputs": [...], "outputs": [...], "fn_name": "f"}                       arguments and result
 
-or JSON text of one. Each test runs in an interpreter of its own that knows its input and not the answer (but for the
-first two forms, whose tests are code), without files, network or other processes: it is scored in a cell only
-(`reward.recipe_sandbox: strict`). A program that fails, loops or crashes is a bad answer: a policy fault, with a
-legal score. The score is the share of the first `max_tests` that pass, or with `all_or_nothing` 1 when all do.
+or JSON text of one. Each test runs in an interpreter of its own that gets its input and not the answer (except in the
+first two forms, whose tests are code), without files, network or other processes. It needs a sandbox
+(`reward.recipe_sandbox: strict`). A program that fails, loops or crashes is a bad answer: a policy fault, whose score
+counts. The score is the share of the first `max_tests` that pass, or with `all_or_nothing` 1 when all do.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Config(config.Config):
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """One run of the program: what it is told, and whether what came back is right."""
+    """One run of the program: its request, and a check of its output."""
 
     request: Json
     passes: Callable[[str], bool]
 
 
 def prepare() -> None:
-    """Raises ConfigError outside a cell: these programs are nobody's."""
+    """Raises ConfigError outside a sandbox: nobody vouches for these programs."""
     if confinement.level != "strict":
         raise ConfigError(
-            "reward 'code' runs programs that a model wrote, and does so in a cell only: "
+            "reward 'code' runs programs that a model wrote, and does so in a sandbox only: "
             "set reward.recipe_sandbox: strict"
         )
 
@@ -75,7 +75,7 @@ def compute_score(
 
     Raises:
         UserError: the ground truth has none of the forms above.
-        ConfigError: not in a cell.
+        ConfigError: not in a sandbox.
     """
     prepare()
     program, tests = _program(solution_str), list(_tests(ground_truth))[: config.max_tests]
@@ -132,14 +132,15 @@ def _tests(truth: Json) -> Iterator[Test]:
 def _code_test(before: str, test: str) -> Test:
     word = secrets.token_hex(16)
     return Test(
-        {"before": before, "test": test, "word": word}, lambda said: said.rstrip().endswith(word)
+        {"before": before, "test": test, "word": word},
+        lambda output: output.rstrip().endswith(word),
     )
 
 
 def _text_test(given: Json, wanted: Json) -> Test:
     text = "\n".join(map(str, given)) if isinstance(given, list) else str(given)
     target = "\n".join(map(str, wanted)) if isinstance(wanted, list) else str(wanted)
-    return Test({"stdin": text}, lambda said: _same_lines(said, target))
+    return Test({"stdin": text}, lambda output: _same_lines(output, target))
 
 
 def _call_test(name: str, given: Json, wanted: Json) -> Test:
@@ -148,9 +149,9 @@ def _call_test(name: str, given: Json, wanted: Json) -> Test:
     )
     expected = json.loads(wanted) if isinstance(wanted, str) else wanted
 
-    def passes(said: str) -> bool:
+    def passes(output: str) -> bool:
         try:
-            got = json.loads(said.rstrip().rpartition("\n")[2])
+            got = json.loads(output.rstrip().rpartition("\n")[2])
         except (ValueError, RecursionError):
             return False
         # Data sets write a result as itself, or as a list that holds it alone.
@@ -159,9 +160,9 @@ def _call_test(name: str, given: Json, wanted: Json) -> Test:
     return Test({"call": name, "arguments": arguments}, passes)
 
 
-def _same_lines(said: str, wanted: str) -> bool:
+def _same_lines(output: str, wanted: str) -> bool:
     """Equal but for white space at the ends of lines and empty lines at the end; numbers may differ by 1e-6."""
-    some = [line.split() for line in said.strip().splitlines()]
+    some = [line.split() for line in output.strip().splitlines()]
     others = [line.split() for line in wanted.strip().splitlines()]
     if some == others:
         return True
@@ -182,17 +183,17 @@ def _same_word(a: str, b: str) -> bool:
 def _passes(program: str, test: Test, config: Config) -> bool:
     """Run one test in an interpreter of its own."""
     request = json.dumps({"program": program, "memory_bytes": config.memory_bytes, **test.request})
-    with tempfile.TemporaryFile() as output:  # a pipe would be read to its end, however far that is
+    with tempfile.TemporaryFile() as file:  # a pipe would be read to its end, whatever its length
         try:
             done = subprocess.run(
                 [sys.executable, "-P", "-m", "meshrl.rewardd.sandbox.program"],
                 input=request.encode(errors="replace"),
-                stdout=output,
+                stdout=file,
                 stderr=subprocess.DEVNULL,
                 timeout=config.test_deadline_s,
             )
         except subprocess.TimeoutExpired:
             return False
-        output.seek(0)
-        said = output.read().decode(errors="replace")
-    return done.returncode == 0 and test.passes(said)
+        file.seek(0)
+        output = file.read().decode(errors="replace")
+    return done.returncode == 0 and test.passes(output)

@@ -1,4 +1,4 @@
-"""verl's table from data_source to scorer: a data set prepared for verl is scored without a word of configuration."""
+"""verl's table from data_source to scorer: scores a data set prepared for verl without any configuration."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SCORERS: dict[str, Any] = {
         ]
     },
 }
-"""data_source to reward module. Names that begin with `aime` go to math_dapo, programs to code (in a cell only)."""
+"""data_source to reward module. Names that begin with `aime` go to math_dapo, programs to code (needs a sandbox)."""
 
 
 class Config(config.Config):
@@ -66,7 +66,7 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> float | dict[str, Json]:
-    """What the scorer of `data_source` says.
+    """The score of the scorer of `data_source`.
 
     Raises:
         UserError: no scorer is known for it.

@@ -1,1 +1,1 @@
-"""How code that nobody vouches for is run: cells, limits, system call filters, environments, wheels."""
+"""Runs code that nobody trusts: sandboxes, limits, system call filters, installed dependencies."""

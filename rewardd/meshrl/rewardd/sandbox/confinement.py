@@ -1,7 +1,7 @@
-"""Inside a scoring process, before any foreign code runs: give up what is not needed, then lock the door.
+"""Runs in a scoring process before any foreign code: drops every right that scoring does not need.
 
-The order matters. Limits on processes are counted per user of a user namespace, so the user and the namespace come
-first; the filter comes last, because it refuses what the steps before it need.
+The order matters. Linux counts processes per user of a user namespace, so the user and the namespace are set first.
+The system call filter is set last, because it refuses calls that the earlier steps need.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWUTS = (
 )
 CAPABILITY_VERSION_3 = 0x20080522
 NICE = 5
-"""Foreign code yields to the mesh's own processes."""
+"""Foreign code gets less CPU time than the mesh's own processes."""
 level = "off"
-"""How this process is shut in: `off`, `weak` or `strict`. What runs a policy's programs asks before it does."""
+"""Isolation of this process: `off`, `weak` or `strict`. The reward `code` reads it before it runs a program."""
 
 
-def confine(how: Json, limits: Json) -> None:
-    """Apply `how` (of a `Launch`) and `limits` (the fields of Limits) to this process, for good.
+def confine(confinement: Json, limits: Json) -> None:
+    """Apply `confinement` (of a `Launch`) and `limits` (the fields of Limits) to this process; cannot be undone.
 
     Raises:
-        OSError: the kernel refuses the system call filter; the process must not go on.
+        OSError: the kernel refuses the system call filter; the process must end.
     """
     global level
-    level = how["level"]
+    level = confinement["level"]
     if level != "off":
         with contextlib.suppress(OSError):  # first to go when memory runs out
             Path("/proc/self/oom_score_adj").write_text("1000")
         os.nice(NICE)
-        if how["user"] is not None:
+        if confinement["user"] is not None:
             os.setgroups([])
-            os.setresgid(*[how["user"]] * 3)
-            os.setresuid(*[how["user"]] * 3)
-            if level == "weak":  # becoming another has undone it
+            os.setresgid(*[confinement["user"]] * 3)
+            os.setresuid(*[confinement["user"]] * 3)
+            if level == "weak":  # changing the user has reset it
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         _own_namespaces(level)
     _apply(limits)
-    sys.path += how["search"]  # last: nothing there takes the place of a module of ours
+    sys.path += confinement["search"]  # at the end: nothing there replaces a module of ours
     if level != "off":
         ctypes.CDLL(None).prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         ctypes.CDLL(None).prctl(
             PR_SET_DUMPABLE, 0, 0, 0, 0
         )  # no other process of this user reads its memory
         if level == "weak" and landlock.version():
-            landlock.restrict(how["readable"], how["writable"])
+            landlock.restrict(confinement["readable"], confinement["writable"])
         _filter()
 
 
 def _own_namespaces(level: str) -> None:
-    """A user namespace, so that limits count this cell alone; in a weak cell the others that need no mount."""
+    """A user namespace, so that limits count this sandbox alone; at level `weak` also those that need no mount."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,11 +1,11 @@
-"""What a submitted function depends on: installed from a folder of wheels into a folder of its own, once per list.
+"""Installs the dependencies of submitted functions from a folder of wheels, one folder per list of dependencies.
 
-    <cache>/lock            held while one is built; the kernel lets go of it when the builder dies
-    <cache>/.draft-…        being built; whoever holds the lock next removes it
-    <cache>/<hash>          complete and never changed: renamed here when it is durable
+    <cache>/lock            held while one is built; the kernel releases it when the builder dies
+    <cache>/.draft-…        being built; the next holder of the lock removes it
+    <cache>/<hash>          complete and never changed: renamed to this name when it is durable
 
-pip runs in a cell without a network, takes wheels only (no build script runs), and asks no index. A package that the
-service itself has, in the wanted version, is used as it is.
+pip runs in a sandbox without a network, takes wheels only (so no build script runs), and asks no index. A package
+that is installed beside the service in the wanted version is used as it is.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Environment:
 
     @property
     def path(self) -> Path:
-        """Where the packages lie once built."""
+        """The folder of the packages once built."""
         return self.cache / self.hash
 
     def build(self) -> None:
-        """Install what is not there yet; returns at once when it is. Takes seconds: call it in a thread.
+        """Install the packages unless they are there. Takes seconds: call it in a thread.
 
         Raises:
             ConfigError: the wheelhouse has no wheel that satisfies a requirement; says which.
@@ -66,15 +66,15 @@ class Environment:
         if self.path.is_dir():
             return
         self.cache.mkdir(parents=True, exist_ok=True)
-        with _alone(self.cache):
+        with _locked(self.cache):
             for draft in self.cache.glob(".draft-*"):
-                shutil.rmtree(draft)  # of a builder that died: ours is the only one
+                shutil.rmtree(draft)  # left by a builder that died: only we hold the lock
             if self.path.is_dir():
                 return
             draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=self.cache))
             try:
                 self._install(draft)
-                _settle(draft)
+                _make_durable(draft)
                 draft.chmod(0o755)
                 draft.rename(self.path)
                 sync(self.cache)
@@ -85,9 +85,9 @@ class Environment:
         wheelhouse = self.wheelhouse.expanduser().absolute()
         if not wheelhouse.is_dir():
             raise ConfigError(f"reward.wheelhouse: no folder {wheelhouse}")
-        walls: list[str] = []
+        sandbox: list[str] = []
         if no_bubblewrap() is None:
-            walls = bubblewrap(TMP_BYTES, [wheelhouse], [draft.absolute()])
+            sandbox = bubblewrap(TMP_BYTES, [wheelhouse], [draft.absolute()])
         pip = [sys.executable, "-I", "-m", "pip", "install", "--no-index", "--only-binary", ":all:"]
         pip += ["--find-links", str(wheelhouse), "--target", str(draft.absolute())]
         pip += ["--no-compile", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
@@ -99,7 +99,7 @@ class Environment:
         }
         try:
             done = subprocess.run(
-                [*walls, *pip, *self.requirements],
+                [*sandbox, *pip, *self.requirements],
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -108,8 +108,8 @@ class Environment:
         except subprocess.TimeoutExpired as error:
             raise ConfigError(f"installing {self._named} took more than {BUILD_S:g} s") from error
         if done.returncode != 0:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-            why = (said or done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+            why = (errors or done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
             raise ConfigError(f"{self._named} cannot be installed from {wheelhouse}: {why[:300]}")
 
     @property
@@ -118,7 +118,7 @@ class Environment:
 
 
 def missing(requirements: Sequence[str]) -> tuple[str, ...]:
-    """Those that this service does not have itself, in the version that is asked for.
+    """Those that are not installed beside this service in the wanted version.
 
     Raises:
         ConfigError: a requirement that is neither a name nor `name==version`.
@@ -129,10 +129,10 @@ def missing(requirements: Sequence[str]) -> tuple[str, ...]:
 def environment_of(
     requirements: Sequence[str], wheelhouse: Path | None, cache: Path
 ) -> Environment | None:
-    """What must be built for `requirements`; None when all of them are here.
+    """The environment to build for `requirements`; None when all of them are installed already.
 
     Raises:
-        ConfigError: one is not here and there is no wheelhouse.
+        ConfigError: one is not installed and there is no wheelhouse.
     """
     wanted = missing(requirements)
     if not wanted:
@@ -156,19 +156,19 @@ def _installed(text: str) -> bool:
 
 
 @contextmanager
-def _alone(cache: Path) -> Iterator[None]:
+def _locked(cache: Path) -> Iterator[None]:
     handle = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(
             handle, fcntl.LOCK_EX
-        )  # its holder ends within BUILD_S or dies, which lets go of it
+        )  # its holder ends within BUILD_S or dies, and both release it
         yield
     finally:
         os.close(handle)
 
 
-def _settle(draft: Path) -> None:
-    """Make every file durable, readable for all, and count them."""
+def _make_durable(draft: Path) -> None:
+    """Sync every file, make it readable for all, and check the total size."""
     total = 0
     for folder, _, files in os.walk(draft, topdown=False):
         for name in files:

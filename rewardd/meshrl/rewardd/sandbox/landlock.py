@@ -1,4 +1,4 @@
-"""A process gives up the file system but for what it may read and what it may write; needs no privilege.
+"""Restricts which files this process may read and write (Landlock); needs no privilege.
 
 https://docs.kernel.org/userspace-api/landlock.html; Linux 5.13 and later.
 """
@@ -29,7 +29,7 @@ def version() -> int:
 
 
 def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """From now on only what lies in these folders (or is one of these files). Raises OSError."""
+    """Allow only files in these folders (or these files) from now on. Raises OSError."""
     all_rights = (1 << RIGHTS[min(version(), 3)]) - 1
     attribute = struct.pack("Q", all_rights)
     ruleset = _call(CREATE_RULESET, attribute, len(attribute), 0)

@@ -1,4 +1,4 @@
-"""What one scoring process may use. For a submitted function these are also the bounds of what it may ask for."""
+"""Limits of one scoring process. A submitted function may ask for lower ones."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Limits(Config):
     cpu_s: PositiveInt | None = None
     """CPU seconds of one sample (RLIMIT_CPU), whole seconds; null: only the wall clock counts."""
     memory_bytes: PositiveInt | None = 1 << 30
-    """Address space of each process (RLIMIT_AS); null: no limit. A cell can have `processes` times as much."""
+    """Address space of each process (RLIMIT_AS); null: no limit. A sandbox can use `processes` times as much."""
     processes: PositiveInt | None = 8
-    """Processes and threads of one cell together (RLIMIT_NPROC); null: no limit."""
+    """Processes and threads of one sandbox together (RLIMIT_NPROC); null: no limit."""
     open_files: PositiveInt | None = 64
     """File descriptors of each process (RLIMIT_NOFILE); null: no limit."""
     tmp_bytes: PositiveInt | None = 64 << 20
     """Size of the private /tmp, and of each file (RLIMIT_FSIZE); null: no limit."""
     output_bytes: PositiveInt | None = 8 << 20
-    """What a process may print between two answers; beyond it is killed. null: no limit."""
+    """Bytes that a process may print between two answers; it is killed beyond that. null: no limit."""
 
     def bounded(self, asked: Mapping[str, Json]) -> Limits:
-        """These limits with those that a submission asks for, none of them wider.
+        """These limits, replaced where a submission asks for lower ones.
 
         Raises:
             ConfigError: a limit that does not exist, is no number, or exceeds the bound.

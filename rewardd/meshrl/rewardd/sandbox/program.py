@@ -1,9 +1,9 @@
-"""Inside the interpreter that runs one program of the policy's: one request on stdin, its output on stdout.
+"""Runs one program that the policy wrote: reads one request on stdin, writes the program's output to stdout.
 
     {"program", "memory_bytes"} with {"stdin"} | {"call", "arguments"} | {"before", "test", "word"}
 
-`word` is printed when the tests have passed. They are code that shares this process with what it tests, so a program
-that looks for the word can find it; what compares output outside (`stdin`, `call`) has nothing to be found.
+`word` is printed when the tests have passed. The tests share a process with the program, so a program that looks
+for the word can find it. Requests with `stdin` or `call` have no such secret: the caller compares their output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT, MAX_OUTPUT))
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-    # It may neither start nor signal another process, the one that judges it least of all.
+    # It may neither start nor signal another process, above all not the scoring process.
     filter_ = seccomp.program(platform.machine(), alone_pid=os.getpid())
     if filter_ is not None and seccomp.available():
         seccomp.install(filter_)
@@ -48,7 +48,7 @@ def main() -> None:
             result = _callable(module, request["call"])(*request["arguments"])
         print("\n" + json.dumps(result))
     else:
-        with contextlib.suppress(SystemExit):  # a program may leave when it is done
+        with contextlib.suppress(SystemExit):  # a program may call sys.exit when it is done
             exec(compile(source, "program.py", "exec"), module.__dict__)
     sys.stdout.flush()
 

@@ -1,11 +1,11 @@
-"""How a scoring process is shut in: three levels behind one port, each a way to start the same program.
+"""Isolates a scoring process: three levels behind one port, each another way to start the same program.
 
-strict   bubblewrap: own user, mount, network, process, IPC and host-name namespaces; nothing of the file system but
-Python, read-only, and a private /tmp; a system call filter; every limit.
-weak     no bubblewrap: the filter (no network, no other processes), every limit, an empty environment, a folder
-of its own. It can still READ every file that the service can, and what it writes is bounded by
-file permissions alone. Never for people whom you do not know.
-off      a process with a deadline: against accidents, not against attackers.
+strict   bubblewrap: own user, mount, network, process, IPC and host-name namespaces; of the file system only Python,
+         read-only, and a private /tmp; a system call filter; every limit.
+weak     no bubblewrap: the filter (no network, no other processes), every limit, an empty environment, a folder of
+         its own. Without Landlock it can READ every file that the service can, and only file permissions limit what
+         it writes. Do not use it for code from people you do not know.
+off      a process with a deadline: protects against accidents, not against attackers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from meshrl.rewardd.sandbox import landlock
 from meshrl.rewardd.sandbox.limits import Limits
 
 NOBODY = 65534
-"""Who a function runs as when the service runs as root."""
+"""User that a function runs as when the service runs as root."""
 PROBE_S = 10.0
 SCORING_PROCESS = ("-P", "-m", "meshrl.rewardd.pool.scoring_process")
 
 
 class Isolation(StrEnum):
-    """How much stands between a reward function and the machine."""
+    """The level of isolation of a reward function from the machine."""
 
     STRICT = "strict"
     WEAK = "weak"
@@ -46,17 +46,17 @@ class Isolation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A command that starts one scoring process, and what to remove when it has ended."""
+    """A command that starts one scoring process, and the folder to remove when it has ended."""
 
     argv: Sequence[str]
     env: dict[str, str]
     confinement: Json
-    """For `inside.confine`."""
+    """Argument of `confinement.confine`."""
     folder: Path | None = None
-    """Its working directory, removed afterwards."""
+    """Its working directory, removed by `discard`."""
 
     def discard(self) -> None:
-        """Remove what the process leaves behind; idempotent."""
+        """Remove the working directory; idempotent."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -67,28 +67,28 @@ class Sandbox(Protocol):
     level: Isolation
     limits: Limits
     prepare: Callable[[], None] | None
-    """Done once, in a thread, before the first process is started: install what `search` names."""
+    """Called once, in a thread, before the first process starts: installs the folders of `search`."""
 
     def launch(self) -> Launch:
         """The command for one more process."""
         ...
 
     def process(self, pid: int) -> int | None:
-        """The pid, as we see it, of the scoring process behind the started command; None when it is gone."""
+        """The pid, in our namespace, of the scoring process that `pid` is or has started; None when it ended."""
         ...
 
     def orphans(self, pid: int) -> int:
-        """Processes in the cell besides the scoring process itself (0 where that cannot be known)."""
+        """Number of processes in the sandbox besides the scoring process (0 where they cannot be counted)."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenSandbox:
-    """No walls. The process sees what the service sees."""
+    """No isolation: the process sees what the service sees."""
 
     limits: Limits
     search: tuple[Path, ...] = ()
-    """Folders to import from besides this interpreter's own."""
+    """Folders to import from, besides this interpreter's own."""
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.OFF
 
@@ -105,13 +105,13 @@ class OpenSandbox:
         return pid
 
     def orphans(self, pid: int) -> int:
-        """Not counted."""
+        """0: they are not counted."""
         return 0
 
 
 @dataclass(slots=True, kw_only=True)
 class WeakSandbox:
-    """What a process can do to itself without help."""
+    """The restrictions that a process can put on itself without bubblewrap."""
 
     limits: Limits
     search: tuple[Path, ...] = ()
@@ -121,7 +121,7 @@ class WeakSandbox:
 
     def launch(self) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
-        folder = Path(tempfile.mkdtemp(prefix="meshrl-cell-"))
+        folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
         seen = (*python_paths(), *self.readable, *self.search)
         user = NOBODY if os.geteuid() == 0 and _readable_for_others(seen) else None
         if user is not None:
@@ -142,24 +142,24 @@ class WeakSandbox:
         return pid
 
     def orphans(self, pid: int) -> int:
-        """None: it may start no process."""
+        """0: it may start no process."""
         return 0
 
 
 @dataclass(slots=True, kw_only=True)
 class StrictSandbox:
-    """bubblewrap around the process (https://github.com/containers/bubblewrap)."""
+    """Bubblewrap around the process (https://github.com/containers/bubblewrap)."""
 
     limits: Limits
     search: tuple[Path, ...] = ()
     readable: tuple[Path, ...] = ()
-    """Directories that it sees besides Python's and `search`, read-only, at their own places."""
+    """Directories that it sees besides Python's and `search`, read-only, under their own paths."""
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.STRICT
     _arguments: list[str] = field(default_factory=list)
 
     def launch(self) -> Launch:
-        """bubblewrap, this interpreter inside."""
+        """Bubblewrap, which runs this interpreter."""
         if not self._arguments:
             self._arguments = bubblewrap(self.limits.tmp_bytes, (*self.readable, *self.search))
         return Launch(
@@ -173,12 +173,12 @@ class StrictSandbox:
         )
 
     def process(self, pid: int) -> int | None:
-        """Bubblewrap's child is process 1 of the cell, and that one's first child scores."""
+        """Bubblewrap's child is process 1 of the sandbox, and the first child of process 1 scores."""
         init = _first_child(pid)
         return None if init is None else _first_child(init)
 
     def orphans(self, pid: int) -> int:
-        """As the cell's own /proc counts them: who leaves its parent stays in the namespace."""
+        """Counted in the sandbox's own /proc: a process that leaves its parent stays in the namespace."""
         init = _first_child(pid)
         if init is None:
             return 0
@@ -197,10 +197,10 @@ def open_sandbox(
     search: Sequence[Path] = (),
     prepare: Callable[[], None] | None = None,
 ) -> Sandbox:
-    """The cell of a level; `readable` and `search` are folders, and `prepare` makes those of `search`.
+    """The sandbox of a level; `readable` and `search` are folders, and `prepare` creates those of `search`.
 
     Raises:
-        ConfigError: this machine cannot give the level; says why and what to do.
+        ConfigError: this machine cannot give the level; says why, and what to do.
     """
     if level is Isolation.OFF:
         return OpenSandbox(limits=limits, search=tuple(search), prepare=prepare)
@@ -219,7 +219,7 @@ def open_sandbox(
         )
     if (why := no_bubblewrap()) is not None:
         raise ConfigError(
-            f"reward sandbox 'strict' cannot be had here: {why} "
+            f"reward sandbox 'strict' is not available here: {why} "
             "(install the package bubblewrap, or allow less: reward.sandbox: weak)"
         )
     closed = [path for path in readable if not _open_to_others(path)]
@@ -254,9 +254,9 @@ def no_bubblewrap() -> str | None:
 def bubblewrap(
     tmp_bytes: int | None, readable: Sequence[Path], writable: Sequence[Path] = ()
 ) -> list[str]:
-    """The command line up to the program: namespaces, mounts, nothing inherited."""
+    """The command line up to the program: namespaces and mounts; nothing is inherited."""
     arguments = ["bwrap", "--die-with-parent", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
-    arguments += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "cell"]
+    arguments += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
     if os.geteuid() == 0:
         arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -291,13 +291,13 @@ def bubblewrap(
 
 
 def system_paths() -> list[Path]:
-    """What an interpreter and its shared libraries need of the system."""
+    """System folders that an interpreter and its shared libraries need."""
     names = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
     return [path for path in map(Path, names) if path.exists()]
 
 
 def python_paths() -> set[Path]:
-    """This interpreter, its packages, and the rooms of ours that a scoring process imports."""
+    """This interpreter, its packages, and the packages of ours that a scoring process imports."""
     rooms = {
         Path(portion)
         for portion in meshrl.__path__
@@ -326,7 +326,7 @@ def _environment(home: str) -> dict[str, str]:
 
 
 def _readable_for_others(paths: Iterable[Path]) -> bool:
-    """Whether nobody could still import modules from there: no folder above them is closed to others."""
+    """Whether the user nobody can import from there: no folder above them is closed to others."""
     return all(
         _open_to_others(folder)
         for path in map(Path.absolute, paths)

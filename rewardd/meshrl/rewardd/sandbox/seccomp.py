@@ -1,8 +1,8 @@
-"""A system call filter as a classic BPF program, assembled here: what a scoring process may never ask the kernel for.
+"""Builds and installs a system call filter (classic BPF): the calls that a scoring process may not make.
 
-Namespaces are the wall; this is the moat before it. The list is one of refusals, not of permissions, so that numpy,
-sympy and whatever comes next run unchanged: networks, mounts, namespaces, other processes' memory, memory that
-RLIMIT_AS does not see, and the parts of the kernel where holes are found most often. Refused calls fail with EPERM.
+Namespaces isolate; this filter is a second layer. It lists what is refused, not what is allowed, so that numpy, sympy
+and other packages run unchanged. Refused are: networks, mounts, namespaces, other processes' memory, memory that
+RLIMIT_AS does not count, and the parts of the kernel where holes are found most often. They fail with EPERM.
 
     seccomp(2); struct seccomp_data {int nr; u32 arch; u64 instruction_pointer; u64 args[6];}
 """
@@ -30,7 +30,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 # Numbers from the kernel's asm/unistd_64.h and asm-generic/unistd.h; None where an architecture lacks the call.
 REFUSED: dict[str, tuple[int | None, int]] = {
-    # the network: the cell has none, and this says so at once
+    # the network: the sandbox has none, and so the call fails at once
     "socket": (41, 198),
     # namespaces and mounts
     "unshare": (272, 97),
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[int | None, int]] = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
-    # a session has its share of the processors: no second one
+    # Linux shares the processors among sessions: no second session
     "setsid": (112, 157),
     # the kernel itself
     "bpf": (321, 280),
@@ -102,13 +102,13 @@ ALONE: dict[str, tuple[int | None, int]] = {
     "tkill": (200, 130),
     "pidfd_send_signal": (424, 424),
 }
-"""Refused as well where no process namespace hides the others: no process but itself."""
+"""Refused too where no process namespace hides other processes: starting and signalling them."""
 OWN_PID: dict[str, tuple[int, int]] = {
     "kill": (62, 129),
     "tgkill": (234, 131),
     "prlimit64": (302, 261),
 }
-"""Then allowed only with its own pid (or 0, for prlimit64) as the first argument."""
+"""Allowed in that case only with its own pid (or 0, for prlimit64) as the first argument."""
 
 
 def program(machine: str, *, alone_pid: int | None = None) -> bytes | None:
@@ -141,7 +141,7 @@ def program(machine: str, *, alone_pid: int | None = None) -> bytes | None:
 
 
 def install(filter_: bytes) -> None:
-    """Put the calling thread and what it starts behind the filter, for good. Raises OSError."""
+    """Apply the filter to the calling thread and what it starts; cannot be undone. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(filter_, len(filter_))
     # struct sock_fprog {unsigned short len; struct sock_filter *filter;}

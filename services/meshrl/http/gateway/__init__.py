@@ -1,7 +1,7 @@
-"""The door of sessions: an endpoint that looks like OpenAI's, one per row, in a rollout worker's process.
+"""The gateway: OpenAI-compatible HTTP sessions, one per row, in a rollout worker's process.
 
 client ──HTTP──▶ app.py ──▶ SessionTable ──token──▶ Session (meshrl.rollout.sessions) ──▶ engine
 │              ▲
 │              └── the program `openai` opens and closes sessions
-└── POST /v1/sessions: a row for an agent from outside
+└── POST /v1/sessions: a row for an external agent
 """

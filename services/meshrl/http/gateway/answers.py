@@ -1,4 +1,4 @@
-"""What a client gets: whole answers and streamed ones, in OpenAI's words."""
+"""Answers in the format of OpenAI's API: complete and streamed ones."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What an answer has beside its text."""
+class AnswerFormat:
+    """Everything of an answer except its text."""
 
     chat: bool
     model: str
-    """As the client called it."""
+    """The name that the client used."""
     tokenizer: Tokenizer
     logprobs: bool = False
     usage: bool = False
-    """At the end of a stream."""
+    """Whether a stream ends with its usage."""
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def complete(self, answer: Answer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.chat:
@@ -78,7 +78,7 @@ class Form:
         return _event(self._body([choice], chunk=True))
 
     def usage_chunk(self, answer: Answer) -> bytes:
-        """The last part of a streamed answer, where it was asked for."""
+        """The last part of a streamed answer, if the client wants it."""
         return _event(self._body([], usage=answer, chunk=True))
 
     def _body(
@@ -101,7 +101,7 @@ class Form:
         return body
 
     def _logprobs(self, tokens: Int32, logprobs: Float32) -> dict[str, Any] | None:
-        """Of every sampled token, whatever of its text is shown."""
+        """Log-probs of every sampled token, even of those whose text is not shown."""
         if not self.logprobs:
             return None
         texts = [self.tokenizer.decode([token]) for token in tokens.tolist()]
@@ -121,34 +121,34 @@ class Form:
         return {"content": content, "refusal": None}
 
 
-async def streamed(asking: Asking, form: Form) -> AsyncIterator[bytes]:
-    """Server-sent events, ended by `[DONE]`; an error on the way is one event and the end."""
-    if form.chat:
-        yield form.chunk("", first=True)
+async def streamed(asking: Asking, format: AnswerFormat) -> AsyncIterator[bytes]:
+    """Server-sent events, ended by `[DONE]`; an error is one event and ends the stream."""
+    if format.chat:
+        yield format.chunk("", first=True)
     try:
         async for piece in asking:
-            if piece.text or form.logprobs:
-                yield form.chunk(piece.text, tokens=piece.tokens, logprobs=piece.logprobs)
+            if piece.text or format.logprobs:
+                yield format.chunk(piece.text, tokens=piece.tokens, logprobs=piece.logprobs)
     except MeshError as error:
         yield _event(error_body(error))
         return
     answer = asking.answer
     assert answer is not None
     if answer.tail:
-        yield form.chunk(answer.tail)
+        yield format.chunk(answer.tail)
     if answer.tool_calls:
-        yield form.chunk("", calls=answer.tool_calls)
-    yield form.chunk("", finish_reason=answer.finish_reason)
-    if form.usage:
-        yield form.usage_chunk(answer)
+        yield format.chunk("", calls=answer.tool_calls)
+    yield format.chunk("", finish_reason=answer.finish_reason)
+    if format.usage:
+        yield format.usage_chunk(answer)
     yield DONE
 
 
-class Streamed(StreamingResponse):
-    """Aborts the request when the client is gone before its end."""
+class StreamedAnswer(StreamingResponse):
+    """Aborts the request if the client disconnects before its end."""
 
-    def __init__(self, asking: Asking, form: Form) -> None:
-        super().__init__(streamed(asking, form), media_type="text/event-stream")
+    def __init__(self, asking: Asking, format: AnswerFormat) -> None:
+        super().__init__(streamed(asking, format), media_type="text/event-stream")
         self._asking = asking
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,7 +1,6 @@
-"""The gateway's HTTP door: FastAPI, OpenAPI at /openapi.json, pages at /docs.
+"""The gateway's HTTP app: FastAPI, OpenAPI at /openapi.json, pages at /docs.
 
-Every session is reached in two ways, with the same API key: under `/sessions/{id}/v1`, and under `/v1`, where the key
-alone says which session it is.
+A session has two addresses with the same API key: `/sessions/{id}/v1`, and `/v1`, where the key alone identifies it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from meshrl.contract.errors import ForbiddenError, UnauthenticatedError
 from meshrl.contract.types import PostedReward
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.gateway import models as m
-from meshrl.http.gateway.answers import Form, Streamed
+from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
 from meshrl.http.gateway.errors import install, refused, too_large
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.rewards.errors import AsciiJSON
@@ -37,12 +36,12 @@ PROTECTED = ("/v1/", "/sessions/")
 CLAIMS = "/v1/sessions"
 """Needs none: who claims a session has no key yet."""
 CLIENT_GONE = 499
-"""What nobody reads any more."""
+"""Status for a client that has disconnected; nobody reads it."""
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
     for status, text in {
         400: "wrong input, or no room for an answer",
-        401: "no API key, or none of a session",
+        401: "no API key, or not one of a session",
         403: "another session's key",
         405: "no such method",
         410: "the session has ended",
@@ -68,7 +67,7 @@ def build_app(
     max_body_bytes: int,
     authorizer: Authorizer | None,
 ) -> FastAPI:
-    """The app; `authorizer` admits those who claim sessions from outside, None: nobody may."""
+    """The app; `authorizer` admits callers who claim sessions; None: nobody may claim."""
     app = FastAPI(
         title="meshrl gateway",
         version="1",
@@ -76,12 +75,12 @@ def build_app(
         default_response_class=AsciiJSON,
     )
     app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=too_large)
-    app.add_middleware(SessionAuth, sessions=sessions)  # added last, asked first
+    app.add_middleware(SessionAuth, sessions=sessions)  # added last, so it runs first
     install(app)
 
     @app.get("/health", tags=["service"])
     async def health() -> dict[str, Any]:
-        """Whether the door is open."""
+        """Whether the gateway serves."""
         return {"status": "serving", "sessions": sessions.open_sessions}
 
     app.include_router(_sessions(sessions, tokenizer, authorizer), prefix="/v1")
@@ -116,7 +115,7 @@ def _is_protected(path: str) -> bool:
 
 
 def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
-    """What OpenAI's client asks for, and how an agent says what its conversation was worth."""
+    """Routes of OpenAI's API, and the route on which an agent posts its reward."""
     router = APIRouter(responses=PROBLEMS)
 
     def find(request: Request, token: HTTPAuthorizationCredentials | None) -> Session:
@@ -130,7 +129,7 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
         chat: bool,
         logprobs: bool,
     ) -> Response:
-        form = Form(
+        format = AnswerFormat(
             chat=chat,
             model=body.model,
             tokenizer=tokenizer,
@@ -138,17 +137,17 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
             usage=body.usage_in_stream,
         )
         asking = find(request, token).ask(body.ask())
-        return await _answered(asking, form, request, stream=bool(body.stream))
+        return await _answered(asking, format, request, stream=bool(body.stream))
 
     @router.post("/chat/completions", tags=["openai"])
     async def chat_completions(body: m.ChatBody, request: Request, token: Token) -> Response:
-        """An answer to a conversation, which becomes part of the session's row."""
+        """Answer a conversation; the answer becomes part of the session's row."""
         return await answer(body, request, token, chat=True, logprobs=bool(body.logprobs))
 
     @router.post("/completions", tags=["openai"])
     async def completions(body: m.CompletionBody, request: Request, token: Token) -> Response:
-        """What follows a prompt, which becomes part of the session's row."""
-        wanted = body.logprobs is not None  # 0 is the log-probs of what was sampled
+        """Continue a prompt; the answer becomes part of the session's row."""
+        wanted = body.logprobs is not None  # 0 means: log-probs of the sampled tokens only
         return await answer(body, request, token, chat=False, logprobs=wanted)
 
     @router.get("/models", tags=["openai"])
@@ -159,13 +158,13 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
 
     @router.get("/models/{model:path}", tags=["openai"])
     async def get_model(model: str, request: Request, token: Token) -> dict[str, Any]:
-        """The policy, whatever it is called."""
+        """The policy, under any name."""
         find(request, token)
         return _model(model)
 
     @router.post("/reward", tags=["sessions"])
     async def post_reward(body: m.RewardBody, request: Request, token: Token) -> dict[str, Any]:
-        """Say what the session's conversation was worth; see /v1/sessions/{id}/reward."""
+        """Post the reward of the session's conversation; see /v1/sessions/{id}/reward."""
         return _reward(sessions, body, _header(token), request.path_params.get("session_id"))
 
     return router
@@ -174,30 +173,30 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
 def _sessions(
     sessions: SessionTable, tokenizer: ChatTokenizer, authorizer: Authorizer | None
 ) -> APIRouter:
-    """Sessions for agents from outside."""
+    """Routes for external agents."""
     router = APIRouter(prefix="/sessions", tags=["sessions"], responses=PROBLEMS)
 
     @router.post("", status_code=201, responses={408: {"description": "no row came"}})
     async def claim_session(body: m.ClaimBody, request: Request, token: Token) -> Response:
-        """A row that waits for an agent from outside, as a session."""
+        """Claim a row that waits for an external agent, as a session."""
         if authorizer is None:
             raise ForbiddenError(
                 "this worker gives out no sessions (rollout.program_options.external)"
             )
         peer = request.client.host if request.client else "unknown"
         authorizer.admit(_header(token), peer, Role.CLAIM)
-        session = await _unless_gone(request, sessions.claim(body.wait_s))
+        session = await _unless_disconnected(request, sessions.claim(body.wait_s))
         if session is not None and await request.is_disconnected():
-            session.finished.set()  # nobody hears of it: its row goes back
+            session.finished.set()  # the client does not get it: its row goes back
             session = None
         if session is None:
             return Response(status_code=CLIENT_GONE)
-        found = address(str(request.base_url).rstrip("/"), session)
+        place = address(str(request.base_url).rstrip("/"), session)
         return AsciiJSON(
             {
                 "id": session.id,
-                "base_url": found.base_url,
-                "api_key": found.api_key,
+                "base_url": place.base_url,
+                "api_key": place.api_key,
                 "task": task_json(session.task, session.uid, tokenizer),
             },
             201,
@@ -205,7 +204,7 @@ def _sessions(
 
     @router.get("/{session_id}")
     async def get_session(session_id: str, token: Token) -> dict[str, Any]:
-        """Where a session stands."""
+        """State of a session."""
         session = sessions.find(_header(token), session_id)
         return {
             "id": session.id,
@@ -215,20 +214,20 @@ def _sessions(
 
     @router.post("/{session_id}/reward")
     async def post_reward(session_id: str, body: m.RewardBody, token: Token) -> dict[str, Any]:
-        """Say what the session's conversation was worth; of several the last counts.
+        """Post the reward of the session's conversation; of several the last counts.
 
-        It stands in for the reward service's score. The session of an agent from outside ends with it.
+        It replaces the reward service's score. The session of an external agent ends with it.
         """
         return _reward(sessions, body, _header(token), session_id)
 
     @router.post("/{session_id}/finish")
     async def finish_session(session_id: str, token: Token) -> dict[str, Any]:
-        """End the session of an agent from outside; without a reward its row is scored as others are."""
+        """End the session of an external agent; without a reward its row is scored like others."""
         try:
             sessions.find(_header(token), session_id).finished.set()
         except SessionEndedError:
             ended = sessions.ended(_header(token))
-            if ended is None or not ended.finished:  # by its deadline, say
+            if ended is None or not ended.finished:  # for example by its deadline
                 raise
         return {"id": session_id, "finished": True}
 
@@ -244,7 +243,7 @@ def _reward(
     except SessionEndedError:
         ended = sessions.ended(authorization)
         if ended is None or not ended.finished or ended.reward != reward:
-            raise  # else saying the same twice is saying it once
+            raise  # posting the same reward twice is fine
         return {"id": ended.id, "reward": reward.to_json()}
     session.post(reward)
     if body.finish:
@@ -252,30 +251,34 @@ def _reward(
     return {"id": session.id, "reward": reward.to_json()}
 
 
-async def _answered(asking: Asking, form: Form, request: Request, *, stream: bool) -> Response:
+async def _answered(
+    asking: Asking, format: AnswerFormat, request: Request, *, stream: bool
+) -> Response:
     if stream:
-        return Streamed(asking, form)
+        return StreamedAnswer(asking, format)
     try:
-        answer = await _unless_gone(request, asking.whole())
+        answer = await _unless_disconnected(request, asking.whole())
     finally:
         asking.task.cancel()
-    return Response(status_code=CLIENT_GONE) if answer is None else AsciiJSON(form.whole(answer))
+    return (
+        Response(status_code=CLIENT_GONE) if answer is None else AsciiJSON(format.complete(answer))
+    )
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """What `work` gives; None, and it is cancelled, when the client leaves before."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+async def _unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`; if the client disconnects before, cancel it and give None."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        for each in (working, leaving):
+        for each in (task, disconnect):
             each.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

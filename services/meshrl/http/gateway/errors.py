@@ -1,4 +1,4 @@
-"""Every failure in the shape that OpenAI's clients read: `{"error": {message, type, param, code}}` and a status."""
+"""Answers every failure as OpenAI's clients expect it: `{"error": {message, type, param, code}}` and a status."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ STATUS: Mapping[type[MeshError], tuple[int, str, str | None]] = {
     UnavailableError: (503, "server_error", "unavailable"),
     MeshError: (500, "server_error", "engine_fault"),
 }
-"""By class, a subclass as its parent: status, type, code."""
+"""Status, type and code by class; a subclass has its parent's."""
 FINAL = (500, 503)
-"""A fault of the engine ends the session: asking again, as clients do by themselves, would be in vain."""
+"""A fault of the engine ends the session, so clients are told not to retry, which they would do by themselves."""
 
 
 class ParameterError(UserError):
-    """A field of a request; names it."""
+    """A field of a request is wrong; `param` names it."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message, param=param)
@@ -75,12 +75,12 @@ def refused(error: MeshError) -> AsciiJSON:
 
 
 def too_large(status: int, code: str, detail: str) -> AsciiJSON:
-    """What a body beyond the limit gets, which is told before the app sees it."""
+    """The response to a body beyond the limit, sent before the app sees the request."""
     return AsciiJSON(_body(detail, INVALID, None, TOO_LARGE), status)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every failure of `app` in this shape."""
+    """Answer every failure of `app` in this format."""
 
     @app.exception_handler(MeshError)
     async def mesh(request: Request, error: MeshError) -> AsciiJSON:

@@ -1,4 +1,4 @@
-"""A gateway's sessions as Prometheus metrics."""
+"""Prometheus metrics of a gateway's sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.http.gateway.sessions import SessionTable
 
 
 class GatewayMetrics(Collector):
-    """Read when somebody asks."""
+    """Collected on each scrape."""
 
     def __init__(self, sessions: SessionTable) -> None:
         self._sessions = sessions
@@ -21,15 +21,17 @@ class GatewayMetrics(Collector):
         """Two gauges, two counters."""
         sessions = self._sessions
         yield GaugeMetricFamily(
-            "meshrl_gateway_sessions", "Open now.", value=sessions.open_sessions
+            "meshrl_gateway_sessions", "Open sessions.", value=sessions.open_sessions
         )
         yield GaugeMetricFamily(
             "meshrl_gateway_claims_waiting",
-            "Agents from outside without a row.",
+            "External agents that wait for a row.",
             value=sessions.demand,
         )
         yield CounterMetricFamily(
-            "meshrl_gateway_sessions_opened", "Since the start.", value=sessions.opened_ever
+            "meshrl_gateway_sessions_opened",
+            "Sessions opened since the start.",
+            value=sessions.opened_ever,
         )
         yield CounterMetricFamily(
             "meshrl_gateway_tokens_left_out",

@@ -1,4 +1,4 @@
-"""Bodies of requests, as OpenAI's API has them, and what of them this door refuses."""
+"""Request bodies of OpenAI's API, and checks that reject what the gateway does not support."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | 
 
 
 class Body(BaseModel):
-    """Fields that are not named here change nothing, and are passed over."""
+    """Fields that are not listed here are ignored."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
 class Function(Body):
-    """What a tool call calls."""
+    """The function of a tool call."""
 
     name: str
     arguments: str
@@ -34,7 +34,7 @@ class Function(Body):
 
 
 class ToolCallBody(Body):
-    """One tool call of an assistant's message, as it was answered."""
+    """One tool call of an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -42,7 +42,7 @@ class ToolCallBody(Body):
 
 
 class TextPart(Body):
-    """A part of a message; only text is known here."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text", "refusal"]
     text: str = ""
@@ -58,7 +58,7 @@ class MessageBody(Body):
     tool_call_id: str | None = None
 
     def message(self) -> dict[str, Json]:
-        """As a chat template reads it, but for arguments of tool calls, which are text here."""
+        """As a chat template reads it; the JSON text of tool call arguments is parsed."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -83,7 +83,7 @@ class MessageBody(Body):
 
 
 class FunctionSchema(Body):
-    """What a tool is."""
+    """Name, description and parameters of a tool."""
 
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -104,7 +104,7 @@ class StreamOptions(Body):
 
 
 class Sampling(Body):
-    """What both kinds of requests have."""
+    """Fields of both kinds of requests."""
 
     model: str = Field(default="policy", max_length=256)
     """Any name: there is one model, the policy."""
@@ -113,19 +113,19 @@ class Sampling(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0, le=2)] | None = None
-    """Counts only where the run lets clients sample as they like; see the how-to."""
+    """Used only with `program_options.client_sampling`; see the how-to."""
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     """As `temperature`."""
     n: int | None = 1
-    """1."""
+    """Must be 1."""
     seed: int | None = None
-    """Passed over: draws are the row's own."""
+    """Ignored: each row has its own seed."""
     frequency_penalty: FiniteFloat | None = None
-    """0."""
+    """Must be 0."""
     presence_penalty: FiniteFloat | None = None
-    """0."""
+    """Must be 0."""
     logit_bias: dict[str, JsonValue] | None = None
-    """None."""
+    """Must be absent."""
     user: str | None = None
 
     @property
@@ -139,7 +139,7 @@ class Sampling(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """Raises ParameterError for what would change the distribution that is trained, or cannot be had."""
+        """Raises ParameterError for options that would change the trained distribution or are not supported."""
         if self.n not in (None, 1):
             raise ParameterError("n", f"n is {self.n}: a session is one row, so n must be 1")
         for name in ("frequency_penalty", "presence_penalty"):
@@ -158,16 +158,16 @@ class ChatBody(Sampling):
     max_completion_tokens: Positive | None = None
     tools: list[ToolBody] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, JsonValue] | None = None
-    """none or auto."""
+    """Must be none or auto."""
     parallel_tool_calls: bool | None = None
-    """Passed over: the policy calls what it calls."""
+    """Ignored."""
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    """0."""
+    """Must be 0."""
     response_format: dict[str, JsonValue] | None = None
-    """text."""
+    """Must be text."""
     functions: list[JsonValue] | None = None
-    """None: `tools` are what replaced them."""
+    """Must be absent: use `tools`."""
 
     def ask(self) -> Ask:
         """Raises ParameterError."""
@@ -175,16 +175,16 @@ class ChatBody(Sampling):
         if self.tool_choice not in (None, "none", "auto"):
             raise ParameterError(
                 "tool_choice",
-                "tool_choice must be none or auto: the policy is not told what to say",
+                "tool_choice must be none or auto: the policy chooses itself",
             )
         if self.top_logprobs:
             raise ParameterError(
-                "top_logprobs", "top_logprobs must be 0: log-probs are those of what was sampled"
+                "top_logprobs", "top_logprobs must be 0: only sampled tokens have log-probs"
             )
         if self.response_format and self.response_format.get("type") != "text":
             raise ParameterError("response_format", "response_format must be text")
         if self.functions:
-            raise ParameterError("functions", "functions are not known here: use tools")
+            raise ParameterError("functions", "functions are not supported: use tools")
         tools = self.tools if self.tools and self.tool_choice != "none" else []
         return Ask(
             messages=tuple(_unicode("messages", m.message()) for m in self.messages),
@@ -201,13 +201,13 @@ class CompletionBody(Sampling):
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    """Log-probs of what was sampled, for 0 and for 1."""
+    """0 and 1 both give the log-probs of the sampled tokens."""
     echo: bool | None = False
-    """False."""
+    """Must be false."""
     suffix: str | None = None
-    """None."""
+    """Must be absent."""
     best_of: int | None = 1
-    """1."""
+    """Must be 1."""
 
     def ask(self) -> Ask:
         """Raises ParameterError."""
@@ -216,7 +216,7 @@ class CompletionBody(Sampling):
             raise ParameterError("echo", "echo must be false")
         if self.suffix:
             raise ParameterError(
-                "suffix", "suffix must be empty: the policy writes from left to right"
+                "suffix", "suffix must be empty: the policy samples from left to right"
             )
         if self.best_of not in (None, 1):
             raise ParameterError("best_of", "best_of must be 1: a session is one row")
@@ -243,7 +243,7 @@ class ClaimBody(Body):
     """POST /v1/sessions."""
 
     wait_s: Annotated[FiniteFloat, Field(ge=0, le=60)] = 20.0
-    """How long to wait for a row; then the answer is 408, and may be asked again."""
+    """Seconds to wait for a row; then the answer is 408, and the client may ask again."""
 
 
 class RewardBody(Body):
@@ -253,13 +253,13 @@ class RewardBody(Body):
     components: dict[Annotated[str, Field(min_length=1, max_length=64)], FiniteFloat] = Field(
         default_factory=dict, max_length=64
     )
-    """Reported beside the score."""
+    """Reported as metrics beside the score."""
     finish: bool = True
-    """Whether the session of an agent from outside ends with it; those of others end with their agents."""
+    """Whether the session ends with it, if the agent is external; other sessions end with their agents."""
 
 
 def _unicode(param: str, value: Any) -> Any:
-    """`value`, if all its text is. Raises ParameterError: half a surrogate pair cannot be tokenised."""
+    """`value`. Raises ParameterError if a text in it has half a surrogate pair, which cannot be tokenised."""
     try:
         for text in _texts(value):
             text.encode()

@@ -1,4 +1,4 @@
-"""Opens the gateway of a rollout worker where its program needs one, and says in the run's directory where it is."""
+"""Starts the gateway of a rollout worker if its program needs one, and writes its address to the run's directory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ async def gateway_of(
     name: str,
     on_demand: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[SessionTable | None]:
-    """The gateway of worker `name`, open while the body runs; None where the run's program needs none.
+    """The gateway of worker `name`, open while the body runs; None if the run's program needs none.
 
     Raises:
-        UserError: anybody could reach it, or its port cannot be had.
+        UserError: anybody could reach it, or it cannot listen on its port.
     """
     if not uses_gateway(recipe):
         yield None
@@ -49,7 +49,7 @@ async def gateway_of(
     app = build_app(
         sessions, tokenizer, max_body_bytes=config.max_request_bytes, authorizer=authorizer
     )
-    # What starts on this machine is reached without TLS: no certificate is made out for a loopback address.
+    # No TLS on loopback: certificates do not name loopback addresses.
     tls = Certificates() if is_loopback(config.host) else settings.tls
     port = config.port + _number(name) if config.port else 0
     async with serving_http(
@@ -64,7 +64,7 @@ async def gateway_of(
 
 
 def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
-    """Who may claim sessions from outside; None: nobody. Raises UserError for a door that everybody could pass."""
+    """Admits callers who claim sessions; None: nobody may. Raises UserError if anybody on the network could."""
     config = recipe.rollout.gateway
     external = bool(recipe.rollout.program_options.get("external"))
     local = is_loopback(config.host)
@@ -82,7 +82,9 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
                 f"rollout.gateway.host: {config.host!r} can be reached from other machines, where anybody could "
                 "claim sessions: set rollout.gateway.tokens (role: claim) or tls.client_ca, or bind 127.0.0.1"
             )
-        log.warning("the gateway on %s is open to everybody: it gives out no sessions", config.host)
+        log.warning(
+            "the gateway on %s is open to everybody, so no sessions can be claimed", config.host
+        )
         return None
     tokens = TokenStore(config.tokens) if config.tokens is not None else None
     rate = config.claims_per_minute
@@ -90,14 +92,14 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
 
 
 def _number(name: str) -> int:
-    """Of a worker among those of its machine: `rollout-3` is 3."""
+    """Number of a worker on its machine: 3 for `rollout-3`."""
     found = re.search(r"-(\d+)$", name)
     return int(found[1]) if found else 0
 
 
 @contextmanager
 def _announced(path: Path, url: str) -> Iterator[None]:
-    """A file that says where the gateway is, while it is."""
+    """A file with the gateway's address, while it serves."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps({"url": url, "pid": os.getpid()}) + "\n")
     try:

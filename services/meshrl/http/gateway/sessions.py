@@ -1,4 +1,4 @@
-"""Which sessions are open, who may speak to which, and who waits for one."""
+"""The table of open sessions: finds them by API key, and queues callers who claim one."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 
 REMEMBERED = 4096
-"""Ended sessions whose clients are told that they have ended, instead of that their token is unknown."""
+"""Ended sessions that are remembered, so that their clients get 'ended' instead of 'unknown key'."""
 Claim: TypeAlias = asyncio.Future[Session]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What is left of a session."""
+    """A session that has ended."""
 
     id: str
     why: str
     finished: bool
-    """Whoever led it said so, or posted a reward that ended it."""
+    """The agent finished it, or posted a reward that ended it."""
     reward: PostedReward | None
 
 
 class SessionTable:
-    """Implements the Gateway port. Sessions are found by a hash of their token, so that no time tells of it."""
+    """Implements the Gateway port. Finds sessions by a hash of their key, against timing attacks."""
 
     def __init__(
         self, *, prompt_tokens: int | None, on_demand: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_demand` is called when one more waits for a session."""
+        """`on_demand` is called when another caller waits for a session."""
         self.url = ""
-        """Where the door is, `http://host:port`, once it is open."""
+        """Of the HTTP server, `http://host:port`; empty before it serves."""
         self.prompt_tokens = prompt_tokens
         self.opened_ever = 0
         self.tokens_left_out = 0
-        """Sampled tokens of ended sessions that their rows do not have."""
+        """Sampled tokens of ended sessions that are not in their rows."""
         self._on_demand = on_demand
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
@@ -58,12 +58,12 @@ class SessionTable:
 
     @property
     def open_sessions(self) -> int:
-        """Open now."""
+        """Number of open sessions."""
         return len(self._open)
 
     @property
     def demand(self) -> int:
-        """How many wait for a session."""
+        """Number of callers who wait for a session."""
         return sum(not claim.done() for claim in self._claims)
 
     @contextmanager
@@ -95,7 +95,7 @@ class SessionTable:
         return False
 
     async def claim(self, wait_s: float) -> Session:
-        """A session for an agent from outside.
+        """A session for an external agent.
 
         Raises:
             WaitTimeoutError: no row came within `wait_s` seconds.
@@ -113,36 +113,36 @@ class SessionTable:
             raise WaitTimeoutError(f"no row came within {wait_s:g} s") from None
         except asyncio.CancelledError:
             if claim.done() and not claim.exception():
-                claim.result().finished.set()  # nobody has heard of it: its row goes back
+                claim.result().finished.set()  # the caller does not get it: its row goes back
             raise
         finally:
             claim.cancel()
 
     def find(self, authorization: str, session_id: str | None = None) -> Session:
-        """The session whose token is sent; `session_id` must be its own, where one is in the address.
+        """The session of this key; `session_id`, if given, must be its id.
 
         Raises:
-            UnauthenticatedError: no token, or none that was given out.
-            ForbiddenError: it is another session's.
-            SessionEndedError: it was this session's.
+            UnauthenticatedError: no key, or an unknown one.
+            ForbiddenError: the key is another session's.
+            SessionEndedError: the session has ended.
         """
         key = _digest(_bearer(authorization))
         session = self._open.get(key)
         if session is None:
             ended = self._ended.get(key)
             if ended is None:
-                raise UnauthenticatedError("this API key is no session's")
-            _same(ended.id, session_id)
+                raise UnauthenticatedError("this API key belongs to no session")
+            _check_id(ended.id, session_id)
             raise SessionEndedError(f"the session has ended: {ended.why}")
-        _same(session.id, session_id)
+        _check_id(session.id, session_id)
         return session
 
     def ended(self, authorization: str) -> Ended | None:
-        """What is left of the session whose token is sent."""
+        """The ended session of this key, if it is remembered."""
         return self._ended.get(_digest(_bearer(authorization)))
 
     def drain(self) -> None:
-        """Give out no more sessions; those who wait are told so."""
+        """Give out no more sessions; waiting callers get UnavailableError."""
         self._draining = True
         for claim in self._claims:
             if not claim.done():
@@ -151,19 +151,19 @@ class SessionTable:
 
 
 def address(url: str, session: Session) -> Address:
-    """Where a session is, seen from `url`."""
+    """Address of a session under `url`."""
     return Address(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.token)
 
 
-def _same(found: str, wanted: str | None) -> None:
-    if wanted is not None and wanted != found:
-        raise ForbiddenError("this API key is another session's")
+def _check_id(session_id: str, wanted: str | None) -> None:
+    if wanted is not None and wanted != session_id:
+        raise ForbiddenError("this API key belongs to another session")
 
 
 def _bearer(authorization: str) -> str:
     scheme, _, token = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        raise UnauthenticatedError("a session wants its token: Authorization: Bearer <api_key>")
+        raise UnauthenticatedError("a session needs its API key: Authorization: Bearer <api_key>")
     return token.strip()
 
 

@@ -1,4 +1,4 @@
-"""The HTTP door of the registry: FastAPI, OpenAPI at /openapi.json, pages at /docs."""
+"""The HTTP app of the reward registry: FastAPI, OpenAPI at /openapi.json, pages at /docs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/problem+json": {}}}
     for status, text in {
-        400: "not a request that can be read",
+        400: "the request cannot be parsed",
         401: "no token",
-        403: "no such role",
+        403: "the token lacks the role",
         404: "no such name or version",
-        409: "at odds with what is there",
+        409: "conflicts with the present state",
         413: "too large",
         422: "wrong input: one line says what and where",
-        429: "too often, or no room",
+        429: "too many requests, or no room",
     }.items()
 }
 _bearer = HTTPBearer(auto_error=False, description="A token of the tokens file.")
@@ -69,7 +69,7 @@ def build_app(registry: GuardedRegistry, max_body_bytes: int) -> FastAPI:
 
 
 def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
-    """Submit, and read what there is."""
+    """Routes that submit and read versions."""
 
     @router.post("", status_code=201, openapi_extra=submission.CONTENT)
     async def submit_reward(request: Request, who: Who) -> m.AcceptedModel:
@@ -87,13 +87,13 @@ def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
     @router.get("")
     async def list_rewards(who: Who) -> m.ListModel:
         """Every name, and what scores the run."""
-        found = registry.read(who, Registry.listing)
+        listing = registry.read(who, Registry.listing)
         return m.ListModel(
-            names=[m.NameModel.of(name) for name in found.names],
-            followed=found.followed,
-            scoring=found.scoring,
-            base=found.base,
-            watch=m.DifferencesModel.of(found.watch) if found.watch else None,
+            names=[m.NameModel.of(name) for name in listing.names],
+            followed=listing.followed,
+            scoring=listing.scoring,
+            base=listing.base,
+            watch=m.DifferencesModel.of(listing.watch) if listing.watch else None,
         )
 
     @router.get("/{name}")
@@ -117,7 +117,7 @@ def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
 
 
 def _add_changes(router: APIRouter, registry: GuardedRegistry) -> None:
-    """Which version a name stands for, and what is watched beside it."""
+    """Routes that change which version a name points to, and which one is watched."""
 
     @router.post("/{name}/rollback")
     async def roll_back(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
@@ -126,23 +126,23 @@ def _add_changes(router: APIRouter, registry: GuardedRegistry) -> None:
 
     @router.post("/{name}/retire")
     async def retire(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
-        """Bar a version from scoring under this name."""
+        """Forbid a version to score under this name."""
         return m.NameModel.of(await registry.change(who, Registry.retire, name, body.version))
 
     @router.post("/{name}/watch")
     async def watch(name: str, body: m.WatchBody, who: Who) -> m.NameModel:
-        """Score a share of the run's rows with a further version and compare (canary, shadow)."""
+        """Score a share of the run's rows with another version too, and compare (canary, shadow)."""
         return m.NameModel.of(
             await registry.change(who, Registry.watch, name, body.version, body.share)
         )
 
 
 def _add_trials(router: APIRouter, registry: GuardedRegistry) -> None:
-    """Score samples with any version; nothing of it enters a run."""
+    """Routes that score samples with any version; the scores do not enter a run."""
 
     @router.post("/{name}/score")
     async def score(name: str, body: m.ScoreBody, who: Who) -> list[m.ScoreModel]:
-        """Try a version out; nothing of it enters a run."""
+        """Score samples with a version; the scores do not enter a run."""
         samples = [one.sample(number) for number, one in enumerate(body.samples)]
         scores = await registry.read(who, Registry.score, name, body.version, samples)
         return [m.ScoreModel.of(score) for score in scores]

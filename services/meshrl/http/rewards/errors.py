@@ -1,4 +1,4 @@
-"""Every failure of the HTTP door as RFC 9457 problem JSON: one status, one line, the values beside it."""
+"""Answers every failure as RFC 9457 problem JSON: a status, one line of text, and the error's details."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ STATUS: Mapping[type[MeshError], int] = {
     WaitTimeoutError: 504,
     MeshError: 500,
 }
-"""By class; a subclass has its parent's status."""
+"""Status by class; a subclass has its parent's."""
 MAX_DETAIL = 2000
 
 
 class AsciiJSON(JSONResponse):
-    """JSON in ASCII: whatever a text holds, it can be sent."""
+    """JSON in ASCII, so that text with lone surrogates can be sent too."""
 
     def render(self, content: Any) -> bytes:
         """The body."""
@@ -66,7 +66,7 @@ def problem(
 
 
 def headers_of(status: int, error: MeshError) -> dict[str, str]:
-    """What a client is told beside the body: how to prove itself, when to come again."""
+    """Headers of an error response: WWW-Authenticate for 401, Retry-After where the error has `retry_after_s`."""
     headers = {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -76,7 +76,7 @@ def headers_of(status: int, error: MeshError) -> dict[str, str]:
 
 
 def first_mistake(error: RequestValidationError) -> tuple[str, str]:
-    """The field of the request, empty for the body as a whole, and what is wrong with it."""
+    """The first wrong field of the request (empty for the whole body), and what is wrong with it."""
     first = error.errors()[0]
     return ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]
 

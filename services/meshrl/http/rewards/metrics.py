@@ -1,4 +1,4 @@
-"""The watch under way (canary, shadow) as Prometheus metrics."""
+"""Prometheus metrics of the current watch (canary, shadow)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ VALUES = {
 
 
 class WatchMetrics(Collector):
-    """Read when somebody asks; nothing while no version is watched."""
+    """Collected on each scrape; no samples while no version is watched."""
 
     def __init__(self, judge: ActiveRewardJudge) -> None:
         self._judge = judge
 
     def collect(self) -> Iterator[Metric]:
         """One gauge per value, labelled with both versions."""
-        found = self._judge.differences
+        differences = self._judge.differences
         for name, text in VALUES.items():
             gauge = GaugeMetricFamily(f"meshrl_reward_watch_{name}", text, labels=["a", "b"])
-            if found is not None:
-                gauge.add_metric([found.a, found.b], getattr(found, name))
+            if differences is not None:
+                gauge.add_metric([differences.a, differences.b], getattr(differences, name))
             yield gauge

@@ -1,4 +1,4 @@
-"""What travels over the HTTP door, as JSON; OpenAPI shows these classes."""
+"""JSON bodies of the reward registry's HTTP API; the OpenAPI document shows these classes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class CaseModel(_Model):
     tolerance: FiniteFloat = Field(default=1e-6, ge=0)
 
     def case(self) -> Case:
-        """The noun."""
+        """As the registry's type."""
         return Case(**self.model_dump())
 
     @classmethod
     def of(cls, case: Case) -> CaseModel:
-        """From the noun."""
+        """From the registry's type."""
         return cls.model_validate(case, from_attributes=True)
 
 
@@ -68,14 +68,14 @@ class SubmitBody(_Model):
     tests: list[CaseModel] = Field(default_factory=list)
     """Run before acceptance."""
     limits: dict[Text, FiniteFloat] = Field(default_factory=dict)
-    """What it wants less of than the operator allows: deadline_s, memory_bytes, processes …"""
+    """Lower limits than the operator's: deadline_s, memory_bytes, processes …"""
     note: Text = ""
     """For people."""
     hold: bool = False
-    """True keeps the version without pointing the name to it."""
+    """True stores the version without pointing the name to it."""
 
     def submission(self) -> Submission:
-        """The noun. Raises UserError when `wheel` is no base64."""
+        """As the registry's type. Raises UserError if `wheel` is not base64."""
         try:
             wheel = base64.b64decode(self.wheel, validate=True)
         except (binascii.Error, ValueError) as error:
@@ -95,7 +95,7 @@ class SubmitBody(_Model):
 
 
 class EventModel(_Model):
-    """One thing that happened to a name."""
+    """One event in the history of a name."""
 
     action: Literal["submit", "point", "watch", "retire"]
     hash: str
@@ -119,7 +119,7 @@ class NameModel(_Model):
 
     @classmethod
     def of(cls, name: Name) -> NameModel:
-        """From the noun."""
+        """From the registry's type."""
         watched, share = name.watched
         return cls(
             name=name.name,
@@ -133,7 +133,7 @@ class NameModel(_Model):
 
 
 class AcceptedModel(_Model):
-    """What became of a submission."""
+    """Result of a submission."""
 
     hash: str
     created: bool
@@ -165,11 +165,11 @@ class DifferencesModel(_Model):
     largest: list[DifferenceModel]
 
     @classmethod
-    def of(cls, found: Differences) -> DifferencesModel:
-        """From the noun."""
+    def of(cls, differences: Differences) -> DifferencesModel:
+        """From the registry's type."""
         names = set(cls.model_fields) - {"largest"}
-        largest = [DifferenceModel(uid=uid, a=a, b=b) for _, uid, a, b in found.most]
-        return cls(**{name: getattr(found, name) for name in names}, largest=largest)
+        largest = [DifferenceModel(uid=uid, a=a, b=b) for _, uid, a, b in differences.largest_first]
+        return cls(**{name: getattr(differences, name) for name in names}, largest=largest)
 
 
 class ListModel(_Model):
@@ -190,7 +190,7 @@ class VersionModel(_Model):
     kind: Kind
     deps: list[str]
     limits: dict[str, float]
-    """What it asked for; the rest is the operator's."""
+    """The limits it asked for; the operator's apply to the others."""
     source: str
     """Empty for a wheel."""
     wheel: str
@@ -199,7 +199,7 @@ class VersionModel(_Model):
 
     @classmethod
     def of(cls, manifest: Manifest, content: bytes, cases: tuple[Case, ...]) -> VersionModel:
-        """From the nouns."""
+        """From the registry's types."""
         packed = manifest.is_wheel
         return cls(
             hash=manifest.hash,
@@ -214,7 +214,7 @@ class VersionModel(_Model):
 
 
 class SampleModel(_Model):
-    """What a judge sees of a row."""
+    """A judge's input."""
 
     solution: Text
     ground_truth: Json = None
@@ -222,7 +222,7 @@ class SampleModel(_Model):
     extra_info: dict[str, Any] = Field(default_factory=dict)
 
     def sample(self, number: int) -> Sample:
-        """The noun."""
+        """As the registry's type."""
         return Sample(uid=Uid("try", "sample", number), **self.model_dump())
 
 
@@ -235,7 +235,7 @@ class ScoreBody(_Model):
 
 
 class ScoreModel(_Model):
-    """What a judge says of a sample; `score` counts unless `outcome` is a fault."""
+    """A judge's result for a sample; `score` counts unless `outcome` is a fault."""
 
     outcome: Outcome
     score: float
@@ -245,7 +245,7 @@ class ScoreModel(_Model):
 
     @classmethod
     def of(cls, score: Score) -> ScoreModel:
-        """From the noun."""
+        """From the registry's type."""
         return cls(
             outcome=score.outcome,
             score=score.score,
@@ -262,11 +262,11 @@ class CompareBody(_Model):
     b: Text = ""
     """Empty: the current one."""
     samples: list[SampleModel] = Field(default_factory=list, max_length=4096)
-    """Empty: those that the run scored last."""
+    """Empty: the samples that the run scored last."""
 
 
 class VersionBody(_Model):
-    """A version, by its hash or the beginning of it."""
+    """A version, by its hash or a prefix of it."""
 
     version: Text = ""
 
@@ -287,7 +287,7 @@ class ProblemModel(BaseModel):
     status: int
     detail: str
     code: str
-    """The error's class on the wire: user, not_found, conflict, capacity, unauthenticated, forbidden …"""
+    """The class of the error: user, not_found, conflict, capacity, unauthenticated, forbidden …"""
 
 
 class HealthModel(_Model):

@@ -1,4 +1,4 @@
-"""A submission as it comes over HTTP: JSON, or a form with a file; and how the OpenAPI document says so."""
+"""Reads a submission from an HTTP request: JSON, or a form with a file; and its part of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONTENT = {
 
 
 def declare(app: FastAPI) -> None:
-    """Put the body, which its handler reads by itself, into the OpenAPI document."""
+    """Add the body to the OpenAPI document: FastAPI does not know it, because the handler reads it itself."""
     model = m.SubmitBody
     generate = app.openapi
 
@@ -84,7 +84,7 @@ def _validated(fields: Any) -> m.SubmitBody:
 
 
 async def _fields(form: FormData) -> Mapping[str, Any]:
-    """A form as the JSON body would be: `file` is the source, or a wheel by its name."""
+    """The form's fields as in the JSON body: `file` is the source, or a wheel if its name ends with .whl."""
     fields: dict[str, Any] = {}
     for key, value in form.multi_items():
         if key in fields or (key == "file") != isinstance(value, UploadFile):

@@ -1,4 +1,4 @@
-"""The registry for callers elsewhere. Each method is described in meshrl/v1/reward_registry.proto."""
+"""The gRPC servicer of the reward registry. meshrl/v1/reward_registry.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshrl.v1 import reward_registry_pb2_grpc as rpc
 
 
 def caller_of(context: Context) -> Caller:
-    """Who calls, from the metadata."""
+    """The caller, from the call's metadata."""
     metadata = dict(context.invocation_metadata() or ())
     authorization = metadata.get("authorization", "")
     if isinstance(authorization, bytes):
@@ -31,7 +31,7 @@ def caller_of(context: Context) -> Caller:
 
 
 class RewardRegistryServicer(rpc.RewardRegistryServicer):
-    """Translates and delegates."""
+    """Translates messages, and calls the registry through its middleware."""
 
     service: Final = full_name(pb.DESCRIPTOR, "RewardRegistry")
     waits: Final[frozenset[str]] = frozenset()
@@ -56,14 +56,14 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
         )
 
     async def ListRewards(self, request: pb.ListRewardsRequest, context: Context) -> pb.RewardNames:
-        found = self._registry.read(caller_of(context), Registry.listing)
+        listing = self._registry.read(caller_of(context), Registry.listing)
         return pb.RewardNames(
-            names=map(registry_codec.encode_name, found.names),
-            followed=found.followed,
-            scoring=found.scoring,
-            base=found.base,
+            names=map(registry_codec.encode_name, listing.names),
+            followed=listing.followed,
+            scoring=listing.scoring,
+            base=listing.base,
             http_address=self._registry.http_address,
-            watch=registry_codec.encode_differences(found.watch) if found.watch else None,
+            watch=registry_codec.encode_differences(listing.watch) if listing.watch else None,
         )
 
     async def GetReward(self, request: pb.RewardRef, context: Context) -> pb.RewardVersion:
@@ -123,7 +123,7 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
     ) -> pb.RewardDifferences:
         samples = registry_codec.decode_samples(request.samples)
         caller = caller_of(context)
-        found = await self._registry.read(
+        differences = await self._registry.read(
             caller, Registry.compare, request.name, request.a, request.b, samples
         )
-        return registry_codec.encode_differences(found)
+        return registry_codec.encode_differences(differences)
