@@ -1,4 +1,4 @@
-"""What a score costs: gsm8k plainly, in our processes, shut in cells, and verl's own function in a process pool.
+"""What a score costs: gsm8k plainly, in our processes, in sandboxes, and verl's own function in a process pool.
 
     python benchmarks/reward.py [--samples 8000] [--repeats 5] [--seconds 5] [--rows 16000] [--verl DIR]
 
@@ -10,11 +10,11 @@ each, half of them right.
     verl            verl's function, called: the unchanged file verl/utils/reward_score/gsm8k.py of its package
     verl_pool       the same in a ProcessPoolExecutor of one process, one task per sample
     verl_pool_64    the same, 64 samples per task: the most that such a pool can do
-    off             our pool, no walls      strict   in a cell      strict_batch   a batch function in a cell
+    off             our pool, no sandbox      strict   in a sandbox      strict_batch   a batch function in a sandbox
 
 `overhead_us_at_64`: of one score in calls of 64 that follow one another, above the plain call. `hostile`: p99 of an
-honest function's calls (8 samples, one after the other) while another, in a cell on the same cores, spins in as many
-processes as it may have; beside the same quiet.
+honest function's calls (8 samples, one after the other) while another, in a sandbox on the same cores, spins in as
+many processes as it may have; beside the same without it.
 
 `services` has a queue on disk and a reward service as processes of their own, gRPC and HTTP between them
 (`reward_bench/services.py`): seconds from a submission over HTTP to its first score, and rows a minute that are

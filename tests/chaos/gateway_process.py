@@ -1,4 +1,4 @@
-"""A rollout worker with a gateway, led by a command, as a process of its own. It works until SIGTERM."""
+"""A rollout worker with a gateway, whose agent is a command, as a process of its own. It works until SIGTERM."""
 
 from __future__ import annotations
 

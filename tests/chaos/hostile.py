@@ -1,4 +1,4 @@
-"""Reward functions that mean harm, and what must become of each. The page docs/reference/reward-sandbox.md shows this list."""
+"""Hostile reward functions, and how each must end. The page docs/reference/reward-sandbox.md shows this list."""
 # ruff: noqa: E501
 
 from __future__ import annotations

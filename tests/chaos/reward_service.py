@@ -1,4 +1,4 @@
-"""A queue and a reward service as processes of their own, that can be killed and started again."""
+"""A queue and a reward service as processes of their own, which can be killed and started again."""
 
 from __future__ import annotations
 

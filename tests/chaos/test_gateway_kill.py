@@ -1,4 +1,4 @@
-"""kill -9 of a worker amid its agents' conversations: the agents die with it, the rows are begun anew elsewhere."""
+"""kill -9 of a worker during its agents' conversations: the agents end with it, the rows start again elsewhere."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def alive(found: list[int]) -> list[int]:
     return [pid for pid in found if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110 (a read, no path)
 
 
-async def test_agents_die_with_their_worker_and_their_rows_are_begun_anew(tmp_path: Path) -> None:
+async def test_agents_end_with_their_worker_and_their_rows_start_again(tmp_path: Path) -> None:
     write_talking_model(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     hang = tmp_path / "pids.hang"

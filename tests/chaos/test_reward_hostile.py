@@ -1,4 +1,4 @@
-"""Functions that mean harm, each in a cell of its own, while an honest one scores beside them."""
+"""Hostile functions, each in a sandbox of its own, while an honest one scores beside them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass
 class Ended:
-    """What became of an attack."""
+    """The end of an attack."""
 
     scores: list[Score]
     refused: str = ""
     left_over: int = 0
-    """Processes of the cells that still run."""
+    """Processes of the sandboxes that still run."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ def sample(solution: str, index: int) -> Sample:
 
 
 def sandbox_processes(marker: str) -> int:
-    """Processes anywhere on this machine whose command line names a cell of this test."""
+    """Processes anywhere on this machine whose command line names a sandbox of this test."""
     found = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -142,7 +142,7 @@ def run_campaign(level: Isolation, attacks: list[Attack], folder: Path) -> Campa
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
     if (why := no_bubblewrap()) is not None:
-        pytest.skip(f"no strict cells here: {why}")
+        pytest.skip(f"no strict sandbox here: {why}")
     return run_campaign(Isolation.STRICT, ATTACKS, tmp_path_factory.mktemp("strict"))
 
 
@@ -168,7 +168,7 @@ def check(attack: Attack, ended: Ended) -> None:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_an_attack_ends_as_what_the_table_says(strict: Campaign, attack: Attack) -> None:
+def test_an_attack_ends_as_the_table_says(strict: Campaign, attack: Attack) -> None:
     check(attack, strict.ended[attack.name])
 
 
@@ -180,9 +180,7 @@ def test_an_attack_ends_the_same_way_without_bubblewrap(weak: Campaign, attack: 
 
 
 @pytest.mark.parametrize("level", ["strict", "weak"])
-def test_the_scores_of_others_are_all_there_and_right(
-    level: str, request: pytest.FixtureRequest
-) -> None:
+def test_no_score_of_others_is_missing_or_wrong(level: str, request: pytest.FixtureRequest) -> None:
     run: Campaign = request.getfixturevalue(level)
     assert run.rounds > len(run.ended)
     assert {s.outcome for s in run.honest} == {Outcome.OK}
@@ -191,7 +189,7 @@ def test_the_scores_of_others_are_all_there_and_right(
 
 def test_a_wheel_that_unpacks_to_more_than_its_memory_is_refused(tmp_path: Path) -> None:
     if (why := no_bubblewrap()) is not None:
-        pytest.skip(f"no strict cells here: {why}")
+        pytest.skip(f"no strict sandbox here: {why}")
     tmp_path.chmod(0o755)
     wheel = tmp_path / "bomb-1-py3-none-any.whl"
     with (

@@ -1,4 +1,4 @@
-"""kill -9 at scoring processes, and at the service that owns them, while they score."""
+"""kill -9 of scoring processes, and of the service that owns them, while they score."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_killing_scoring_processes_at_random_loses_no_score(tmp_path: Path
     assert not any(map(alive, pids))
 
 
-def test_scoring_processes_die_with_a_service_that_is_killed(tmp_path: Path) -> None:
+def test_scoring_processes_end_with_a_killed_service(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text("def stuck(**kwargs):\n    while True:\n        pass\n")
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""kill -9 of the reward service while it scores a run and switches to a version that is being submitted."""
+"""kill -9 of the reward service while it scores a run and a submission changes its version."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def rewards(queue: Queue) -> list[tuple[str, float, float]]:
     ]
 
 
-async def test_a_service_killed_while_it_switches_loses_neither_versions_nor_rows(
+async def test_a_service_killed_while_it_changes_versions_loses_neither_versions_nor_rows(
     tmp_path: Path,
 ) -> None:
     draw = random.Random(random.randrange(1 << 30))
@@ -117,6 +117,6 @@ async def test_a_service_killed_while_it_switches_loses_neither_versions_nor_row
     assert len(found_rows) == GROUPS * GROUP
     for hash_, reward, answer in found_rows:
         assert reward == factors.get(hash_, 9) * answer
-    async with asyncio.timeout(120):  # the cells of the killed ones end with them
+    async with asyncio.timeout(120):  # the sandboxes of the killed ones end with them
         while processes_of(str(tmp_path)):  # noqa: ASYNC110 - a process that ends rings nobody
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Requests that no client would send: whatever comes, the gateway answers in OpenAI's shape, and never with a 5xx."""
+"""Requests that no client would send: the gateway always answers in OpenAI's format, and never with a 5xx."""
 
 from __future__ import annotations
 

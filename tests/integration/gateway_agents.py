@@ -1,4 +1,4 @@
-"""Agents for the gateway's tests, named by their dotted path, an engine that only echoes, and claims from outside."""
+"""Agents for the gateway's tests, named by their dotted path, an echo engine, and claims of external agents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .gateway_mesh import FIRST, RUN, Mesh
 
 AGENT = Path(__file__).parent / "command_agent.py"
 leaders: list[Callable[..., Awaitable[Any]]] = []
-"""What the agent below does: the last of them."""
+"""What the agent below does: the last entry."""
 
 
 async def agent(base_url: str, api_key: str, task: Any) -> Any:

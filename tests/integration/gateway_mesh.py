@@ -1,4 +1,4 @@
-"""A queue, an engine, a gateway and a worker in one process, for agents of other makes."""
+"""A queue, an engine, a gateway and a worker in one process, for agents that know nothing of meshrl."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ async def test_a_weight_update_amid_a_conversation_labels_each_token_with_its_ve
             assert row.spans[-1].version == second
 
 
-async def test_a_blocking_agent_runs_in_a_thread_and_says_what_it_was_worth(
+async def test_a_blocking_agent_runs_in_a_thread_and_posts_its_reward(
     talking_model: Path,
 ) -> None:
     options = BLOCKING
@@ -140,7 +140,7 @@ async def test_a_command_finds_its_session_in_the_environment_and_its_task_on_st
             assert mesh.posted(uid).score == float(uid.task[1:]) + 1
 
 
-async def test_on_policy_waves_wait_for_agents(talking_model: Path) -> None:
+async def test_sync_batches_wait_for_agents(talking_model: Path) -> None:
     options = BLOCKING
     async with agents_mesh(talking_model, options, tasks=4, slots=4, deterministic=True) as mesh:
         assert len(await mesh.rows(4)) == 4

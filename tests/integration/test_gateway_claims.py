@@ -1,4 +1,4 @@
-"""Agents from outside claim rows as sessions, and end them."""
+"""External agents claim rows as sessions, and end them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .gateway_mesh import RUN, Mesh, agents_mesh
 
 @asynccontextmanager
 async def claiming(model: Path, **changes: Any) -> AsyncIterator[tuple[Mesh, httpx.AsyncClient]]:
-    """A worker that gives its rows to agents from outside, and such an agent's way to it."""
+    """A worker that gives its rows to external agents, and an HTTP client for such an agent."""
     async with (
         agents_mesh(model, {"external": True}, **changes) as mesh,
         httpx.AsyncClient(timeout=60) as http,
@@ -54,7 +54,7 @@ def says(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_an_agent_from_outside_claims_a_row_and_ends_it_with_a_reward(
+async def test_an_external_agent_claims_a_row_and_ends_it_with_a_reward(
     talking_model: Path,
 ) -> None:
     async with claiming(talking_model, tasks=2, slots=4) as (mesh, http):
@@ -102,7 +102,7 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(talking_model: Path)
         assert (await mesh.queue.ledger(RUN)).dead_lettered == {}
 
 
-async def test_a_session_past_its_deadline_cannot_be_ended_as_if_it_were_not(
+async def test_a_session_past_its_deadline_cannot_be_finished(
     talking_model: Path,
 ) -> None:
     async with claiming(talking_model, deadline_s=2.0, max_attempts=1) as (mesh, http):
@@ -115,7 +115,7 @@ async def test_a_session_past_its_deadline_cannot_be_ended_as_if_it_were_not(
         assert says(await session.post("reward", score=1.0)) == (410, "session_ended")
 
 
-async def test_a_session_that_was_never_asked_goes_back_as_it_came(talking_model: Path) -> None:
+async def test_a_session_without_requests_goes_back_unchanged(talking_model: Path) -> None:
     async with claiming(talking_model, max_attempts=1) as (mesh, http):
         for _ in range(2):
             session = await Claimed.by(mesh, http)
@@ -140,7 +140,7 @@ async def test_a_claim_whose_client_left_costs_no_attempt(talking_model: Path) -
         assert (await claim(mesh, http)).status_code == 201
 
 
-async def test_claims_want_a_token_where_tokens_are_asked_for(
+async def test_claims_need_a_token_where_tokens_are_configured(
     talking_model: Path, tmp_path: Path
 ) -> None:
     from meshrl.rpc.auth import new_token

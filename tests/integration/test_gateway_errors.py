@@ -1,4 +1,4 @@
-"""What the gateway refuses, in OpenAI's words."""
+"""What the gateway refuses, with the errors of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def refusals(model: Path, requests: Mapping[str, Mapping[str, Any]]) -> di
     return found
 
 
-async def test_sessions_are_shut_to_others(talking_model: Path) -> None:
+async def test_a_session_accepts_only_its_own_key(talking_model: Path) -> None:
     found: dict[str, Found] = {}
 
     async def intrude(client: AsyncOpenAI, task: Any) -> None:
@@ -87,7 +87,7 @@ async def test_sessions_are_shut_to_others(talking_model: Path) -> None:
     }
 
 
-async def test_what_cannot_be_served_is_refused_by_its_parameter(talking_model: Path) -> None:
+async def test_an_unsupported_option_is_refused_by_its_parameter(talking_model: Path) -> None:
     chats: dict[str, Any] = {
         "n": {"n": 2},
         "bias": {"logit_bias": {"5": 1}},
@@ -119,7 +119,7 @@ async def test_what_cannot_be_served_is_refused_by_its_parameter(talking_model: 
     }
 
 
-async def test_what_makes_no_sense_is_refused_by_its_place(talking_model: Path) -> None:
+async def test_an_invalid_field_is_refused_by_its_place(talking_model: Path) -> None:
     as_json = {"Content-Type": "application/json"}
     surrogate = b'{"messages":[{"role":"user","content":"\\ud800"}]}'
     requests: dict[str, Any] = {
@@ -156,7 +156,7 @@ async def test_the_official_client_raises_its_own_error(talking_model: Path) -> 
         await completes(mesh)
 
 
-def test_options_that_make_no_sense_are_told_at_the_start() -> None:
+def test_invalid_options_are_refused_at_start() -> None:
     def wrong(options: dict[str, Any], **more: Any) -> str:
         with pytest.raises(ConfigError) as caught:
             Programs("openai", options, **more).get("openai")

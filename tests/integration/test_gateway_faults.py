@@ -19,7 +19,7 @@ from .gateway_agents import AGENT, echoing, leading
 from .gateway_mesh import RUN, Mesh, agents_mesh, check_exact
 
 
-async def test_an_agent_that_fails_is_a_fault_after_which_the_row_is_tried_again(
+async def test_an_agent_that_fails_is_a_fault_and_the_row_is_retried(
     talking_model: Path,
 ) -> None:
     tries: list[int] = []
@@ -80,7 +80,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def test_an_agent_past_its_deadline_is_ended_with_all_that_it_started(
+async def test_an_agent_past_its_deadline_is_killed_with_its_processes(
     talking_model: Path, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
@@ -94,7 +94,7 @@ async def test_an_agent_past_its_deadline_is_ended_with_all_that_it_started(
     assert not [pid for pid in found if is_alive(pid)]
 
 
-async def test_an_agent_that_is_killed_is_tried_again(talking_model: Path, tmp_path: Path) -> None:
+async def test_a_row_whose_agent_is_killed_is_retried(talking_model: Path, tmp_path: Path) -> None:
     once = tmp_path / "once"
     script = f"if [ ! -e {once} ]; then touch {once}; kill -9 $$; fi; exec {sys.executable} {AGENT}"
     async with agents_mesh(talking_model, {"command": ["/bin/sh", "-c", script]}) as mesh:
@@ -103,7 +103,7 @@ async def test_an_agent_that_is_killed_is_tried_again(talking_model: Path, tmp_p
         assert mesh.worker.stats.failed == 1
 
 
-async def test_the_engine_s_fault_is_the_row_s_whatever_the_agent_makes_of_it(
+async def test_a_fault_of_the_engine_is_the_row_s_whatever_the_agent_does(
     talking_model: Path,
 ) -> None:
     codes: list[int] = []

@@ -40,7 +40,7 @@ async def test_its_scores_are_a_component_and_its_end_is_a_fault() -> None:
     await judge.close()
 
 
-async def test_one_that_is_away_at_the_start_is_named() -> None:
+async def test_one_that_is_down_at_start_is_named() -> None:
     judge = build_judge(config("127.0.0.1:9"))
     with pytest.raises(UnavailableError, match=r"the judge at 127\.0\.0\.1:9"):
         await judge.start()

@@ -1,4 +1,4 @@
-"""The registry from the command line and from Python: what a person types, and what they are told."""
+"""The registry from the command line and from Python: commands, answers and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def told(service: Service, *arguments: str) -> str:
     return str(result.stdout)
 
 
-async def test_what_a_person_types(tmp_path: Path) -> None:
+async def test_each_command_works(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"r{number}.py").write_text(source(number))
     (tmp_path / "tests.jsonl").write_text('{"solution": "x", "score": 1}\n')
@@ -82,7 +82,7 @@ async def test_what_a_person_types(tmp_path: Path) -> None:
         (["compare", "reward", "a", "--samples", "broken.jsonl"], "broken.jsonl:1: not JSON"),
     ],
 )
-async def test_a_mistake_is_one_line(
+async def test_an_error_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,7 +95,7 @@ async def test_a_mistake_is_one_line(
     assert line in str(result.exception) and "\n" not in str(result.exception)
 
 
-def test_a_token_is_shown_once_and_its_hash_kept() -> None:
+def test_a_token_is_printed_once_and_only_its_hash_is_stored() -> None:
     result = CliRunner().invoke(reward, ["token", "ann", "--roles", "read,submit"])
     assert result.exit_code == 0
     token = result.stderr.split()[-1]
@@ -126,7 +126,7 @@ async def test_the_curl_commands_of_the_docs_work_as_they_stand(tmp_path: Path) 
             assert json.loads(said)
 
 
-async def test_the_python_clients_say_what_the_service_says(tmp_path: Path) -> None:
+async def test_the_python_clients_return_the_service_s_answers(tmp_path: Path) -> None:
     async with serving(tmp_path, closed=True) as service:
         token = service.tokens["boss"]
 

@@ -1,4 +1,4 @@
-"""`meshrl reward rescore-run`: rows that wait in the queue are scored anew, or one line says that they are not."""
+"""`meshrl reward rescore-run`: waiting rows are scored again, or one line says that they are not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def ready(queue: Queue) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_resident_rows_are_scored_again_with_what_scores_now(tmp_path: Path) -> None:
+async def test_resident_rows_are_scored_again_with_the_current_version(tmp_path: Path) -> None:
     (tmp_path / "base.py").write_text(HEAD + "    return 1\n")
     recipe = write_recipe(
         tmp_path,

@@ -1,4 +1,4 @@
-"""The reward registry behind its doors: HTTP and gRPC, who may pass, what is written down, and what nonsense does."""
+"""The reward registry over HTTP and gRPC: roles, rate limits, the audit log, and malformed requests."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ async def test_a_reward_lives_through_http_from_submission_to_retirement(tmp_pat
     ]
 
 
-async def test_a_refusal_is_a_problem_with_the_line(tmp_path: Path) -> None:
+async def test_a_refusal_is_problem_json_with_the_line(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, service.client() as http:
 
         async def refused(**body: Any) -> tuple[int, str, str]:
@@ -203,41 +203,43 @@ async def test_a_refusal_is_a_problem_with_the_line(tmp_path: Path) -> None:
         assert other.status_code == 422
 
 
-async def test_the_same_through_grpc(tmp_path: Path) -> None:
-    async with serving(tmp_path) as service, RewardRegistryClient(service.grpc) as wire:
+async def test_grpc_does_the_same_as_http(tmp_path: Path) -> None:
+    async with serving(tmp_path) as service, RewardRegistryClient(service.grpc) as client:
         case = Case(solution="x", score=1.0, ground_truth={"a": [1]}, extra_info={"b": None})
         limits = {"deadline_s": 2.5}
         submission = Submission(name="reward", source=source(1), cases=(case,), limits=limits)
-        accepted = await wire.submit(submission)
-        two = (await wire.submit(Submission(name="reward", source=source(2)))).hash
+        accepted = await client.submit(submission)
+        two = (await client.submit(Submission(name="reward", source=source(2)))).hash
         assert (accepted.created, accepted.cases) == (True, 1)
-        names = await wire.names()
+        names = await client.names()
         assert (names.scoring, names.followed, [n.name for n in names.names]) == (
             two,
             "reward",
             ["reward"],
         )
-        shown = await wire.get("reward", accepted.hash)
+        shown = await client.get("reward", accepted.hash)
         assert (shown.content, dict(shown.limits)) == (source(1).encode(), limits)
-        assert (await wire.diff("reward", accepted.hash)).endswith("+    return 2\n")
-        assert [s.score for s in await wire.score("reward", "", [sample("x")] * 600)] == [2.0] * 600
-        found = await wire.compare("reward", accepted.hash, two, [sample("x")])
+        assert (await client.diff("reward", accepted.hash)).endswith("+    return 2\n")
+        assert [s.score for s in await client.score("reward", "", [sample("x")] * 600)] == [
+            2.0
+        ] * 600
+        found = await client.compare("reward", accepted.hash, two, [sample("x")])
         assert (found.mean_a, found.mean_b) == (1.0, 2.0)
-        assert (await wire.roll_back("reward")).current == accepted.hash
-        watched = await wire.watch("reward", two, 0.5)
+        assert (await client.roll_back("reward")).current == accepted.hash
+        watched = await client.watch("reward", two, 0.5)
         assert watched.watched == (two, 0.5)
-        assert two in (await wire.retire("reward", two)).retired
+        assert two in (await client.retire("reward", two)).retired
         with pytest.raises(errors.ConflictError, match="was retired"):
-            await wire.roll_back("reward", two)
+            await client.roll_back("reward", two)
         with pytest.raises(errors.UserError, match="the source, line 1"):
-            await wire.submit(Submission(name="reward", source="def f(:\n"))
+            await client.submit(Submission(name="reward", source="def f(:\n"))
         with pytest.raises(
             errors.NotFoundError, match="no reward is called 'rewart'; did you mean"
         ):
-            await wire.get("rewart")
+            await client.get("rewart")
 
 
-async def test_without_a_token_nothing_and_with_one_what_its_roles_allow(tmp_path: Path) -> None:
+async def test_a_token_allows_what_its_roles_allow_and_no_token_nothing(tmp_path: Path) -> None:
     async with serving(tmp_path, closed=True) as service:
         body = {"name": "reward", "source": source(1)}
         async with service.client() as nobody:
@@ -270,9 +272,7 @@ async def test_without_a_token_nothing_and_with_one_what_its_roles_allow(tmp_pat
         assert stat.S_IMODE(service.audit.stat().st_mode) == 0o600
 
 
-async def test_grpc_asks_for_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_grpc_needs_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path, closed=True) as service:
         async with RewardRegistryClient(service.grpc) as nobody:
             with pytest.raises(errors.UnauthenticatedError, match="needs a token"):
@@ -284,7 +284,7 @@ async def test_grpc_asks_for_the_same_tokens(
                 await writer.names()
 
 
-async def test_a_withdrawn_token_ends_while_the_service_runs(tmp_path: Path) -> None:
+async def test_a_token_can_be_revoked_while_the_service_runs(tmp_path: Path) -> None:
     async with serving(tmp_path, closed=True) as service, service.client("reader") as reader:
         assert (await reader.get("/v1/rewards")).status_code == 200
         (tmp_path / "tokens.yaml").write_text("tokens: [{name: }]")
@@ -293,7 +293,7 @@ async def test_a_withdrawn_token_ends_while_the_service_runs(tmp_path: Path) -> 
         assert (await reader.get("/v1/rewards")).status_code == 401
 
 
-async def test_who_calls_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_too_many_requests_are_refused_with_the_time_to_retry(tmp_path: Path) -> None:
     async with serving(tmp_path, requests_per_minute=3) as service, service.client() as http:
         codes = [(await http.get("/v1/rewards")).status_code for _ in range(4)]
         assert codes == [200, 200, 200, 429]
@@ -302,7 +302,7 @@ async def test_who_calls_too_often_is_told_when_to_come_back(tmp_path: Path) -> 
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_a_slow_submission_holds_nobody_up(tmp_path: Path) -> None:
+async def test_a_slow_submission_does_not_block_others(tmp_path: Path) -> None:
     slow = "import time\ntime.sleep(2)\n" + source(1)
     async with serving(tmp_path) as service, service.client() as http:
         submitting = asyncio.create_task(
@@ -327,7 +327,7 @@ def certificates(directory: Path) -> Certificates:
     return Certificates(**{key: directory / file for key, file in names.items()})
 
 
-async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(
+async def test_mutual_tls_admits_only_clients_with_a_certificate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ssl
@@ -343,13 +343,13 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(
         async with httpx.AsyncClient(base_url=service.http, verify=trusting) as known:
             assert (await known.get("/v1/rewards")).status_code == 200
         monkeypatch.setenv("MESHRL_TLS_CA", str(tls.ca))
-        async with RewardRegistryClient(service.grpc, retry_s=0) as wire:
+        async with RewardRegistryClient(service.grpc, retry_s=0) as client:
             with pytest.raises(errors.UnavailableError):
-                await wire.names()
+                await client.names()
         monkeypatch.setenv("MESHRL_TLS_CERT", str(tls.cert))
         monkeypatch.setenv("MESHRL_TLS_KEY", str(tls.key))
-        async with RewardRegistryClient(service.grpc, retry_s=0) as wire:
-            assert (await wire.names()).followed == "reward"
+        async with RewardRegistryClient(service.grpc, retry_s=0) as client:
+            assert (await client.names()).followed == "reward"
 
 
 METHODS: dict[str, Callable[[bytes], Any]] = {
@@ -395,12 +395,12 @@ async def test_malformed_and_oversized_grpc_messages_end_as_errors_of_the_caller
             with pytest.raises(grpc.aio.AioRpcError) as oversized:
                 await calls["SubmitReward"](b"\n" * (65 << 20), timeout=60)
             assert oversized.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        async with RewardRegistryClient(service.grpc) as wire:
-            assert (await wire.names()).scoring == service.registry.base
+        async with RewardRegistryClient(service.grpc) as client:
+            assert (await client.names()).scoring == service.registry.base
     assert grpc.StatusCode.INVALID_ARGUMENT in seen
 
 
-async def test_no_request_that_the_document_allows_or_forbids_is_answered_5xx(
+async def test_no_valid_or_invalid_request_is_answered_5xx(
     tmp_path: Path,
 ) -> None:
     import schemathesis
@@ -447,7 +447,7 @@ def _ask(strategy: Any, answers: list[int]) -> None:
 
 @given(text=st.text(max_size=200))
 @settings(max_examples=50, database=None, derandomize=True)
-def test_any_authorization_header_is_refused_or_known(text: str) -> None:
+def test_any_authorization_header_is_either_refused_or_known(text: str) -> None:
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as directory:

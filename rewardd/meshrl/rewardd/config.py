@@ -94,8 +94,8 @@ class RewardConfig(Config):
     """How to treat a batch whose rows were scored by several reward versions: `rescore` scores its older rows again
     with the current version, `allow` trains it as it is."""
     token_rewards: bool = False
-    """Reward each token, with the `token_rewards` that functions return (or the steps of kind `process`); a judge that
-    gives none rewards the last token. It adds a column to the run, so the run's first start fixes it."""
+    """Reward each token, with the `token_rewards` that functions return (or the steps of kind `process`); a judge
+    that gives none rewards the last token. It adds a column, so the run's first start fixes it."""
     sandbox: Isolation = Isolation.STRICT
     """The isolation of submitted functions: `strict` (bubblewrap; without it they are refused), `weak` (restrictions
     that a process can put on itself) or `off`. See docs/reference/reward-sandbox.md."""

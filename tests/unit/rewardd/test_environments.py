@@ -1,4 +1,4 @@
-"""Dependencies of submitted functions: from a folder of wheels, once per list, whole or not at all."""
+"""Dependencies of submitted functions: from a folder of wheels, once per list, complete or not at all."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ async def test_building_at_once_is_building_once(wheelhouse: Path, tmp_path: Pat
     assert {path.name for path in environment.cache.iterdir()} == {"lock", environment.hash}
 
 
-def test_a_builder_that_is_killed_leaves_nothing_that_counts(
-    wheelhouse: Path, tmp_path: Path
-) -> None:
+def test_a_killed_builder_leaves_no_environment(wheelhouse: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     builder = subprocess.Popen([sys.executable, "-c", BUILDER, str(tmp_path)])
     while not list(cache.glob(".draft-*")):
@@ -112,7 +110,9 @@ def test_a_builder_that_is_killed_leaves_nothing_that_counts(
     assert not list(cache.glob(".draft-*"))
 
 
-def test_what_no_wheel_gives_is_named_and_leaves_nothing(wheelhouse: Path, tmp_path: Path) -> None:
+def test_a_dependency_without_a_wheel_is_named_and_leaves_nothing(
+    wheelhouse: Path, tmp_path: Path
+) -> None:
     environment = environment_of(["pears==2.0"], wheelhouse, tmp_path / "cache")
     assert environment is not None
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_what_no_wheel_gives_is_named_and_leaves_nothing(wheelhouse: Path, tmp_p
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
-def test_what_the_service_has_needs_no_wheel(tmp_path: Path) -> None:
+def test_an_installed_package_needs_no_wheel(tmp_path: Path) -> None:
     assert missing(["numpy", "pydantic"]) == ()
     assert environment_of(["numpy"], None, tmp_path) is None
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_what_the_service_has_needs_no_wheel(tmp_path: Path) -> None:
         missing(["https://example.org/pears.whl"])
 
 
-def test_functions_of_a_recipe_are_bounded_as_submitted_ones_when_they_are_shut_in() -> None:
+def test_functions_of_a_recipe_have_the_limits_of_submitted_ones_in_a_sandbox() -> None:
     free, shut = RewardConfig(), RewardConfig(recipe_sandbox=Isolation.STRICT, deadline_s=3)
     assert (free.recipe_limits.memory_bytes, free.recipe_limits.processes) == (None, None)
     assert shut.recipe_limits == shut.limits.model_copy(
@@ -143,7 +143,7 @@ def test_functions_of_a_recipe_are_bounded_as_submitted_ones_when_they_are_shut_
     assert smaller.recipe_limits.memory_bytes == 1 << 30
 
 
-def test_a_submission_may_ask_for_less_and_not_for_more() -> None:
+def test_a_submission_may_ask_for_lower_limits_but_not_for_higher() -> None:
     bounds = Limits(deadline_s=5, cpu_s=None)
     assert bounds.bounded({"deadline_s": 1, "cpu_s": 3}).deadline_s == 1
     with pytest.raises(

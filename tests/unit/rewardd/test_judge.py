@@ -1,4 +1,4 @@
-"""Real functions in real processes: every way to go wrong, and what the others notice of it."""
+"""Real functions in real processes: every kind of failure, and its effect on other samples."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_what_is_no_score_is_named_and_never_a_reward(make: Make) -> None:
         assert named in result.reason
 
 
-async def test_leaving_the_interpreter_politely_is_a_fault_of_that_sample(make: Make) -> None:
+async def test_sys_exit_is_a_fault_of_that_sample(make: Make) -> None:
     judge = make(
         "import sys\n" + HEAD + "    sys.exit(3) if solution_str == 'bad' else None\n    return 1\n"
     )
@@ -142,9 +142,7 @@ async def test_leaving_the_interpreter_politely_is_a_fault_of_that_sample(make: 
     assert "SystemExit: 3" in bad.reason
 
 
-async def test_a_hanging_sample_times_out_alone_and_says_where_it_hung(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_a_hanging_sample_times_out_alone_with_its_line(make: Make, tmp_path: Path) -> None:
     judge = make(
         HEAD + "    while solution_str == 'bad':\n        pass\n    return 1\n", deadline_s=0.5
     )
@@ -246,7 +244,7 @@ async def test_an_async_function_that_awaits_for_ever_harms_no_process(make: Mak
     assert judge.pids == pids
 
 
-async def test_an_async_function_that_dies_takes_nobody_with_it(make: Make) -> None:
+async def test_an_async_function_that_ends_its_process_harms_no_other_sample(make: Make) -> None:
     judge = make(
         ASYNC_HEAD + "    await asyncio.sleep(0.05)\n    import os\n"
         "    if solution_str == 'bad': os._exit(1)\n    await asyncio.sleep(0.05)\n    return 1\n"
@@ -255,7 +253,7 @@ async def test_an_async_function_that_dies_takes_nobody_with_it(make: Make) -> N
     assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, *[Outcome.OK] * 2]
 
 
-async def test_an_async_function_that_blocks_its_loop_is_found_among_its_neighbours(
+async def test_an_async_function_that_blocks_its_loop_is_told_apart_from_the_others(
     make: Make,
 ) -> None:
     judge = make(
@@ -298,7 +296,7 @@ async def test_what_json_cannot_carry_is_a_fault_of_that_sample(make: Make) -> N
     assert good.score == 1.0
 
 
-async def test_closing_answers_who_waits_and_leaves_no_process(make: Make) -> None:
+async def test_closing_answers_waiting_samples_and_leaves_no_process(make: Make) -> None:
     judge = make("import time\n" + HEAD + "    time.sleep(3600)\n")
     await judge.start()
     (pid,) = judge.pids
@@ -374,7 +372,7 @@ async def test_a_file_that_cannot_be_loaded_is_refused_at_start(
     assert "\n" not in str(refused.value)
 
 
-def test_the_loop_that_services_run_on_leaks_nothing_either(tmp_path: Path) -> None:
+def test_no_scoring_process_leaks_on_uvloop(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text(
         f"import os\n{HEAD}    if solution_str == 'bad':\n        os._exit(3)\n    return 1\n"
@@ -405,7 +403,7 @@ def test_the_loop_that_services_run_on_leaks_nothing_either(tmp_path: Path) -> N
         "no json",
     ],
 )
-async def test_nonsense_in_the_pipe_stops_neither_the_pool_nor_a_neighbour(
+async def test_garbage_in_the_pipe_stops_neither_the_pool_nor_other_samples(
     make: Make, frame: str
 ) -> None:
     source = (

@@ -1,4 +1,4 @@
-"""Judges elsewhere: a real server on loopback, its failures, and the sum of several parts."""
+"""Remote judges: a real server on loopback, its failures, and the sum of several parts."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_an_http_judge_gets_the_sample_and_gives_a_score(
         ((422, {"detail": "no"}), "HTTP 422 from "),
     ],
 )
-async def test_what_is_no_score_is_a_fault_that_is_not_asked_for_twice(
+async def test_an_answer_that_is_no_score_is_a_fault_and_not_retried(
     server: Server, answer: Answer, said: str
 ) -> None:
     server.handler = lambda path, body: answer
@@ -131,7 +131,7 @@ async def test_what_is_no_score_is_a_fault_that_is_not_asked_for_twice(
     assert len(server.asked) == 1
 
 
-async def test_what_may_pass_is_asked_for_again(server: Server) -> None:
+async def test_temporary_failures_are_retried(server: Server) -> None:
     answers = iter([(503, "busy"), (429, "slow"), (200, 0.5)])
     server.handler = lambda path, body: next(answers)
     (score,) = await scored(config("http", server.url), sample("x"))
@@ -153,7 +153,7 @@ async def test_a_judge_that_does_not_answer_is_a_timeout(server: Server) -> None
     assert score.outcome is Outcome.TIMEOUT
 
 
-async def test_an_open_circuit_asks_nobody_until_one_probe_succeeds(server: Server) -> None:
+async def test_an_open_circuit_sends_nothing_until_one_probe_succeeds(server: Server) -> None:
     server.handler = lambda path, body: (500, "down")
     guard = {"retries": 0, "failures": 3, "cooldown_s": 0.3}
     judge = build_judge(config("http", server.url, guard, concurrency=1))
@@ -213,7 +213,7 @@ async def test_a_language_model_grades_and_its_last_score_counts(server: Server)
     assert "Response:\n{prompt} 7" in text
 
 
-async def test_a_grader_without_a_score_is_asked_again_and_then_a_fault(server: Server) -> None:
+async def test_an_answer_without_a_score_is_retried_and_then_a_fault(server: Server) -> None:
     answers = iter(["no idea", "Score: 11", "Score: 5"])
     server.handler = lambda path, body: (200, chat(next(answers)))
     options = config("generative", server.url, model="m")

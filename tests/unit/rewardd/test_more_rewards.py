@@ -1,4 +1,4 @@
-"""Patterns, tool calls, and programs that are run in a cell."""
+"""Patterns, tool calls, and programs that run in a sandbox."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_each_call_is_paired_once() -> None:
     )
 
 
-def test_programs_run_in_a_cell_only() -> None:
+def test_programs_run_in_a_sandbox_only() -> None:
     with pytest.raises(ConfigError, match=r"set reward\.recipe_sandbox: strict"):
         code.compute_score("apps", "print(1)", {"inputs": [""], "outputs": ["1"]})
 
@@ -158,7 +158,7 @@ HOSTILE = {
 }
 
 
-async def test_a_program_that_means_harm_fails_its_tests_and_nothing_else(judge: PoolJudge) -> None:
+async def test_a_hostile_program_only_fails_its_tests(judge: PoolJudge) -> None:
     good = (f"{READ}print(a + b)", SUM)
     one = {"inputs": ["1 2"], "outputs": ["3"]}
     pairs = [pair for text in HOSTILE.values() for pair in ((text, one), good)]
@@ -194,7 +194,7 @@ async def test_solutions_of_humaneval_pass_and_wrong_ones_do_not(judge: PoolJudg
     assert [s.score for s in scores] == [1.0] * 16 + [0.0] * 8
 
 
-async def test_the_table_of_verl_runs_programs_in_a_cell() -> None:
+async def test_the_table_of_verl_runs_programs_in_a_sandbox() -> None:
     if (why := no_bubblewrap()) is not None:
         pytest.skip(why)
     judge = build_judge(RewardConfig.model_validate({"recipe_sandbox": "strict"}))

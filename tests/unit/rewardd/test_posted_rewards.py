@@ -1,4 +1,4 @@
-"""What an agent posts is its row's reward, now and when rows are scored again; other rows are judged."""
+"""A posted reward is its row's reward, also when rows are scored again; a judge scores the other rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def row_of(uid: Uid) -> Trajectory:
     )
 
 
-async def test_a_posted_reward_stands_in_for_the_judge_s(tmp_path: Path) -> None:
+async def test_a_posted_reward_replaces_the_judge_s(tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text(SOURCE)
     config = RewardConfig.model_validate({"custom_reward_function": {"path": path}})

@@ -37,7 +37,7 @@ from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 Open = Callable[..., Awaitable[Registry]]
 SANDBOX = "weak" if no_bubblewrap() else "strict"
-"""The strictest that this machine gives."""
+"""The strictest level that this machine gives."""
 
 
 def constant(score: float, **fields: Any) -> Submission:
@@ -80,7 +80,7 @@ async def scored(registry: Registry, *samples: Sample) -> list[tuple[float, str]
     return [(s.score, s.reward_hash) for s in scores]
 
 
-async def test_a_submission_takes_the_run_over_and_a_roll_back_gives_it_back(opened: Open) -> None:
+async def test_a_submission_scores_the_run_until_a_roll_back(opened: Open) -> None:
     registry = await opened()
     assert await scored(registry) == [(-1.0, registry.base)]
     one = (await registry.submit("ann", constant(1))).manifest.hash
@@ -168,7 +168,7 @@ LIMITS = RegistryConfig(
         ({"wheel": b"x", "source": ""}, "want package.module:function"),
     ],
 )
-def test_what_can_be_seen_without_running_it_is_refused_in_one_line(
+def test_what_the_checks_find_without_running_is_refused_in_one_line(
     fields: dict[str, Any], line: str
 ) -> None:
     with pytest.raises(UserError, match=line) as refused:
@@ -207,7 +207,7 @@ async def test_what_fails_when_run_is_refused_in_one_line_and_nothing_stays(
     assert await scored(registry) == [(-1.0, registry.base)]
 
 
-async def test_what_is_retired_scores_no_more(opened: Open) -> None:
+async def test_a_retired_version_does_not_score(opened: Open) -> None:
     registry = await opened()
     one = (await registry.submit("ann", constant(1))).manifest.hash
     with pytest.raises(ConflictError, match="roll back or submit another first"):
@@ -220,7 +220,7 @@ async def test_what_is_retired_scores_no_more(opened: Open) -> None:
             await attempt
 
 
-async def test_unknown_names_and_versions_are_named_with_what_there_is(opened: Open) -> None:
+async def test_unknown_names_and_versions_are_reported_with_the_known_ones(opened: Open) -> None:
     registry = await opened()
     one = (await registry.submit("ann", constant(1))).manifest.hash
     with pytest.raises(NotFoundError, match=r"'rewart'; did you mean 'reward'\?"):
@@ -336,7 +336,7 @@ async def test_a_wheel_scores_through_its_entry_point(opened: Open) -> None:
         ({"a.py": "def g(: pass"}, "a.py of the wheel, line 1"),
     ],
 )
-def test_a_wheel_is_looked_into_before_it_is_taken(files: dict[str, str], line: str) -> None:
+def test_a_wheel_is_checked_before_it_is_stored(files: dict[str, str], line: str) -> None:
     with pytest.raises(UserError, match=line):
         checked(Submission(name="reward", wheel=wheel(files), entry_point="a:f"), LIMITS, Limits())
 
@@ -411,7 +411,7 @@ for number in range(len(name.versions), 100_000):
 """
 
 
-def test_a_kill_at_any_moment_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_loses_no_acknowledged_change(tmp_path: Path) -> None:
     for delay in (0, 3, 8, 21):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True

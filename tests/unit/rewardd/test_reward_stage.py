@@ -139,7 +139,7 @@ async def test_rows_of_two_runs_get_their_rewards(queue: TransferQueue, judge: P
         assert column_text(row["reward_hash"]) == judge.reward_hash
 
 
-async def test_a_fault_is_tried_again_then_dead_lettered_and_never_a_reward(
+async def test_a_fault_is_retried_then_dead_lettered_and_never_a_reward(
     queue: TransferQueue, judge: PoolJudge
 ) -> None:
     await admit(queue, "run", ["bad", "good"], max_staleness=1.0)
@@ -153,7 +153,7 @@ async def test_a_fault_is_tried_again_then_dead_lettered_and_never_a_reward(
     assert (await queue.ledger("run")).balanced
 
 
-async def test_a_stage_cut_short_gives_its_rows_back_at_once(
+async def test_a_cancelled_stage_gives_its_rows_back_at_once(
     queue: TransferQueue, tmp_path: Path
 ) -> None:
     path = tmp_path / "slow.py"

@@ -197,7 +197,7 @@ def test_search_qa_matches_the_last_answer(solution: str, target: Json, score: f
     assert search_qa.compute_score("searchR1_nq", solution, {"target": target}) == score
 
 
-def test_a_data_source_without_a_scorer_is_said_and_not_scored() -> None:
+def test_a_data_source_without_a_scorer_is_an_error_and_not_scored() -> None:
     with pytest.raises(UserError, match="no scorer for data_source 'mine'"):
         verl.compute_score("mine", "", "")
     with pytest.raises(ConfigError, match="runs programs that a model wrote"):

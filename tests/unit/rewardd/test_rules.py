@@ -1,4 +1,4 @@
-"""What a recipe may say about rewards, what it is told when it says something else, and what the hash covers."""
+"""The `reward:` section of a recipe: what is allowed, the errors otherwise, and what the hash covers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hash_of(config: RewardConfig) -> str:
     return read_rule(config).reward_hash
 
 
-def test_without_a_word_the_data_source_decides() -> None:
+def test_by_default_the_data_source_decides() -> None:
     assert [f.name for f in RewardConfig().scorers] == ["verl"]
 
 
@@ -46,7 +46,7 @@ def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path: Path) -> N
     )
 
 
-def test_a_missing_function_is_named_with_what_would_be_right(tmp_path: Path) -> None:
+def test_a_missing_function_is_reported_with_the_wanted_one(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(GOOD)
     with pytest.raises(ConfigError) as error:
         build_judge(custom(tmp_path / "reward.py", name="compute_scores"))
@@ -86,7 +86,9 @@ def test_reading_a_rule_runs_none_of_it(tmp_path: Path) -> None:
     assert read_rule(custom(tmp_path / "reward.py")).functions[0].name == "compute_score"
 
 
-def test_the_hash_follows_source_name_kwargs_and_weight_but_not_the_place(tmp_path: Path) -> None:
+def test_the_hash_depends_on_source_name_kwargs_and_weight_but_not_on_the_path(
+    tmp_path: Path,
+) -> None:
     here, there = tmp_path / "a.py", tmp_path / "b.py"
     here.write_text(GOOD)
     there.write_text(GOOD)
@@ -113,7 +115,7 @@ def test_the_hash_of_a_built_in_covers_the_helpers_that_it_imports() -> None:
     assert any(text.startswith("sympy==") for text in digests(verl))
 
 
-def test_importing_the_room_imports_neither_torch_nor_sympy() -> None:
+def test_importing_rewardd_imports_neither_torch_nor_sympy() -> None:
     program = (
         "import sys, meshrl.rewardd.judge, meshrl.rewardd.reward_stage, meshrl.rewardd.rewards.verl\n"
         "import meshrl.rewardd.rewards.math\n"

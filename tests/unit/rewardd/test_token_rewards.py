@@ -29,11 +29,11 @@ def steps(result: Any, text: str = TEXT, ends: Sequence[int] = ENDS) -> dict[str
     )
 
 
-def test_steps_are_paragraphs_where_a_function_does_not_say() -> None:
+def test_steps_are_paragraphs_by_default() -> None:
     assert steps([1, 0.5, -2])["token_rewards"] == [0, 1, 0, 0, 0.5, 0, -2]
 
 
-def test_steps_are_where_a_function_says_and_share_a_token_that_ends_both() -> None:
+def test_steps_end_where_a_function_says_and_may_share_a_token() -> None:
     found = steps([(8, 1.0), (9, 0.5), (10_000, 2.0)])
     assert (found["score"], found["token_rewards"]) == (3.5, [0, 1.5, 0, 0, 0, 0, 2])
 

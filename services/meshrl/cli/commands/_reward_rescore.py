@@ -1,4 +1,4 @@
-"""`meshrl reward rescore-run`: the rows of a run that wait to be trained are scored again, with what scores now."""
+"""`meshrl reward rescore-run`: scores the rows of a run that wait for the trainer again, with the current version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshrl.rpc.exit_codes import Exit
 
 TELL_EVERY_S: Final = 1.0
 PATIENCE_S: Final = 30.0
-"""Without a row scored for so long the command gives up waiting; the rows do not."""
+"""Seconds without a scored row after which the command stops waiting; the rows stay scheduled."""
 STAGE: Final = "reward"
 
 
@@ -34,7 +34,7 @@ STAGE: Final = "reward"
 def rescore_run(
     context: click.Context, queue: str | None, run: str | None, patience: float
 ) -> None:
-    """Have the run's resident rows that are in no batch scored again, telling progress and rate."""
+    """Have the run's resident rows that are in no batch scored again; prints progress and rate."""
     run_dir: Path | None = context.obj[0]
     mesh = find_mesh(run_dir, queue, run)
     left = mesh.ask_queue(lambda asked: _rescore(asked, mesh.run, patience))
@@ -48,8 +48,8 @@ def rescore_run(
 
 
 async def _rescore(queue: Queue, run: str, patience: float) -> int:
-    """Rows that were not scored when patience ended."""
-    pending = await _pending(queue, run)  # rows of a run at work, which are not ours to wait for
+    """Rows not yet scored after `patience_s` without progress."""
+    pending = await _pending(queue, run)  # rows that waited before: do not wait for them
     total = await queue.redo(run, STAGE, ())
     began = moved = time.monotonic()
     left = total
@@ -67,5 +67,5 @@ async def _rescore(queue: Queue, run: str, patience: float) -> int:
 
 
 async def _pending(queue: Queue, run: str) -> int:
-    """Rows that were answered and lack a column."""
+    """Number of answered rows that lack a column."""
     return (await queue.ledger(run)).resident["pending"]

@@ -1,4 +1,4 @@
-"""`meshrl reward`: submit, look at, move, try out and compare the reward functions of a running mesh."""
+"""`meshrl reward`: submit, show, roll back, try and compare the reward functions of a running mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshrl.rpc.exit_codes import Exit
 
 Answer = TypeVar("Answer")
 RESCORE_ROWS = 2048
-"""Rows of a file that are on their way at once."""
+"""Rows of a file in one request."""
 
 
 @click.group()
@@ -39,11 +39,11 @@ RESCORE_ROWS = 2048
     "address",
     metavar="HOST:PORT",
     envvar="MESHRL_REWARD",
-    help="Ask this reward service. Where it asks for tokens: MESHRL_TOKEN.",
+    help="Address of the reward service; its token, if it needs one, is read from MESHRL_TOKEN.",
 )
 @click.pass_context
 def reward(context: click.Context, run_dir: Path | None, address: str | None) -> None:
-    """Submit reward functions to a running mesh, and say which one scores."""
+    """Submit reward functions to a running mesh, and choose which one scores."""
     context.obj = (run_dir, address)
 
 
@@ -51,21 +51,21 @@ reward.add_command(rescore_run)
 
 
 def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -> Answer:
-    """One conversation with the registry."""
-    # Imported here: with it comes gRPC, which `--help` can do without.
+    """Ask the registry one question."""
+    # Imported here, because it imports gRPC, which `--help` does not need.
     from meshrl.cli.find_mesh import reward_address
     from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 
     async def ask() -> Answer:
-        async with RewardRegistryClient(reward_address(*context.obj)) as wire:
-            return await question(wire)
+        async with RewardRegistryClient(reward_address(*context.obj)) as client:
+            return await question(client)
 
     return asyncio.run(ask())
 
 
 @reward.command()
 @click.argument("file", type=PATH)
-@click.option("--name", help="What will point to it; the file's name if not given.")
+@click.option("--name", help="The name that will point to it; the file's name if not given.")
 @click.option(
     "--entry-point", default="", help="A function of the file; of a wheel module:function."
 )
@@ -79,13 +79,13 @@ def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -
     "limits",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Want less than reward.limits allows: deadline_s=2, memory_bytes=5e8.",
+    help="A lower limit than reward.limits: deadline_s=2, memory_bytes=5e8.",
 )
-@click.option("--note", default="", help="For people.")
-@click.option("--hold", is_flag=True, help="Keep it without pointing the name to it.")
+@click.option("--note", default="", help="A note in the history.")
+@click.option("--hold", is_flag=True, help="Store it without pointing the name to it.")
 @click.pass_context
 def submit(context: click.Context, /, file: Path, name: str | None, **options: Any) -> None:
-    """Hand in FILE, Python source or a wheel. The run switches to it if it follows that name."""
+    """Submit FILE, Python source or a wheel. The run uses it if the run follows that name."""
     data = _bytes(file)
     packed = file.suffix == ".whl"
     submission = Submission(
@@ -100,7 +100,7 @@ def submit(context: click.Context, /, file: Path, name: str | None, **options: A
         note=options["note"],
         point=not options["hold"],
     )
-    done = _ask(context, lambda wire: wire.submit(submission))
+    done = _ask(context, lambda client: client.submit(submission))
     state = (
         "points to it"
         if done.name.current == done.hash
@@ -115,7 +115,7 @@ def submit(context: click.Context, /, file: Path, name: str | None, **options: A
 @click.pass_context
 def list_(context: click.Context, as_json: bool) -> None:
     """Every name, what it points to, and what scores the run."""
-    found = _ask(context, lambda wire: wire.names())
+    found = _ask(context, lambda client: client.names())
     if as_json:
         from google.protobuf.json_format import MessageToDict
 
@@ -145,7 +145,7 @@ def list_(context: click.Context, as_json: bool) -> None:
 @click.pass_context
 def show(context: click.Context, name: str, version: str) -> None:
     """Print the source of NAME, or of one VERSION of it."""
-    found = _ask(context, lambda wire: wire.get(name, version))
+    found = _ask(context, lambda client: client.get(name, version))
     if found.is_wheel:
         click.echo(f"# a wheel of {len(found.content)} bytes, entry point {found.entry_point}")
     else:
@@ -159,7 +159,7 @@ def show(context: click.Context, name: str, version: str) -> None:
 @click.pass_context
 def diff(context: click.Context, name: str, old: str, new: str) -> None:
     """What changed from version OLD to NEW, or to the current one."""
-    click.echo(_ask(context, lambda wire: wire.diff(name, old, new)), nl=False)
+    click.echo(_ask(context, lambda client: client.diff(name, old, new)), nl=False)
 
 
 @reward.command()
@@ -168,7 +168,7 @@ def diff(context: click.Context, name: str, old: str, new: str) -> None:
 @click.pass_context
 def rollback(context: click.Context, name: str, version: str) -> None:
     """Point NAME to VERSION, or to the one before the current one."""
-    found = _ask(context, lambda wire: wire.roll_back(name, version))
+    found = _ask(context, lambda client: client.roll_back(name, version))
     click.echo(f"{name} points to {found.current}")
 
 
@@ -177,19 +177,21 @@ def rollback(context: click.Context, name: str, version: str) -> None:
 @click.argument("version")
 @click.pass_context
 def retire(context: click.Context, name: str, version: str) -> None:
-    """Bar VERSION from scoring as NAME."""
-    _ask(context, lambda wire: wire.retire(name, version))
+    """Forbid VERSION to score as NAME."""
+    _ask(context, lambda client: client.retire(name, version))
     click.echo(f"{name}: {version} is retired")
 
 
 @reward.command()
 @click.argument("name")
 @click.argument("version")
-@click.option("--share", type=float, default=1.0, show_default=True, help="Of the rows; 0 ends it.")
+@click.option(
+    "--share", type=float, default=1.0, show_default=True, help="Share of the rows; 0 ends it."
+)
 @click.pass_context
 def watch(context: click.Context, name: str, version: str, share: float) -> None:
-    """Score rows with VERSION too and compare, using nothing of it (a canary; a shadow with all rows)."""
-    found = _ask(context, lambda wire: wire.watch(name, version, share))
+    """Score rows with VERSION too, and only compare (a canary; with all rows a shadow)."""
+    found = _ask(context, lambda client: client.watch(name, version, share))
     watched, of = found.watched
     click.echo(f"watching {watched} on {of:.0%} of the rows" if watched else "watching nothing")
 
@@ -203,7 +205,7 @@ def watch(context: click.Context, name: str, version: str, share: float) -> None
 @json_option
 @click.pass_context
 def test_(context: click.Context, /, name: str, solution: str, truth: str, **options: Any) -> None:
-    """Score one solution with NAME; nothing of it enters the run."""
+    """Score one solution with NAME; the score does not enter the run."""
     sample = Sample(
         uid=Uid("try", "sample", 0),
         data_source=options["data_source"],
@@ -211,7 +213,7 @@ def test_(context: click.Context, /, name: str, solution: str, truth: str, **opt
         ground_truth=_json_or_text(truth),
         extra_info={},
     )
-    (score,) = _ask(context, lambda wire: wire.score(name, options["version"], [sample]))
+    (score,) = _ask(context, lambda client: client.score(name, options["version"], [sample]))
     if options["as_json"]:
         shown = {
             "outcome": score.outcome,
@@ -239,27 +241,27 @@ def compare(context: click.Context, name: str, a: str, b: str, samples: Path | N
     `recipe` stands for the functions of the recipe.
     """
     given = [sample for _, sample in _samples(samples)] if samples else []
-    _tell(_ask(context, lambda wire: wire.compare(name, a, b, given)))
+    _tell(_ask(context, lambda client: client.compare(name, a, b, given)))
 
 
 @reward.command()
 @click.argument("name")
 @click.argument("rows", type=PATH)
 @click.option("--version", default="", help="The current one if not given.")
-@click.option("--out", type=PATH, required=True, help="Where the rows go, with their new scores.")
+@click.option("--out", type=PATH, required=True, help="File for the rows with their new scores.")
 @click.pass_context
 def rescore(context: click.Context, name: str, rows: Path, version: str, out: Path) -> None:
-    """Score stored ROWS (JSON lines: solution, ground_truth ...) again, telling progress and rate."""
+    """Score stored ROWS (JSON lines: solution, ground_truth ...) again; prints progress and rate."""
     given = list(_samples(rows))
     began = time.monotonic()
 
-    async def all_of_it(wire: Any) -> tuple[int, int]:
+    async def all_of_it(client: Any) -> tuple[int, int]:
         done = faults = 0
         draft = out.with_name(f".{out.name}.writing")
         with draft.open("w") as file:
             for start in range(0, len(given), RESCORE_ROWS):
                 part = given[start : start + RESCORE_ROWS]
-                scores = await wire.score(name, version, [sample for _, sample in part])
+                scores = await client.score(name, version, [sample for _, sample in part])
                 for (row, _), score in zip(part, scores, strict=True):
                     faults += not score.outcome.trainable
                     file.write(json.dumps({**row, **_scored(score)}) + "\n")
@@ -275,7 +277,7 @@ def rescore(context: click.Context, name: str, rows: Path, version: str, out: Pa
 
 @reward.command()
 @click.argument("name")
-@click.option("--roles", default="read", show_default=True, help="Of submit, read, operate.")
+@click.option("--roles", default="read", show_default=True, help="Some of submit, read, operate.")
 def token(name: str, roles: str) -> None:
     """Make a token for NAME: the token on stderr, its line for reward.registry.tokens on stdout."""
     from meshrl.rpc.auth import Role, new_token

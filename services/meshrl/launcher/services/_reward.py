@@ -38,7 +38,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     config = recipe.reward.registry
     settings = context.settings.model_copy(update={"authenticated": config.tokens is not None})
     authorizer = _authorizer(config, settings)
-    # Bound insecurely on purpose: who scores is told, and nobody may change it.
+    # Without protection the service scores, but takes no submissions.
     submissions = _protected(config, settings)
     directory = config.dir if config.dir is not None else recipe.run.path / "rewards"
     async with AsyncExitStack() as stack:
@@ -74,12 +74,12 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
 
 
 def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:
-    """True where not everybody can reach the door, or it asks who they are."""
+    """True if only this machine can connect, or callers need tokens or certificates."""
     return config.tokens is not None or settings.tls.mutual or is_loopback(settings.host)
 
 
 def _authorizer(config: RegistryConfig, settings: ServerSettings) -> Authorizer:
-    """Raises UserError for a door that everybody could pass."""
+    """Raises UserError if anybody on the network could submit."""
     if not _protected(config, settings):
         if not settings.allow_insecure_bind:
             raise UserError(
@@ -101,7 +101,7 @@ def _authorizer(config: RegistryConfig, settings: ServerSettings) -> Authorizer:
 
 
 def _scoring_needs_a_role(guarded: GuardedRegistry) -> Interceptor:
-    """Where tokens are asked for, the Reward door asks for them too; the registry's door does so by itself."""
+    """With tokens on, calls of the Reward service need the role READ. The registry's servicer checks by itself."""
 
     def around(method: str, behavior: Behavior) -> Behavior:
         if not method.startswith(f"/{RewardServicer.service}/"):

@@ -1,4 +1,4 @@
-"""When a worker opens a gateway, where, and for whom."""
+"""When a worker starts a gateway, where, and for whom."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def recipe(path: Path, options: dict[str, Any], **gateway: Any) -> Recipe:
     )
 
 
-async def test_a_gateway_says_where_it_is_while_it_is_open(tmp_path: Path) -> None:
+async def test_a_gateway_writes_its_address_while_it_serves(tmp_path: Path) -> None:
     tokenizer = talking_tokenizer(tmp_path)
     wanted = recipe(tmp_path, {"external": True})
     async with gateway_of(wanted, tokenizer, SETTINGS, name="rollout-1") as book:
@@ -52,7 +52,7 @@ async def test_a_program_without_agents_has_no_gateway(tmp_path: Path) -> None:
     assert all(POSTED_REWARD not in stage.writes for stage in train_spec(plain).stages)
 
 
-def test_runs_of_agents_have_a_column_for_what_they_post(tmp_path: Path) -> None:
+def test_runs_of_agents_have_a_column_for_posted_rewards(tmp_path: Path) -> None:
     wanted = recipe(tmp_path, {"external": True})
     for spec in (train_spec(wanted), eval_spec(wanted)):
         rollout, reward, *_ = spec.stages
@@ -76,7 +76,7 @@ async def test_a_gateway_that_everybody_could_reach_is_refused(
             pass
 
 
-async def test_a_gateway_open_to_everybody_on_purpose_gives_out_no_sessions(tmp_path: Path) -> None:
+async def test_a_gateway_without_protection_gives_out_no_sessions(tmp_path: Path) -> None:
     tokenizer = talking_tokenizer(tmp_path)
     settings = ServerSettings(metrics_port=None, allow_insecure_bind=True)
     wanted = recipe(tmp_path, {"external": True}, host="0.0.0.0")
@@ -97,7 +97,7 @@ async def test_a_gateway_open_to_everybody_on_purpose_gives_out_no_sessions(tmp_
         ({"external": True, "branches": "all"}, "did you mean 'branch'"),
     ],
 )
-def test_a_recipe_is_told_what_is_wrong_with_its_agent(
+def test_a_wrong_agent_in_a_recipe_is_reported(
     tmp_path: Path, options: dict[str, Any], problem: str
 ) -> None:
     found = [text for _, text in cross_checks(recipe(tmp_path, options))]
