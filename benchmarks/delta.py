@@ -29,8 +29,8 @@ import numpy.typing as npt
 import zstandard
 
 from meshrl.weights.delta import apply, encode
-from meshrl.weights.delta.gaps import gaps_of, indices_of
-from meshrl.weights.delta.scan import changes
+from meshrl.weights.delta.indices import gaps_of, indices_of
+from meshrl.weights.delta.words import changes
 
 Bytes = npt.NDArray[np.uint8]
 DENSITIES = (0.003, 0.01, 0.03, 0.10, 0.25)
@@ -54,8 +54,8 @@ def made(words: int, density: float, seed: int) -> tuple[Bytes, Bytes]:
     return base.view(np.uint8), new.view(np.uint8)
 
 
-def squeezed(plane: npt.NDArray[np.generic]) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(plane).data)
+def squeezed(coordinator: npt.NDArray[np.generic]) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(coordinator).data)
 
 
 def expanded(frame: bytes) -> Bytes:

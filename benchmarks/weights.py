@@ -16,7 +16,7 @@ words move by one. Parts:
     auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
 
 Pauses and waits are what the replicas report, by the clock that all processes share. The first two updates of each
-fleet warm up (memory is allocated, cells meet). The last line is one JSON object.
+fleet warm up (memory is allocated, channels meet). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WARM = 2
 SMALL = 16 << 20
 
 
-class Trap:
+class SignallingSource:
     """Strikes a member when a bucket is asked for the given time: staging asks once before anything is sent."""
 
     def __init__(
@@ -130,7 +130,9 @@ class Bench:
                     victim = f"victim-{index}"
                     await fleet.join(victim)
                     healthy.append(round((await fleet.update(weights)).sync_s, 2))
-                    trap = Trap(fleet, victim, signal.SIGKILL, index, 1 + (carrier != "gloo"))
+                    trap = SignallingSource(
+                        fleet, victim, signal.SIGKILL, index, 1 + (carrier != "gloo")
+                    )
                     update = await fleet.update(weights, NAMES[:2], trap)
                     seconds.append(round(update.sync_s, 2))
                     await fleet.members[victim].child.wait()
@@ -151,7 +153,7 @@ class Bench:
         count = max(20, self.options.updates)
         async with opened(config, self.place("stop"), NAMES) as fleet:
             healthy = [await fleet.update(weights, others) for _ in range(WARM + count)][WARM:]
-            trap = Trap(fleet, NAMES[2], signal.SIGSTOP, 2, 1 + (carrier != "gloo"))
+            trap = SignallingSource(fleet, NAMES[2], signal.SIGSTOP, 2, 1 + (carrier != "gloo"))
             hung = [await fleet.update(weights, others, trap)]
             hung += [await fleet.update(weights, others) for _ in range(count - 1)]
             fleet.strike(NAMES[2], signal.SIGCONT)

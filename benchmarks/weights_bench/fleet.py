@@ -18,7 +18,7 @@ from source import RUN, Drifting, Source
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import Version
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.servicer import WeightsServicer
 
@@ -73,18 +73,18 @@ class Fleet:
                 self.committed[str(version)] = time.monotonic()
                 self._changed.notify_all()
 
-        place = Place(directory=self._directory)
-        self.plane = WeightCoordinator(
-            self.config, run=RUN, epoch=1, place=place, on_committed=on_committed
+        paths = RunPaths(directory=self._directory)
+        self.coordinator = WeightCoordinator(
+            self.config, run=RUN, epoch=1, paths=paths, on_committed=on_committed
         )
-        await self.plane.start()
+        await self.coordinator.start()
         self._server = grpc.aio.server()
-        WeightsServicer(self.plane).attach(self._server)
+        WeightsServicer(self.coordinator).attach(self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
 
     async def close(self) -> None:
-        await self.plane.close()
+        await self.coordinator.close()
         await self._server.stop(0)
         for member in self.members.values():
             if member.child.returncode is None:
@@ -119,15 +119,15 @@ class Fleet:
         self._step += 1
         source = weights.version(Version(1, self._step), trap)
         version = str(source.manifest.version)
-        self.sources = {version: source}  # the plane keeps what it needs
+        self.sources = {version: source}  # the coordinator keeps what it needs
         members = [self.members[name] for name in (served_by or self.members)]
         began = time.monotonic()
-        await self.plane.publish(source)
+        await self.coordinator.publish(source)
         await self.until(
             lambda: version in self.committed and all(version in m.served for m in members)
         )
         carriers = {
-            view.carrier for view in self.plane.fleet().replicas if view.name in self.members
+            view.carrier for view in self.coordinator.fleet().replicas if view.name in self.members
         }
         return Update(
             version,
@@ -142,7 +142,9 @@ class Fleet:
             while not condition():
                 async with self._changed:
                     try:
-                        async with asyncio.timeout(0.02):  # the plane's own state has no event here
+                        async with asyncio.timeout(
+                            0.02
+                        ):  # the coordinator's own state has no event here
                             await self._changed.wait()
                     except TimeoutError:
                         continue
@@ -156,12 +158,12 @@ class Fleet:
         self.members[name].child.send_signal(number)
 
     def state(self, name: str) -> str:
-        views = {view.name: view for view in self.plane.fleet().replicas}
+        views = {view.name: view for view in self.coordinator.fleet().replicas}
         return str(views[name].state) if name in views else "unknown"
 
     def _at_newest(self, name: str) -> bool:
-        views = {view.name: view for view in self.plane.fleet().replicas}
-        fleet = self.plane.fleet()
+        views = {view.name: view for view in self.coordinator.fleet().replicas}
+        fleet = self.coordinator.fleet()
         return name in views and (fleet.committed is None or views[name].version == fleet.committed)
 
     async def _read(self, member: Member) -> None:

@@ -19,8 +19,8 @@ from source import RUN
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.weights import carrier_facts, replica_controller
-from meshrl.weights.carrier import Place
+from meshrl.weights import replica_controller
+from meshrl.weights.carrier import RunPaths, host_id
 from meshrl.weights.messages import digest
 
 
@@ -70,7 +70,7 @@ async def main() -> None:
     options = parser.parse_args()
     if options.elsewhere:
         replica_controller.host_id = lambda: "elsewhere"
-    assert carrier_facts.host_id()
+    assert host_id()
     engine = CopyingEngine(options.hashes)
     replica = replica_controller.ReplicaController(
         WeightsConfig.model_validate_json(options.config),
@@ -78,7 +78,7 @@ async def main() -> None:
         replica=options.name,
         engine=engine,
         on_update=OnUpdate.IN_FLIGHT,
-        place=Place(directory=options.directory),
+        paths=RunPaths(directory=options.directory),
         connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{options.port}"),
         pause_s=lambda: engine.pause_s,
     )

@@ -51,7 +51,7 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import digest
 from meshrl.weights.servicer import WeightsServicer
@@ -186,7 +186,7 @@ class Labels:
             loaded.weights,
             run=RUN,
             epoch=self.epoch,
-            place=Place(directory=loaded.run.path, model_path=loaded.model.path),
+            paths=RunPaths(directory=loaded.run.path, model_path=loaded.model.path),
             on_committed=lambda version: self.queue.publish(RUN, version),
         )
         began = time.monotonic()

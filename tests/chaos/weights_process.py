@@ -22,9 +22,9 @@ import grpc
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.testing.weights import HashSink, StubSource
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
-from meshrl.weights.messages import Line
+from meshrl.weights.messages import MessageStream
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.session import Session
@@ -36,7 +36,7 @@ def report(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 
-class Trap(StubSource):
+class SignallingSource(StubSource):
     """Sends a signal to a process when one bucket is asked for the given time."""
 
     def __init__(self, version: Version, command: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Trap(StubSource):
         return super().bucket(index)
 
 
-class Snare:
+class SignalPoint:
     """Sends a signal to this very process when it reaches a point at a step, once."""
 
     def __init__(self) -> None:
@@ -74,25 +74,27 @@ class Snare:
             report(struck=point)
             os.kill(os.getpid(), self.number)
 
-    def lay(self) -> None:
-        """Around every message, and around the opening of a carrier."""
-        tell, hear, meet = Line.tell, Line.hear, Session._meet
+    def install(self) -> None:
+        """Wrap every sent and received message, and the opening of a carrier."""
+        send, receive, opened = MessageStream.send, MessageStream.receive, Session._open_channel
 
-        async def tell_(line: Any, message: Any) -> None:
+        async def send_(stream: Any, message: Any) -> None:
             self.reach(f"before {_label(message)}", message.stamp.step)
-            await tell(line, message)
+            await send(stream, message)
             self.reach(f"after {_label(message)}", message.stamp.step)
 
-        async def hear_(line: Any) -> Any:
-            message = await hear(line)
+        async def receive_(stream: Any) -> Any:
+            message = await receive(stream)
             self.reach(f"heard {_label(message)}", message.stamp.step)
             return message
 
-        async def meet_(session: Any, proposed: Any) -> Any:
+        async def opened_(session: Any, proposed: Any) -> Any:
             self.reach("opening", session._manifest.version.step)
-            return await meet(session, proposed)
+            return await opened(session, proposed)
 
-        Line.tell, Line.hear, Session._meet = tell_, hear_, meet_  # type: ignore[method-assign]
+        MessageStream.send = send_  # type: ignore[method-assign]
+        MessageStream.receive = receive_  # type: ignore[method-assign]
+        Session._open_channel = opened_  # type: ignore[method-assign]
 
 
 def _label(message: Any) -> str:
@@ -100,7 +102,7 @@ def _label(message: Any) -> str:
     return f"received {message.received.bucket}" if body == "received" else str(body)
 
 
-snare = Snare()
+signal_point = SignalPoint()
 
 
 class ReportingSink(HashSink):
@@ -108,7 +110,7 @@ class ReportingSink(HashSink):
     """The step whose commit breaks this engine."""
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        snare.reach("staging", manifest.version.step)
+        signal_point.reach("staging", manifest.version.step)
         await super().stage_weights(manifest, buckets)
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
@@ -118,11 +120,12 @@ class ReportingSink(HashSink):
         report(commit=str(version), hashes=self.hashes)
 
 
-async def watch(plane: WeightCoordinator) -> None:
+async def watch(coordinator: WeightCoordinator) -> None:
     seen = None
     while True:
         fleet = {
-            view.name: [view.state, str(view.version or "")] for view in plane.fleet().replicas
+            view.name: [view.state, str(view.version or "")]
+            for view in coordinator.fleet().replicas
         }
         if fleet != seen:
             report(fleet=fleet)
@@ -133,44 +136,44 @@ async def watch(plane: WeightCoordinator) -> None:
 async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
     async def on_committed(version: Version) -> None:
         report(published=str(version))
-        snare.reach("published", version.step)
+        signal_point.reach("published", version.step)
 
-    plane = WeightCoordinator(
+    coordinator = WeightCoordinator(
         config,
         run=RUN,
         epoch=args.epoch,
-        place=Place(directory=args.directory),
+        paths=RunPaths(directory=args.directory),
         on_committed=on_committed,
     )
-    async with plane:
+    async with coordinator:
         server = grpc.aio.server()
-        WeightsServicer(plane).attach(server)
+        WeightsServicer(coordinator).attach(server)
         report(port=server.add_insecure_port(f"127.0.0.1:{args.port}"))
         await server.start()
-        watching = asyncio.create_task(watch(plane))
+        watching = asyncio.create_task(watch(coordinator))
         while line := await asyncio.to_thread(sys.stdin.readline):
             command = json.loads(line)
             if "arm" in command:
-                snare.arm(command["arm"], command["step"], command["signal"])
+                signal_point.arm(command["arm"], command["step"], command["signal"])
                 continue
-            source = Trap(Version(args.epoch, command["publish"]), command)
-            await plane.publish(source)
+            source = SignallingSource(Version(args.epoch, command["publish"]), command)
+            await coordinator.publish(source)
             report(carrying=str(source.manifest.version), hashes=source.manifest.bucket_hashes)
         watching.cancel()
         await server.stop(0)
 
 
 async def replica(config: WeightsConfig, args: argparse.Namespace) -> None:
-    agent = ReplicaController(
+    controller = ReplicaController(
         config,
         run=RUN,
         replica=args.name,
         engine=ReportingSink(),
         on_update=OnUpdate.IN_FLIGHT,
-        place=Place(directory=args.directory),
+        paths=RunPaths(directory=args.directory),
         connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{args.port}"),
     )
-    await agent.run()
+    await controller.run()
 
 
 if __name__ == "__main__":
@@ -185,10 +188,10 @@ if __name__ == "__main__":
     parser.add_argument("--arm", default="", help="point,step,signal,joining")
     arguments = parser.parse_args()
     ReportingSink.poison = arguments.poison
-    snare.lay()
+    signal_point.install()
     if arguments.arm:
         point, *numbers = arguments.arm.split(",")
-        snare.arm(point, *map(int, numbers))
+        signal_point.arm(point, *map(int, numbers))
     settings = WeightsConfig.model_validate_json(arguments.config)
     role = trainer if arguments.role == "trainer" else replica
     asyncio.run(role(settings, arguments))

@@ -21,7 +21,7 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 
 from ..waiting import until
 from .weights_fleet import RUN, Fleet, opened
@@ -66,7 +66,7 @@ class Learning:
 
 def stand(fleet: Fleet, model: Path) -> None:
     """Replicas that join from now on have this model."""
-    fleet.place = Place(directory=fleet.place.directory, model_path=model)
+    fleet.paths = RunPaths(directory=fleet.paths.directory, model_path=model)
 
 
 @pytest.mark.parametrize(("carrier", "dtype"), [("gloo", "bfloat16"), ("disk", "float32")])
@@ -77,7 +77,7 @@ async def test_every_replica_serves_the_merged_weights_bit_for_bit(
     async with opened(carrier, tmp_path) as fleet:
         stand(fleet, model)
         engines = [fleet.join("a"), fleet.join("b")]
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        await until(lambda: len(fleet.coordinator.fleet().replicas) == 2)
         for step in range(3):
             learning.step(step)
             sent = learning.sent(step, dtype)
@@ -102,7 +102,7 @@ async def test_an_engine_decodes_greedily_as_the_policy_with_its_adapter_does(
         async with opened("disk", tmp_path) as fleet:
             stand(fleet, model)
             fleet.join("a", engine)  # type: ignore[arg-type]
-            await until(lambda: len(fleet.plane.fleet().replicas) == 1)
+            await until(lambda: len(fleet.coordinator.fleet().replicas) == 1)
             learning.step(0)
             await fleet.carry(learning.sent(0))  # type: ignore[arg-type]
             request = GenerateRequest(
@@ -139,14 +139,14 @@ async def test_a_replica_with_another_base_model_ends_in_one_line_and_the_other_
         good = fleet.join("good")
         stand(fleet, other)
         misled = fleet.join("misled")
-        await until(lambda: len(fleet.plane.fleet().replicas) == 2)
+        await until(lambda: len(fleet.coordinator.fleet().replicas) == 2)
         await fleet.carry(learning.sent(0))  # type: ignore[arg-type]
         assert good.version == Version(1, 0)
         assert misled.version is None
         with pytest.raises(
             UserError, match=r"other has the fingerprint .*adapter belongs to "
         ) as said:
-            await fleet.agents.pop("misled")
+            await fleet.controllers.pop("misled")
         assert "\n" not in str(said.value)
 
 
@@ -162,7 +162,7 @@ async def test_a_merge_that_comes_out_differently_is_never_served(
     async with opened("disk", tmp_path) as fleet:
         stand(fleet, model)
         engine = fleet.join("a")
-        await until(lambda: len(fleet.plane.fleet().replicas) == 1)
+        await until(lambda: len(fleet.coordinator.fleet().replicas) == 1)
         await fleet.carry(Snapshot(wrong, sent.buckets))  # type: ignore[arg-type]
         await until(lambda: "merged here, are not what" in fleet.reason_of("a"))
         assert engine.version is None

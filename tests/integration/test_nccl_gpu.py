@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "nccl_cells.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "nccl_channels.py"
 
 
 def run(library: str) -> dict[str, Any]:

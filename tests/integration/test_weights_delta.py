@@ -83,7 +83,7 @@ async def test_a_hundred_updates_are_exact_and_each_patch_is_encoded_once_for_al
             for engine in engines:
                 assert engine.version == Version(1, step)
                 assert engine.hashes == source.manifest.bucket_hashes
-        carrier = fleet.plane._ways._carriers["delta"]
+        carrier = fleet.coordinator._routes._carriers["delta"]
         assert isinstance(carrier, delta.Carrier)
         assert carrier.patches.encoded == 99 * BUCKETS
         assert len(wire.whole) == 3 * BUCKETS
@@ -114,9 +114,9 @@ async def test_a_replica_that_leaves_and_comes_back_goes_on_from_what_it_holds(
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(0))
-        generation = fleet.plane.fleet().replicas[0].generation
-        fleet.plane._show_out(generation, "shown out by the test")
-        await until(lambda: fleet.plane.fleet().replicas[0].generation != generation)
+        generation = fleet.coordinator.fleet().replicas[0].generation
+        fleet.coordinator._remove(generation, "shown out by the test")
+        await until(lambda: fleet.coordinator.fleet().replicas[0].generation != generation)
         await until(lambda: fleet.state_of("one") is ReplicaState.SERVING)
         wire.clear()
         source = sparse(1)
@@ -131,9 +131,9 @@ async def test_a_trainer_that_takes_over_has_no_base_and_sends_whole_buckets(
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(5))
-        await fleet.close_plane()
+        await fleet.close_coordinator()
         fleet.epoch = 2
-        await fleet.open_plane()
+        await fleet.open_coordinator()
         wire.clear()
         await fleet.carry(sparse(4, epoch=2))
         await until(lambda: engine.version == Version(2, 4))
@@ -234,7 +234,7 @@ async def test_the_trainer_keeps_only_versions_that_replicas_serve(tmp_path: Pat
         await fleet.joined("one", "two")
         for step in range(6):
             await fleet.carry(sparse(step))
-        carrier = fleet.plane._ways._carriers["delta"]
+        carrier = fleet.coordinator._routes._carriers["delta"]
         assert isinstance(carrier, delta.Carrier)
         assert carrier.patches.versions == [Version(1, 4), Version(1, 5)]
 
@@ -243,7 +243,7 @@ async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
     async with opened("delta", tmp_path) as fleet:
         await fleet.joined("one")
         await fleet.carry(sparse(0))
-        endpoint = await fleet.plane._ways._endpoint("delta")
+        endpoint = await fleet.coordinator._routes._endpoint("delta")
         address, _, secret = endpoint.rpartition("#")
         async with grpc.aio.insecure_channel(address) as channel:
 
@@ -279,7 +279,7 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
         await fleet.carry(sparse(1))
         assert engine.hashes == sparse(1).manifest.bucket_hashes
         assert len(wire.patches) == BUCKETS
-        address = (await fleet.plane._ways._endpoint("delta")).partition("#")[0]
+        address = (await fleet.coordinator._routes._endpoint("delta")).partition("#")[0]
         async with grpc.aio.insecure_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await rpc.WeightPatchesStub(channel).Fetch(pb.WeightPatchRequest()).read()
@@ -329,9 +329,9 @@ async def test_a_trainer_that_takes_over_begins_a_chain_of_its_own(tmp_path: Pat
         (engine,) = await fleet.joined("one")
         for step in range(4):
             await fleet.carry(sparse(step))
-        await fleet.close_plane()
+        await fleet.close_coordinator()
         fleet.epoch = 2
-        await fleet.open_plane()
+        await fleet.open_coordinator()
         for step in (2, 3):
             await fleet.carry(sparse(step, epoch=2))
         await until(lambda: engine.version == Version(2, 3))

@@ -24,9 +24,9 @@ async def test_versions_never_go_back(tmp_path: Path) -> None:
         fleet.join("one")
         await fleet.carry(fleet.source(5))
         with pytest.raises(ConflictError, match=r"1\.4 after 1\.5"):
-            await fleet.plane.publish(fleet.source(4))
+            await fleet.coordinator.publish(fleet.source(4))
         with pytest.raises(ConflictError, match="epoch 1"):
-            await fleet.plane.publish(StubSource(RUN, Version(2, 6)))
+            await fleet.coordinator.publish(StubSource(RUN, Version(2, 6)))
 
 
 async def test_agents_follow_a_trainer_that_resumes_at_an_older_step_with_a_higher_epoch(
@@ -35,9 +35,9 @@ async def test_agents_follow_a_trainer_that_resumes_at_an_older_step_with_a_high
     async with opened(carrier, tmp_path) as fleet:
         engine = fleet.join("one")
         await fleet.carry(fleet.source(7))
-        await fleet.close_plane()
+        await fleet.close_coordinator()
         fleet.epoch = 2
-        await fleet.open_plane()
+        await fleet.open_coordinator()
         await fleet.carry(fleet.source(5))
         await until(lambda: engine.version == Version(2, 5))
         assert engine.hashes == fleet.source(5).manifest.bucket_hashes
@@ -46,14 +46,14 @@ async def test_agents_follow_a_trainer_that_resumes_at_an_older_step_with_a_high
 async def test_a_plane_whose_epoch_is_over_is_refused(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
         fleet.epoch = 4
-        await fleet.close_plane()
-        await fleet.open_plane()
+        await fleet.close_coordinator()
+        await fleet.open_coordinator()
         engine = fleet.join("one")
         await fleet.carry(fleet.source(0))
         await until(lambda: engine.version == Version(4, 0))
-        await fleet.close_plane()
+        await fleet.close_coordinator()
         fleet.epoch = 3
-        await fleet.open_plane()
+        await fleet.open_coordinator()
         await fleet.carry(fleet.source(9))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.port}") as channel:
             call = weights_pb2_grpc.WeightsStub(channel).Join()
@@ -89,12 +89,12 @@ class Pretender(weights_pb2_grpc.WeightsServicer):
 
 async def test_an_agent_hangs_up_on_a_trainer_whose_epoch_is_over(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
-        await fleet.close_plane()
+        await fleet.close_coordinator()
         fleet.epoch = 4
-        await fleet.open_plane()
+        await fleet.open_coordinator()
         (engine,) = await fleet.joined("one")
         await fleet.carry(fleet.source(0))
-        await fleet.close_plane()
+        await fleet.close_coordinator()
         pretender, server = Pretender(), grpc.aio.server()
         weights_pb2_grpc.add_WeightsServicer_to_server(pretender, server)
         server.add_insecure_port(f"127.0.0.1:{fleet.port}")

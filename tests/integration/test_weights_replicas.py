@@ -39,7 +39,7 @@ async def test_an_engine_that_breaks_in_a_commit_is_out_and_its_process_is_told_
         assert fleet.state_of("ill") is ReplicaState.OUT
         assert "half a model" in fleet.reason_of("ill")
         with pytest.raises(PoisonedError, match="half a model"):
-            await fleet.agents.pop("ill")
+            await fleet.controllers.pop("ill")
 
 
 class Misfit(HashSink):
@@ -56,7 +56,7 @@ async def test_weights_that_do_not_fit_the_model_end_that_replica_alone(tmp_path
         assert good.version == Version(1, 0)
         assert "no such tensor" in fleet.reason_of("misfit")
         with pytest.raises(UserError, match="no such tensor"):
-            await fleet.agents.pop("misfit")
+            await fleet.controllers.pop("misfit")
 
 
 class Stuck(HashSink):
@@ -71,11 +71,11 @@ async def test_a_replica_without_progress_becomes_suspect_and_then_out_while_the
 ) -> None:
     async with opened(carrier, tmp_path, base_s=1.0) as fleet:
         good, _ = await fleet.joined("good", stuck=Stuck())
-        await fleet.plane.publish(fleet.source(0))
+        await fleet.coordinator.publish(fleet.source(0))
         await until(lambda: fleet.state_of("stuck") is ReplicaState.SUSPECT)
         assert fleet.published == []
         assert good.version is None
-        await fleet.plane.drained()
+        await fleet.coordinator.drained()
         assert fleet.published == [Version(1, 0)]
         assert good.version == Version(1, 0)
         assert "PREPARED" in fleet.reason_of("stuck")
@@ -124,5 +124,5 @@ async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quoru
 async def test_a_replica_of_another_run_is_told_so(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
         fleet.join("stranger", run="elsewhere")
-        with pytest.raises(UserError, match="carries run 'weights-test', not 'elsewhere'"):
-            await fleet.agents.pop("stranger")
+        with pytest.raises(UserError, match="serves run 'weights-test', not 'elsewhere'"):
+            await fleet.controllers.pop("stranger")

@@ -1,4 +1,4 @@
-"""A weight plane behind a real gRPC server and its agents with stub engines, in one process."""
+"""A weight plane behind a real gRPC server and its replica controllers with stub engines, in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.testing.weights import HashSink, StubSource
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import ReplicaController
@@ -26,44 +26,44 @@ RUN = "weights-test"
 
 
 class Fleet:
-    """A plane behind a server, and agents with stub engines."""
+    """A plane behind a server, and replica controllers with stub engines."""
 
     def __init__(self, config: WeightsConfig, directory: Path, epoch: int, port: int) -> None:
         self.config = config
-        self.place = Place(directory=directory)
+        self.paths = RunPaths(directory=directory)
         self.epoch = epoch
         self.port = port
         self.published: list[Version] = []
-        self.agents: dict[str, asyncio.Task[None]] = {}
+        self.controllers: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
-        self._planes = AsyncExitStack()
-        await self.open_plane()
+        self._coordinators = AsyncExitStack()
+        await self.open_coordinator()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self.agents.values():
+        for task in self.controllers.values():
             task.cancel()
-        await asyncio.gather(*self.agents.values(), return_exceptions=True)
-        await self.close_plane()
+        await asyncio.gather(*self.controllers.values(), return_exceptions=True)
+        await self.close_coordinator()
 
-    async def open_plane(self) -> None:
+    async def open_coordinator(self) -> None:
         async def on_committed(version: Version) -> None:
             self.published.append(version)
 
-        self.plane = WeightCoordinator(
-            self.config, run=RUN, epoch=self.epoch, place=self.place, on_committed=on_committed
+        self.coordinator = WeightCoordinator(
+            self.config, run=RUN, epoch=self.epoch, paths=self.paths, on_committed=on_committed
         )
-        await self.plane.start()
+        await self.coordinator.start()
         settings = ServerSettings(port=self.port, metrics_port=None, drain_grace_s=0)
-        self.server = await self._planes.enter_async_context(
-            GrpcServer(settings, [WeightsServicer(self.plane)])
+        self.server = await self._coordinators.enter_async_context(
+            GrpcServer(settings, [WeightsServicer(self.coordinator)])
         )
         self.port = self.server.port
 
-    async def close_plane(self) -> None:
-        await self.plane.close()
-        await self._planes.aclose()
+    async def close_coordinator(self) -> None:
+        await self.coordinator.close()
+        await self._coordinators.aclose()
 
     def join(
         self,
@@ -73,20 +73,20 @@ class Fleet:
         directory: Path | None = None,
     ) -> HashSink:
         engine = engine or HashSink()
-        agent = ReplicaController(
+        controller = ReplicaController(
             self.config,
             run=run,
             replica=name,
             engine=engine,
             on_update=OnUpdate.IN_FLIGHT,
-            place=Place(directory=directory) if directory else self.place,
+            paths=RunPaths(directory=directory) if directory else self.paths,
             connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{self.port}"),
         )
-        self.agents[name] = asyncio.create_task(agent.run())
+        self.controllers[name] = asyncio.create_task(controller.run())
         return engine
 
     async def joined(self, *names: str, **engines: HashSink) -> list[HashSink]:
-        """Join them, those of `engines` with an engine of their own; the plane knows them all then."""
+        """Join them, those of `engines` with an engine of their own; the coordinator knows them all then."""
         made = [self.join(name) for name in names]
         made += [self.join(name, engine) for name, engine in engines.items()]
         await until(lambda: all(self.state_of(name) is not None for name in (*names, *engines)))
@@ -99,17 +99,19 @@ class Fleet:
         return engine
 
     async def carry(self, source: StubSource) -> None:
-        await self.plane.publish(source)
-        await self.plane.drained()
+        await self.coordinator.publish(source)
+        await self.coordinator.drained()
 
     def source(self, step: int) -> StubSource:
         return StubSource(RUN, Version(self.epoch, step))
 
     def state_of(self, name: str) -> ReplicaState | None:
-        return next((view.state for view in self.plane.fleet().replicas if view.name == name), None)
+        return next(
+            (view.state for view in self.coordinator.fleet().replicas if view.name == name), None
+        )
 
     def reason_of(self, name: str) -> str:
-        return next(view.reason for view in self.plane.fleet().replicas if view.name == name)
+        return next(view.reason for view in self.coordinator.fleet().replicas if view.name == name)
 
 
 @asynccontextmanager

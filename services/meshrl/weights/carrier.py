@@ -1,35 +1,45 @@
-"""The port of a carrier: how the bytes of a version get from the trainer's process to one replica."""
+"""The port of a carrier: how the bytes of a version get from the trainer's process to one replica.
+
+A carrier's module may assign these literals, which are read without importing it; what it leaves out is as below.
+
+    REACH = "host" | "network" | "directory"     who can be reached: this host, anybody, who sees the directory
+    NEEDS = ("torch", "cuda")                    modules that both ends must be able to import; cuda: a GPU driver
+    RATE = 1e9                                   bytes/s to one replica, before anything is measured
+    SPARSE = False                               whether it sends what changed, so that its time follows the density
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from meshrl.config.weights import CARRIERS, WeightsConfig
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConflictError, MeshError
-from meshrl.contract.plugins import load
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier_facts import offered
+from meshrl.weights.shared_memory import FOLDER, boot_id
 
 logger = logging.getLogger(__name__)
+_DRIVER = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a process stands."""
+class RunPaths:
+    """Where a process finds the run and the model."""
 
     directory: Path
     """The run's directory; the two ends may see it under different paths."""
     model_path: Path | None = None
-    """The checkpoint whose config and tokenizer are laid beside weights that are written to disk."""
+    """The checkpoint whose config and tokenizer are copied beside weights that are written to disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What both ends of a cell must agree on; the trainer's process decides it and sends it."""
+    """What both ends of a channel must agree on; the trainer's process decides it and sends it."""
 
     run: str
     epoch: int
@@ -41,35 +51,35 @@ class Link:
 
     @property
     def prefix(self) -> str:
-        """Names the cell among all cells that ever meet at the endpoint."""
+        """Names the channel among all channels that ever use the endpoint."""
         return f"{self.run}/e{self.epoch}/g{self.generation}"
 
 
-class Cell(Protocol):
-    """One end of the channel between the trainer and one replica, for one generation.
+class Channel(Protocol):
+    """One end of the connection between the trainer and one replica, for one generation.
 
-    Buckets are sent and received in the same order. A cell that failed once is of no further use.
+    Buckets are sent and received in the same order. A channel that failed once is of no further use.
     """
 
     async def open(self, deadline_s: float) -> None:
-        """Meet the other end. Raises UnavailableError."""
+        """Connect to the other end. Raises UnavailableError."""
         ...
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Send one bucket; sending it again in this cell repairs what arrived before. Raises UnavailableError."""
+        """Send one bucket; sending it again in this channel repairs what arrived before. Raises UnavailableError."""
         ...
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8 | None:
         """Fill `into`, uint8[bucket_bytes[index]], or return memory that holds the bucket already.
 
-        What is returned stays as it is for as long as it is referred to.
+        What is returned stays unchanged for as long as somebody refers to it.
 
         Raises UnavailableError; CorruptError when what arrived cannot even be read.
         """
         ...
 
     def committed(self, version: Version) -> None:
-        """The engine at the replica's end serves `version` now; told to both ends, of no use to most carriers."""
+        """The engine at the replica's end serves `version` now. Called on both ends; most carriers ignore it."""
         ...
 
     def abort(self) -> None:
@@ -77,25 +87,25 @@ class Cell(Protocol):
         ...
 
     async def close(self) -> None:
-        """Part in peace; idempotent."""
+        """End the channel in an orderly way; idempotent."""
         ...
 
 
 class Carrier(Protocol):
-    """What a process holds for all its cells."""
+    """What a process holds for all its channels."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None: ...
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None: ...
 
     async def listen(self) -> str:
-        """Trainer's process: be ready for cells; returns the endpoint that is sent to the replicas."""
+        """Trainer's process: be ready for channels; returns the endpoint that is sent to the replicas."""
         ...
 
     async def stage(self, source: WeightSource) -> None:
-        """Trainer's process: called once per version that some cell will send, before it does."""
+        """Trainer's process: called once per version that some channel will send, before it does."""
         ...
 
-    def cell(self, link: Link) -> Cell:
-        """One end of a cell, not yet open."""
+    def channel(self, link: Link) -> Channel:
+        """One end of a channel, not yet open."""
         ...
 
     async def close(self) -> None:
@@ -103,21 +113,55 @@ class Carrier(Protocol):
         ...
 
 
-class Carriers:
-    """Those of one process, each made when it is first asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarrierFacts:
+    """What the module of a carrier states; see the top of this file."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None:
+    reach: str
+    needs: tuple[str, ...]
+    rate: float
+    sparse: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether this process has what the carrier needs."""
+        return all(
+            _DRIVER.exists() if need == "cuda" else importlib.util.find_spec(need) is not None
+            for need in self.needs
+        )
+
+
+def carrier_facts(name: str) -> CarrierFacts:
+    """Of a module of `meshrl.weights.carriers`, or a dotted path."""
+
+    def constant(what: str, default: object) -> object:
+        return plugins.constant(CARRIERS, name, what, default)
+
+    needs = constant("NEEDS", ())
+    assert isinstance(needs, tuple)
+    return CarrierFacts(
+        reach=str(constant("REACH", "network")),
+        needs=needs,
+        rate=float(str(constant("RATE", 1e9))),
+        sparse=bool(constant("SPARSE", False)),
+    )
+
+
+class Carriers:
+    """The carriers of one process, each created when it is first asked for."""
+
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
         """Raises ConfigError when the one configured carrier is unknown."""
         self._config = config
-        self._place = place
-        self._made: dict[str, Carrier] = {}
+        self._paths = paths
+        self._created: dict[str, Carrier] = {}
         self.names = offered(config)
-        """By which this process can be reached."""
+        """The carriers by which this process can be reached."""
         if len(self.names) == 1:
             self[self.names[0]]
 
     def load(self) -> None:
-        """Make all of several now, which may import torch, and offer no more those that cannot be made. Blocks."""
+        """Create all of several carriers now, and stop offering those that fail. Blocks: it may import torch."""
         for name in self.names if len(self.names) > 1 else ():
             try:
                 self[name]
@@ -129,20 +173,39 @@ class Carriers:
         """Raises ConflictError for one that this process does not offer, ConfigError when it cannot be loaded."""
         if name not in self.names:
             raise ConflictError(f"carrier {name!r}: this process offers {', '.join(self.names)}")
-        if name not in self._made:
+        if name not in self._created:
             index = self._config.among.index(name) if self._config.carrier == "auto" else 0
             port = self._config.port + index if self._config.port else 0
             config = self._config.model_copy(update={"carrier": name, "port": port})
-            self._made[name] = load_carrier(config, self._place)
-        return self._made[name]
+            self._created[name] = load_carrier(config, self._paths)
+        return self._created[name]
 
     async def close(self) -> None:
         """Free everything; idempotent."""
-        for carrier in self._made.values():
+        for carrier in self._created.values():
             await carrier.close()
 
 
-def load_carrier(config: WeightsConfig, place: Place) -> Carrier:
+def offered(config: WeightsConfig) -> tuple[str, ...]:
+    """The carriers that this process can be reached by: the configured one, or those of `auto` that it can run."""
+    if config.carrier != "auto":
+        return (config.carrier,)
+    known = plugins.known(CARRIERS)
+    return tuple(
+        name for name in config.among if ("." in name or name in known) and carrier_facts(name).met
+    )
+
+
+def load_carrier(config: WeightsConfig, paths: RunPaths) -> Carrier:
     """The carrier that the configuration names. Raises ConfigError for an unknown one."""
-    kind: type[Carrier] = load(CARRIERS, config.carrier, "Carrier")
-    return kind(config, place)
+    kind: type[Carrier] = plugins.load(CARRIERS, config.carrier, "Carrier")
+    return kind(config, paths)
+
+
+def host_id() -> str:
+    """The kernel and its shared memory: equal for two processes that can share memory. Empty when unknown."""
+    boot = boot_id()
+    try:
+        return f"{boot}/{FOLDER.stat().st_dev}" if boot else ""
+    except OSError:
+        return ""

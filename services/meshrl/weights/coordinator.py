@@ -5,9 +5,9 @@
               one task per replica:  enter ──┘        ▼
               propose ▸ ready ▸ transfer ▸ prepared ▸ commit ▸ committed ▸ wait for a newer one
 
-Consumes versions from the trainer and streams from the replicas. Waits for: progress of each replica, under a
-deadline each. Unblocked by: any replica's progress or end. Produces: engines that serve what the trainer has.
-All state belongs to one event loop and is announced through one Condition.
+Consumes versions from the trainer and streams from the replicas. Waits for progress of each replica, each under its
+own deadline. Unblocked by any replica's progress or end. Produces engines that serve what the trainer has.
+All state belongs to one event loop; one Condition announces each change of it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.carrier import Link, Place
-from meshrl.weights.deadlines import first_ends
+from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.fleet import FleetView, ReplicaState
 from meshrl.weights.messages import stamp, stamped_version
-from meshrl.weights.replica import PlaneLine, Replica, SourceError
+from meshrl.weights.replica import Replica, ReplicaStream, SourceError
 from meshrl.weights.routes import Peer, Routes
 from meshrl.weights.transaction import Phase, Transaction
+from meshrl.weights.waiting import first_ends
 
 logger = logging.getLogger(__name__)
 _LATE_SHARE = 0.5
-"""Of the time that half of the replicas took: what the others get on top of it."""
+"""Stragglers get this share of the time that the faster half took, on top of that time."""
 
 
 class WeightCoordinator:
@@ -53,46 +53,48 @@ class WeightCoordinator:
         *,
         run: str,
         epoch: int,
-        place: Place,
+        paths: RunPaths,
         on_committed: Callable[[Version], Awaitable[None]],
     ) -> None:
         self._config = config
         self._run = run
         self._epoch = epoch
         self._on_committed = on_committed
-        self._ways = Routes(config, place)
+        self._routes = Routes(config, paths)
         self._changed = asyncio.Condition()
         self._offered: WeightSource | None = None
         self._proposed: Transaction | None = None
         self._committed: Transaction | None = None
         self._failure: BaseException | None = None
         self._replicas: dict[str, Replica] = {}
-        """The newest joining under each name, also of those that are out."""
-        self._doors: dict[int, asyncio.Future[None]] = {}
-        """Of the live replicas, by generation: an error set here shows one the door."""
+        """By name: the newest joining, also of replicas that are out."""
+        self._removals: dict[int, asyncio.Future[None]] = {}
+        """By generation, one for each live replica: an error set here removes the replica."""
         self._generation = 0
         self._task: asyncio.Task[None] | None = None
-        self._hurry: asyncio.Task[None] | None = None
-        """Waits for the stragglers of the proposed version."""
+        self._straggler_wait: asyncio.Task[None] | None = None
+        """The task that gives the stragglers of the proposed version their time."""
         self._proposed_at = 0.0
         self._closed = False
 
     async def start(self) -> None:
         """Open the carrier. Raises ConfigError when it cannot listen."""
-        await self._ways.start()
-        self._task = asyncio.create_task(self._carry_versions(), name="weight-plane")
+        await self._routes.start()
+        self._task = asyncio.create_task(self._carry_versions(), name="weight-coordinator")
 
     async def close(self) -> None:
-        """Part from all replicas; idempotent. What is not committed by now (see `drained`) never is."""
+        """Disconnect all replicas; idempotent. What is not committed by now (see `drained`) never will be."""
         self._closed = True
-        for task in filter(None, (self._task, self._hurry)):
+        for task in filter(None, (self._task, self._straggler_wait)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        for generation in self._doors:
-            self._show_out(generation, "the weight plane closes")
-        await self._announce()
-        await self._until(lambda: not self._doors)  # nobody refuses: see `serve`
-        await self._ways.close()
+        for generation in self._removals:
+            self._remove(generation, "the weight coordinator closes")
+        await self._notify()
+        await self._wait_until(
+            lambda: not self._removals
+        )  # each replica leaves by itself: see `serve`
+        await self._routes.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -109,9 +111,9 @@ class WeightCoordinator:
     # The Publisher port: the trainer's side.
 
     async def publish(self, source: WeightSource) -> None:
-        """Hand a version over; returns once the previous one is through. Publishing twice is publishing once.
+        """Hand over a version; returns once the previous one is finished. Publishing twice is publishing once.
 
-        A version that no replica takes part in waits as the newest one and is through: the next one replaces it.
+        A version in which no replica takes part waits, and counts as finished: the next one replaces it.
 
         Raises:
             SourceError: the *previous* version's bytes had changed after its manifest was made.
@@ -121,7 +123,7 @@ class WeightCoordinator:
         version = source.manifest.version
         if version.epoch != self._epoch or source.manifest.run != self._run:
             raise ConflictError(
-                f"version {version} of {source.manifest.run!r} on the plane of {self._run!r}, epoch {self._epoch}"
+                f"version {version} of {source.manifest.run!r} at a coordinator of {self._run!r}, epoch {self._epoch}"
             )
         await self.drained()
         newest = self._newest
@@ -129,24 +131,24 @@ class WeightCoordinator:
             raise ConflictError(f"version {version} after {newest}: versions never go back")
         if version != newest:
             self._offered = source
-            await self._announce()
+            await self._notify()
 
     async def drained(self) -> None:
-        """Return when nothing is in transfer. Raises what the last transfer failed with."""
-        await self._until(lambda: self._failure is not None or self._closed or not self._busy)
+        """Return when nothing is in transfer. Raises the error of the last transfer, if it failed."""
+        await self._wait_until(lambda: self._failure is not None or self._closed or not self._busy)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         if self._closed:
-            raise UnavailableError("the weight plane is closed")
+            raise UnavailableError("the weight coordinator is closed")
 
     @property
     def silence_s(self) -> float:
-        """A replica that says nothing for this long is given up."""
+        """Seconds without a message from a replica after which it is out."""
         return self._config.silence_s
 
     def fleet(self) -> FleetView:
-        """Who belongs to the fleet, and at which version."""
+        """The replicas of the fleet, and their versions."""
         return FleetView(
             run=self._run,
             epoch=self._epoch,
@@ -157,65 +159,65 @@ class WeightCoordinator:
 
     # The replicas' side.
 
-    async def serve(self, line: PlaneLine) -> None:
-        """Look after one replica from its HELLO until it leaves, hangs or dies.
+    async def serve(self, stream: ReplicaStream) -> None:
+        """Serve one replica from its HELLO until it leaves, hangs or dies.
 
-        Returns when it is out, having told it why if it still listens.
+        Returns when it is out; before that, sends it the reason if its stream is still open.
         """
-        hello = await line.receive()
+        hello = await stream.read()
         try:
-            replica = self._admit(hello, line)
+            replica = self._admit(hello, stream)
         except MeshError as error:
-            await self._dismiss(line, 0, error)
+            await self._send_reason(stream, 0, error)
             return
         generation = replica.generation
-        door = self._doors[generation] = asyncio.get_running_loop().create_future()
+        removal = self._removals[generation] = asyncio.get_running_loop().create_future()
         beat = pb.PlaneMessage(stamp=stamp(self._run, generation, None), beat=pb.Beat())
-        failure: MeshError = UnavailableError("it died or went away")
+        failure: MeshError = UnavailableError("it died or left")
         try:
-            await self._announce()
+            await self._notify()
             await self._welcome(replica)
             await first_ends(
-                line.pump(generation, replica.overhear),
-                line.beat(beat, self._config.beat_s),
-                self._tend(replica),
-                door,
+                stream.read_loop(generation, replica.raise_if_failed),
+                stream.heartbeat_loop(beat, self._config.beat_s),
+                self._keep_updated(replica),
+                removal,
             )
         except MeshError as error:
             failure = error
-        except Exception as error:  # one conversation that breaks must not cost the fleet
-            logger.exception("the conversation with replica %s broke", replica.name)
+        except Exception as error:  # a failure with one replica must not end the others
+            logger.exception("serving replica %s failed", replica.name)
             failure = InfraError(repr(error))
         finally:
-            # Out of the transaction first: the others must not wait while this one is told.
-            replica.out(str(failure))
-            del self._doors[generation]
+            # Leave the transaction first: the others must not wait while this one is sent the reason.
+            replica.give_up(str(failure))
+            del self._removals[generation]
             for transaction in filter(None, (self._committed, self._proposed)):
                 transaction.leave(generation)
-            await self._announce()
+            await self._notify()
             logger.warning("replica %s is out: %s", replica.name, failure)
-        await self._dismiss(line, generation, failure)
+        await self._send_reason(stream, generation, failure)
 
-    def _admit(self, hello: pb.ReplicaMessage, line: PlaneLine) -> Replica:
+    def _admit(self, hello: pb.ReplicaMessage, stream: ReplicaStream) -> Replica:
         if hello.WhichOneof("body") != "hello" or not hello.hello.replica:
-            raise UserError("a replica joins with HELLO and its name")
+            raise UserError("a replica's first message must be HELLO with its name")
         if hello.stamp.run != self._run:
-            raise UserError(f"this plane carries run {self._run!r}, not {hello.stamp.run!r}")
+            raise UserError(f"this coordinator serves run {self._run!r}, not {hello.stamp.run!r}")
         if hello.hello.highest_epoch > self._epoch:
             raise FencedError(
                 f"epoch {self._epoch} is over: {hello.hello.replica} has seen {hello.hello.highest_epoch}"
             )
         if self._closed:
-            raise UnavailableError("the weight plane is closed")
+            raise UnavailableError("the weight coordinator is closed")
         peer = Peer(
             name=hello.hello.replica,
             host=hello.hello.host,
             carriers=tuple(hello.hello.carriers),
         )
-        self._ways.check(peer)
+        self._routes.check(peer)
         before = self._replicas.get(hello.hello.replica)
-        if before is not None:  # the process was restarted, or found its way back
-            self._show_out(before.generation, "joined again")
+        if before is not None:  # the process was restarted, or connects again
+            self._remove(before.generation, "joined again")
         self._generation += 1
         link = Link(
             run=self._run, epoch=self._epoch, generation=self._generation, endpoint="", rank=0
@@ -223,10 +225,10 @@ class WeightCoordinator:
         replica = Replica(
             hello,
             version=stamped_version(hello.stamp) if hello.hello.serving else None,
-            line=line,
+            stream=stream,
             link=link,
             peer=peer,
-            ways=self._ways,
+            routes=self._routes,
             config=self._config,
         )
         committed = self._committed.version if self._committed else None
@@ -234,7 +236,7 @@ class WeightCoordinator:
         if replica.version is not None and replica.version == committed:
             replica.state = ReplicaState.SERVING
         elif proposed is not None and replica.version == proposed.version:
-            # It switched, and its COMMITTED was lost with the stream that it would have come by.
+            # It switched, and its COMMITTED was lost with its stream.
             replica.state = ReplicaState.SERVING
             proposed.holds(replica.generation)
         self._replicas[replica.name] = replica
@@ -244,17 +246,17 @@ class WeightCoordinator:
         welcome = pb.PlaneWelcome(beat_s=self._config.beat_s, silence_s=self._config.silence_s)
         # The stamp's epoch is what the replica fences by.
         about = stamp(self._run, replica.generation, Version(self._epoch, 0))
-        await replica.line.tell(pb.PlaneMessage(stamp=about, welcome=welcome))
+        await replica.stream.send(pb.PlaneMessage(stamp=about, welcome=welcome))
 
-    async def _tend(self, replica: Replica) -> None:
-        """Bring version after version to one replica, the newest committed one before any proposed one."""
+    async def _keep_updated(self, replica: Replica) -> None:
+        """Send version after version to one replica, the newest committed one before any proposed one."""
         while True:
-            await self._until(lambda: self._next_for(replica) is not None)
+            await self._wait_until(lambda: self._next_for(replica) is not None)
             transaction = self._next_for(replica)
             if transaction is not None:
-                await self._bring(transaction, replica)
+                await self._deliver(transaction, replica)
 
-    async def _bring(self, transaction: Transaction, replica: Replica) -> None:
+    async def _deliver(self, transaction: Transaction, replica: Replica) -> None:
         transaction.enter(replica.generation)
         try:
             await replica.prepare(transaction.source)
@@ -266,24 +268,30 @@ class WeightCoordinator:
             transaction.drop()
         else:
             transaction.prepared(replica.generation)
-            if transaction is self._proposed and transaction.half_prepared and self._hurry is None:
-                self._hurry = asyncio.create_task(self._hurry_up(transaction), name="stragglers")
-        await self._announce()
-        # Bounded: every replica that is waited for here has a progress deadline of its own.
-        await self._until(lambda: transaction.may_commit or transaction.phase is Phase.DROPPED)
+            if (
+                transaction is self._proposed
+                and transaction.half_prepared
+                and self._straggler_wait is None
+            ):
+                self._straggler_wait = asyncio.create_task(
+                    self._wait_for_stragglers(transaction), name="stragglers"
+                )
+        await self._notify()
+        # Bounded: every replica that this waits for has a progress deadline of its own.
+        await self._wait_until(lambda: transaction.may_commit or transaction.phase is Phase.DROPPED)
         if transaction.phase is Phase.DROPPED:
             await replica.drop(transaction.version, "the trainer withdrew this version")
             return
         await replica.commit(transaction.version)
         transaction.committed(replica.generation)
-        await self._announce()
+        await self._notify()
 
-    async def _hurry_up(self, transaction: Transaction) -> None:
-        """Half of the members hold the version: the others get half as long again."""
+    async def _wait_for_stragglers(self, transaction: Transaction) -> None:
+        """Half of the members hold the version: wait half as long again, then accept the late quorum."""
         taken_s = time.monotonic() - self._proposed_at
         await asyncio.sleep(max(self._config.late_s, _LATE_SHARE * taken_s))
-        transaction.hurry()
-        await self._announce()
+        transaction.accept_late_quorum()
+        await self._notify()
 
     def _next_for(self, replica: Replica) -> Transaction | None:
         for transaction in (self._committed, self._proposed):
@@ -293,60 +301,62 @@ class WeightCoordinator:
                 return transaction
         return None
 
-    def _show_out(self, generation: int, reason: str) -> None:
-        door = self._doors.get(generation)
-        if door is not None and not door.done():
-            door.set_exception(UnavailableError(reason))
+    def _remove(self, generation: int, reason: str) -> None:
+        removal = self._removals.get(generation)
+        if removal is not None and not removal.done():
+            removal.set_exception(UnavailableError(reason))
 
-    async def _dismiss(self, line: PlaneLine, generation: int, error: MeshError) -> None:
-        """Tell a replica why it is out, if it still listens."""
+    async def _send_reason(self, stream: ReplicaStream, generation: int, error: MeshError) -> None:
+        """Send a replica the reason why it is out, if its stream is still open."""
         abort = pb.PlaneAbort(code=error.code, message=str(error), final=True)
         try:
-            await line.tell(pb.PlaneMessage(stamp=stamp(self._run, generation, None), abort=abort))
-        except MeshError as deaf:
-            logger.debug("could not tell a replica that it is out: %s", deaf)
+            await stream.send(
+                pb.PlaneMessage(stamp=stamp(self._run, generation, None), abort=abort)
+            )
+        except MeshError as failed:
+            logger.debug("could not send a replica the reason why it is out: %s", failed)
 
     # Versions.
 
     async def _carry_versions(self) -> None:
         """Take versions one by one from offered to committed. Owned by `close`."""
         while True:
-            await self._until(lambda: self._offered is not None or self._through)
+            await self._wait_until(lambda: self._offered is not None or self._finished)
             try:
-                if self._through:
+                if self._finished:
                     await self._conclude()
                 else:
                     await self._propose()
             except Exception as error:  # raised to the trainer by `publish` or `drained`
                 self._failure, self._offered = error, None
-                self._proposed = None if self._through else self._proposed
-            await self._announce()
+                self._proposed = None if self._finished else self._proposed
+            await self._notify()
 
     async def _propose(self) -> None:
         source = self._offered
         assert source is not None
-        await self._ways.stage(source, [replica.peer for replica in self._candidates()])
+        await self._routes.stage(source, [replica.peer for replica in self._candidates()])
         members = [replica.generation for replica in self._candidates()]
         if self._proposed is not None:
             logger.info(
-                "version %s replaces %s, which nobody took",
+                "version %s replaces %s, which no replica received",
                 source.manifest.version,
                 self._proposed.version,
             )
         self._proposed = Transaction(source, members, self._config.quorum, self._config.late_quorum)
         self._proposed_at = time.monotonic()
-        if self._hurry is not None:
-            self._hurry.cancel()
-            self._hurry = None
+        if self._straggler_wait is not None:
+            self._straggler_wait.cancel()
+            self._straggler_wait = None
         self._offered = None
 
     async def _conclude(self) -> None:
         transaction = self._proposed
         assert transaction is not None
         if transaction.phase is Phase.COMMITTED:
-            # From here on joiners get it; the queue hears of it only now that engines serve it.
+            # From now on joiners get this version; the queue is told only now that engines serve it.
             self._committed = transaction
-            self._ways.committed(transaction.source)
+            self._routes.committed(transaction.source)
             await self._on_committed(transaction.version)
             logger.info("version %s is committed", transaction.version)
         self._proposed = None
@@ -354,7 +364,7 @@ class WeightCoordinator:
     def _candidates(self) -> list[Replica]:
         """Members of a version that is proposed now.
 
-        Who is still on its way to the committed one is none: it follows when it gets there.
+        A replica that does not serve the committed version yet is no member: it follows later.
         """
         committed = self._committed.version if self._committed else None
         return [
@@ -365,8 +375,8 @@ class WeightCoordinator:
         ]
 
     @property
-    def _through(self) -> bool:
-        """The proposed version has come to its end."""
+    def _finished(self) -> bool:
+        """The proposed version is committed or dropped."""
         done = (Phase.COMMITTED, Phase.DROPPED)
         return self._proposed is not None and self._proposed.phase in done
 
@@ -382,10 +392,10 @@ class WeightCoordinator:
         newest = self._proposed or self._committed
         return newest.version if newest else None
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         async with self._changed:
             await self._changed.wait_for(condition)
 
-    async def _announce(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()

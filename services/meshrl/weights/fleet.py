@@ -1,4 +1,4 @@
-"""The fleet as others see it: its nouns, and how they travel."""
+"""The fleet as other processes see it: its types, their protobuf form, and the call that fetches it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from meshrl.v1 import weights_pb2_grpc as rpc
 
 
 class ReplicaState(StrEnum):
-    """Where a replica stands."""
+    """The state of a replica."""
 
     JOINING = "joining"
-    """Has nothing of this trainer's yet."""
+    """Has no weights of this trainer yet."""
     SYNCED = "synced"
     """Holds a verified version beside its engine."""
     SERVING = "serving"
@@ -42,13 +42,13 @@ class ReplicaView:
     last_sync_s: float
     """From the proposal of its last version until its engine served it."""
     pause_s: float
-    """How long the last update held its generation up."""
+    """Seconds that the last update paused its generation."""
     reason: str
     """Why it is out."""
     carrier: str = ""
-    """What brought its last version, or brings the one under way."""
+    """The carrier of its last version, or of the one in transfer."""
     address: str = ""
-    """Where its own service listens; empty when it did not say."""
+    """Where its own service listens; empty when unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ async def fetch_fleet(trainer: str, deadline_s: float) -> FleetView:
 
 
 def encode_fleet(fleet: FleetView) -> pb.FleetResponse:
-    """As it is sent."""
+    """The protobuf form."""
     return pb.FleetResponse(
         run=fleet.run,
         epoch=fleet.epoch,

@@ -1,4 +1,4 @@
-"""A LoRA adapter that arrived, merged into this process's own copy of the base model: what the engine then stages."""
+"""Merges a LoRA adapter that arrived into this process's own copy of the base model, for the engine to stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Merger:
-    """Opens the base model with the first adapter that comes: a run without LoRA never reads it."""
+    """Opens the base model when the first adapter arrives: a run without LoRA never reads it."""
 
     def __init__(self, model_path: Path | None) -> None:
         self._path = model_path
@@ -30,7 +30,7 @@ class Merger:
 
         Raises:
             UserError: this process has no base model, or another one.
-            CorruptError: what came out has not the trainer's hashes.
+            CorruptError: the merged weights have other hashes than the trainer's.
         """
         adapter = manifest.adapter
         assert adapter is not None
@@ -45,11 +45,11 @@ class Merger:
         served = adapter.merged
         whole = [np.empty(nbytes, dtype=np.uint8) for nbytes in served.bucket_bytes]
         for spec in served.tensors:
-            place = whole[spec.bucket][spec.offset : spec.offset + spec.nbytes]
-            _tensor(spec, place).copy_(_weight(base, spec, adapter, parts))
+            target = whole[spec.bucket][spec.offset : spec.offset + spec.nbytes]
+            _tensor(spec, target).copy_(_weight(base, spec, adapter, parts))
         for index, bucket in enumerate(whole):
             if digest(bucket) != served.bucket_hashes[index]:
-                self._base = None  # its file may have changed since it was opened: look again
+                self._base = None  # its file may have changed since it was opened: open it again
                 raise CorruptError(
                     f"weights {manifest.version}, merged here, are not what the trainer merged:"
                     f" {wrong_tensors(served, index, bucket)}"
@@ -62,7 +62,7 @@ class Merger:
         )
 
         if self._path is None:
-            raise UserError("a LoRA adapter arrived, and this process was given no model.path")
+            raise UserError("a LoRA adapter arrived, and this process has no model.path")
         if self._base is None:
             base = BaseModel(self._path)
             if base.fingerprint != adapter.base:

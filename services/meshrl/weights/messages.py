@@ -1,4 +1,4 @@
-"""Between the weight plane's messages and the contract's nouns, and the stream that carries them."""
+"""Translates between the weight plane's protobuf messages and the contract's types, and streams them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.deadlines import within
+from meshrl.weights.waiting import within
 
 
 def digest(bucket: Uint8) -> str:
@@ -25,11 +25,11 @@ def tensor_digest(bucket: Uint8, tensor: TensorSpec) -> int:
 
 
 def wrong_tensors(manifest: WeightManifest, index: int, bucket: Uint8) -> str:
-    """The tensors of a bucket whose bytes are not the manifest's, for people to read."""
+    """Names the tensors of a bucket whose bytes differ from the manifest, for an error message."""
     if len(manifest.tensor_hashes) != len(manifest.tensors):
         return f"bucket {index}"
-    told = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
-    names = [t.name for t, h in told if t.bucket == index and tensor_digest(bucket, t) != h]
+    pairs = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
+    names = [t.name for t, h in pairs if t.bucket == index and tensor_digest(bucket, t) != h]
     if not names:
         return f"bucket {index}, between its tensors"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -47,8 +47,8 @@ def stamped_version(message: pb.WeightStamp) -> Version:
     return Version(message.epoch, message.step)
 
 
-def manifest_message(manifest: WeightManifest) -> pb.WeightManifest:
-    """A manifest as it is sent; run and version travel in the stamp."""
+def manifest_to_message(manifest: WeightManifest) -> pb.WeightManifest:
+    """The protobuf form; run and version travel in the stamp."""
     tensors = [
         pb.WeightTensor(
             name=tensor.name,
@@ -73,13 +73,13 @@ def manifest_message(manifest: WeightManifest) -> pb.WeightManifest:
                 rank=adapter.rank,
                 alpha=adapter.alpha,
                 targets=adapter.targets,
-                merged=manifest_message(adapter.merged),
+                merged=manifest_to_message(adapter.merged),
             )
         )
     return message
 
 
-def manifest_noun(about: pb.WeightStamp, message: pb.WeightManifest) -> WeightManifest:
+def manifest_from_message(about: pb.WeightStamp, message: pb.WeightManifest) -> WeightManifest:
     """The inverse of `manifest_message`."""
     tensors = tuple(
         TensorSpec(
@@ -99,82 +99,78 @@ def manifest_noun(about: pb.WeightStamp, message: pb.WeightManifest) -> WeightMa
         bucket_bytes=tuple(message.bucket_bytes),
         bucket_hashes=tuple(message.bucket_hashes),
         tensor_hashes=tuple(message.tensor_hashes),
-        adapter=_adapter_noun(about, message.adapter) if message.HasField("adapter") else None,
+        adapter=_adapter_from_message(about, message.adapter)
+        if message.HasField("adapter")
+        else None,
     )
 
 
-def _adapter_noun(about: pb.WeightStamp, message: pb.WeightAdapter) -> Adapter:
+def _adapter_from_message(about: pb.WeightStamp, message: pb.WeightAdapter) -> Adapter:
     return Adapter(
         base=message.base,
         rank=message.rank,
         alpha=message.alpha,
         targets=tuple(message.targets),
-        merged=manifest_noun(about, message.merged),
+        merged=manifest_from_message(about, message.merged),
     )
 
 
-_Heard = TypeVar("_Heard", bound=pb.ReplicaMessage | pb.PlaneMessage)
-_Told = TypeVar("_Told", bound=pb.ReplicaMessage | pb.PlaneMessage)
+_Received = TypeVar("_Received", bound=pb.ReplicaMessage | pb.PlaneMessage)
+_Sent = TypeVar("_Sent", bound=pb.ReplicaMessage | pb.PlaneMessage)
 
 
-class Line(Generic[_Heard, _Told]):
-    """One end of the stream between plane and replica: ordered, with signs of life.
+class MessageStream(Generic[_Received, _Sent]):
+    """One end of the stream between coordinator and replica: ordered, with heartbeats.
 
-    `read` returns None when the other side has hung up; `write` raises UnavailableError when it has.
+    `read` returns None when the other side has closed the stream; `write` raises UnavailableError when it has.
     """
 
     def __init__(
         self,
-        read: Callable[[], Awaitable[_Heard | None]],
-        write: Callable[[_Told], Awaitable[None]],
+        read: Callable[[], Awaitable[_Received | None]],
+        write: Callable[[_Sent], Awaitable[None]],
         silence_s: float,
     ) -> None:
         self._read = read
         self._write = write
         self.silence_s = silence_s
         self._writing = asyncio.Lock()
-        self._inbox: asyncio.Queue[_Heard] = asyncio.Queue()
+        self._inbox: asyncio.Queue[_Received] = asyncio.Queue()
 
-    async def tell(self, message: _Told) -> None:
+    async def send(self, message: _Sent) -> None:
         """Send one message. Raises UnavailableError, WaitTimeoutError."""
         async with self._writing:
-            await within(self._send(message), self.silence_s, "sending to the other side")
+            await within(self._write(message), self.silence_s, "sending to the other side")
 
-    async def hear(self) -> _Heard:
-        """The next message that `pump` has read; bounded by the caller's deadline, or by `pump`'s."""
+    async def receive(self) -> _Received:
+        """The next message that `read_loop` has read; the deadline is the caller's, or that of `read_loop`."""
         return await self._inbox.get()
 
-    async def receive(self) -> _Heard:
-        """Read one message past the inbox: for greetings, before `pump` runs.
+    async def read(self) -> _Received:
+        """Read one message directly, for the greeting, before `read_loop` runs.
 
         Raises:
-            UnavailableError: the other side hung up.
-            WaitTimeoutError: it is silent for longer than agreed.
+            UnavailableError: the other side closed the stream.
+            WaitTimeoutError: it has sent nothing, not even a heartbeat, for `silence_s`.
         """
-        message = await within(self._next(), self.silence_s, "a sign of life of the other side")
+        message = await within(self._read(), self.silence_s, "a sign of life of the other side")
         if message is None:
-            raise UnavailableError("the other side hung up")
+            raise UnavailableError("the other side closed the stream")
         return message
 
-    async def pump(self, generation: int, overhear: Callable[[_Heard], None]) -> None:
-        """Read until the other side hangs up or falls silent; what belongs to another generation is dropped.
+    async def read_loop(self, generation: int, inspect: Callable[[_Received], None]) -> None:
+        """Read until the other side closes the stream or falls silent. Drops messages of other generations.
 
-        `overhear` sees each message as it comes, and may raise to end it all.
+        `inspect` is called with each message as it arrives, and may raise to end the loop.
         """
         while True:
-            message = await self.receive()
+            message = await self.read()
             if message.WhichOneof("body") != "beat" and message.stamp.generation == generation:
-                overhear(message)
+                inspect(message)
                 self._inbox.put_nowait(message)
 
-    async def beat(self, message: _Told, every_s: float) -> None:
-        """Give a sign of life for ever."""
+    async def heartbeat_loop(self, message: _Sent, every_s: float) -> None:
+        """Send `message` every `every_s` seconds, for ever."""
         while True:
             await asyncio.sleep(every_s)
-            await self.tell(message)
-
-    async def _next(self) -> _Heard | None:
-        return await self._read()
-
-    async def _send(self, message: _Told) -> None:
-        await self._write(message)
+            await self.send(message)

@@ -1,4 +1,4 @@
-"""The plane's end of one replica: the conversation that brings a version to it, and what is known of it."""
+"""The coordinator's side of one replica: the messages that bring a version to it, and its state."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_det
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.carrier import Cell, Link
-from meshrl.weights.deadlines import together, within
+from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaState, ReplicaView
-from meshrl.weights.messages import Line, digest, manifest_message, stamp, wrong_tensors
+from meshrl.weights.messages import MessageStream, digest, manifest_to_message, stamp, wrong_tensors
 from meshrl.weights.routes import Peer, Route, Routes
+from meshrl.weights.waiting import together, within
 
-PlaneLine = Line[pb.ReplicaMessage, pb.PlaneMessage]
+ReplicaStream = MessageStream[pb.ReplicaMessage, pb.PlaneMessage]
 
 
 class SourceError(CorruptError):
-    """The source's own bytes are not what its manifest says: nobody downstream is to blame."""
+    """The source's own bytes differ from its manifest: the replicas are not the cause."""
 
 
 class Replica:
-    """One joining of one rollout process. Every wait below follows a progress rule; none touches another replica."""
+    """One joining of one rollout process. Every wait below has a progress deadline; none affects another replica."""
 
     def __init__(
         self,
         hello: pb.ReplicaMessage,
         *,
         version: Version | None,
-        line: PlaneLine,
+        stream: ReplicaStream,
         link: Link,
         peer: Peer,
-        ways: Routes,
+        routes: Routes,
         config: WeightsConfig,
     ) -> None:
         self.name = hello.hello.replica
@@ -43,7 +43,7 @@ class Replica:
         self.generation = link.generation
         self.peer = peer
         self.version = version
-        self.line = line
+        self.stream = stream
         self.state = ReplicaState.JOINING
         self.suspect = False
         self.reason = ""
@@ -52,18 +52,18 @@ class Replica:
         self._run = hello.stamp.run
         self._commit_s = max(hello.hello.commit_deadline_s, config.commit_s)
         self._link = link
-        self._ways = ways
+        self._routes = routes
         self._config = config
-        self._cells: dict[str, Cell] = {}
-        """By carrier; open, but for the one that `_meet` is at."""
-        self._way: Route | None = None
-        """Of the last version, or of the one under way."""
+        self._channels: dict[str, Channel] = {}
+        """By carrier; open, except the one that `_open_channel` is opening."""
+        self._route: Route | None = None
+        """Of the last version, or of the one in transfer."""
         self._moving = False
-        """Between PROPOSE and the last RECEIVED: what fails now may be the carrier's doing."""
+        """Between PROPOSE and the last RECEIVED: the carrier may be the cause of a failure now."""
 
     @property
     def view(self) -> ReplicaView:
-        """As `Fleet` shows it."""
+        """What the RPC `Fleet` shows."""
         late = self.suspect and self.state is not ReplicaState.OUT
         return ReplicaView(
             name=self.name,
@@ -73,7 +73,7 @@ class Replica:
             last_sync_s=self.last_sync_s,
             pause_s=self.pause_s,
             reason=self.reason,
-            carrier=self._way.carrier if self._way else "",
+            carrier=self._route.carrier if self._route else "",
             address=self.address,
         )
 
@@ -86,18 +86,18 @@ class Replica:
         """
         manifest = source.manifest
         self._began = time.monotonic()
-        way = self._way = await self._ways.choose(self.peer, source)
+        route = self._route = await self._routes.choose(self.peer, source)
         message = pb.PlanePropose(
-            manifest=manifest_message(manifest), endpoint=way.endpoint, carrier=way.carrier
+            manifest=manifest_to_message(manifest), endpoint=route.endpoint, carrier=route.carrier
         )
-        await self._tell(manifest.version, propose=message)
+        await self._send(manifest.version, propose=message)
         self._moving = True
         try:
-            await self._carry(source, way)
+            await self._send_version(source, route)
         except SourceError:
             raise
         except MeshError:
-            self._blame_way()
+            self._report_route_failure()
             raise
         finally:
             self._moving = False
@@ -110,41 +110,46 @@ class Replica:
 
     async def commit(self, version: Version) -> None:
         """COMMIT … COMMITTED: the engine serves the version."""
-        await self._tell(version, commit=pb.PlaneCommit())
+        await self._send(version, commit=pb.PlaneCommit())
         committed = await self._expect("committed", self._commit_s)
         self.version = version
-        for cell in self._cells.values():
-            cell.committed(version)
+        for channel in self._channels.values():
+            channel.committed(version)
         self.state = ReplicaState.SERVING
         self.pause_s = committed.committed.pause_s
         self.last_sync_s = time.monotonic() - self._began
 
     async def drop(self, version: Version, reason: str) -> None:
-        """The prepared version will not come; the replica stays in the fleet."""
-        await self._tell(version, abort=pb.PlaneAbort(code="corrupt", message=reason))
+        """Withdraw the prepared version; the replica stays in the fleet."""
+        await self._send(version, abort=pb.PlaneAbort(code="corrupt", message=reason))
 
-    def out(self, reason: str) -> None:
-        """Given up: whatever is still moving to it is cut."""
+    def give_up(self, reason: str) -> None:
+        """Mark the replica as out, and abort what is still being sent to it."""
         self.state, self.suspect, self.reason = ReplicaState.OUT, False, reason
-        for cell in self._cells.values():
-            cell.abort()
+        for channel in self._channels.values():
+            channel.abort()
 
-    def overhear(self, message: pb.ReplicaMessage) -> None:
-        """Raise at once what the replica says has failed, whatever is being waited for."""
+    def raise_if_failed(self, message: pb.ReplicaMessage) -> None:
+        """Raise the failure that the replica reports, whatever this side waits for."""
         if message.WhichOneof("body") == "failed":
-            self._blame_way()
+            self._report_route_failure()
             raise from_detail(message.failed.code, f"{self.name}: {message.failed.message}", {})
 
-    async def _carry(self, source: WeightSource, way: Route) -> None:
-        """READY … RECEIVED of the last bucket, whole."""
+    async def _send_version(self, source: WeightSource, route: Route) -> None:
+        """READY … RECEIVED of the last bucket, with the right hash."""
         version = source.manifest.version
         proposed_at = time.monotonic()
-        await within(self._meet(way), self._config.ready_s, f"{self.name}: READY", self._late)
+        await within(
+            self._open_channel(route),
+            self._config.ready_s,
+            f"{self.name}: READY",
+            self._mark_suspect,
+        )
         began = time.monotonic()
-        cell = self._cells[way.carrier]
+        channel = self._channels[route.carrier]
         wanted: Sequence[int] = range(len(source.manifest.bucket_bytes))
         for _ in range(1 + self._config.resends):
-            wanted = await self._transfer(cell, source, wanted)
+            wanted = await self._transfer(channel, source, wanted)
             if not wanted:
                 break
         else:
@@ -152,31 +157,33 @@ class Replica:
                 f"{self.name}: buckets {list(wanted)} of weights {version} arrived corrupted "
                 f"{1 + self._config.resends} times"
             )
-        self._ways.observe(way, version, time.monotonic() - began, began - proposed_at)
+        self._routes.observe(route, version, time.monotonic() - began, began - proposed_at)
 
-    async def _meet(self, way: Route) -> None:
-        """Open both ends of the cell; the replica is ready when its end is."""
-        if way.carrier in self._cells:
-            await self._hear("ready")
+    async def _open_channel(self, route: Route) -> None:
+        """Open both ends of the channel; the replica is ready when its end is."""
+        if route.carrier in self._channels:
+            await self._receive("ready")
         else:
-            cell = self._ways.cell(way, replace(self._link, endpoint=way.endpoint))
-            self._cells[way.carrier] = cell
-            await together(cell.open(self._config.ready_s), self._hear("ready"))
+            channel = self._routes.channel(route, replace(self._link, endpoint=route.endpoint))
+            self._channels[route.carrier] = channel
+            await together(channel.open(self._config.ready_s), self._receive("ready"))
         self.suspect = False
 
-    async def _transfer(self, cell: Cell, source: WeightSource, wanted: Sequence[int]) -> list[int]:
+    async def _transfer(
+        self, channel: Channel, source: WeightSource, wanted: Sequence[int]
+    ) -> list[int]:
         """Send `wanted` buckets; returns those that arrived corrupted."""
         manifest = source.manifest
         spoiled: list[int] = []
 
         async def send() -> None:
             for index in wanted:
-                await cell.send(manifest, index, source.bucket(index))
+                await channel.send(manifest, index, source.bucket(index))
 
         async def acknowledge() -> None:
             for index in wanted:
-                patience = self._config.deadline_s(manifest.bucket_bytes[index])
-                received = (await self._expect("received", patience)).received
+                deadline_s = self._config.deadline_s(manifest.bucket_bytes[index])
+                received = (await self._expect("received", deadline_s)).received
                 if received.bucket != index:
                     raise InfraError(
                         f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
@@ -184,41 +191,41 @@ class Replica:
                 if received.hash != manifest.bucket_hashes[index]:
                     spoiled.append(index)
 
-        await self._tell(manifest.version, transfer=pb.PlaneTransfer(buckets=wanted))
+        await self._send(manifest.version, transfer=pb.PlaneTransfer(buckets=wanted))
         await together(send(), acknowledge())
         for index in spoiled:
-            _vouch(manifest, index, source)
+            _check_source(manifest, index, source)
         return spoiled
 
     async def _expect(self, kind: str, deadline_s: float) -> pb.ReplicaMessage:
         message = await within(
-            self._hear(kind), deadline_s, f"{self.name}: {kind.upper()}", self._late
+            self._receive(kind), deadline_s, f"{self.name}: {kind.upper()}", self._mark_suspect
         )
         self.suspect = False
         return message
 
-    async def _hear(self, kind: str) -> pb.ReplicaMessage:
-        message = await self.line.hear()
+    async def _receive(self, kind: str) -> pb.ReplicaMessage:
+        message = await self.stream.receive()
         body = message.WhichOneof("body")
         if body != kind:
-            raise InfraError(f"{self.name}: said {body}, not {kind}")
+            raise InfraError(f"{self.name}: sent {body}, not {kind}")
         return message
 
-    async def _tell(self, version: Version, **body: object) -> None:
+    async def _send(self, version: Version, **body: object) -> None:
         about = stamp(self._run, self.generation, version)
-        await self.line.tell(pb.PlaneMessage(stamp=about, **body))  # type: ignore[arg-type]
+        await self.stream.send(pb.PlaneMessage(stamp=about, **body))  # type: ignore[arg-type]
 
-    def _blame_way(self) -> None:
-        if self._moving and self._way is not None:
+    def _report_route_failure(self) -> None:
+        if self._moving and self._route is not None:
             self._moving = False
-            self._ways.failed(self._way)
+            self._routes.failed(self._route)
 
-    def _late(self) -> None:
+    def _mark_suspect(self) -> None:
         self.suspect = True
 
 
-def _vouch(manifest: WeightManifest, index: int, source: WeightSource) -> None:
-    """Before a replica is sent a bucket again: is it the source that is wrong?"""
+def _check_source(manifest: WeightManifest, index: int, source: WeightSource) -> None:
+    """Before a bucket is sent again: raises SourceError when the source itself is wrong."""
     actual = digest(source.bucket(index))
     if actual != manifest.bucket_hashes[index]:
         wrong = wrong_tensors(manifest, index, source.bucket(index))

@@ -1,8 +1,8 @@
-"""Beside each engine: joins the trainer's weight plane, receives versions, switches the engine on COMMIT.
+"""Beside each engine: joins the trainer's weight coordinator, receives versions, switches the engine on COMMIT.
 
-Consumes the plane's messages. Waits for them, under the silence rule of the stream, and for bytes, under the
-carrier's deadlines. Unblocked by the plane, or by its end: then it joins again, for as long as it runs. Produces
-verified versions staged beside the engine, and, only on COMMIT, an engine that serves them.
+Consumes the coordinator's messages. Waits for them, for at most `silence_s` without a heartbeat, and for bytes, under
+the carrier's deadlines. Unblocked by a message or by the end of the stream; then it joins again, for as long as it
+runs. Produces verified versions staged beside the engine and, only on COMMIT, an engine that serves them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
-from meshrl.weights.carrier import Carriers, Place
-from meshrl.weights.carrier_facts import host_id
-from meshrl.weights.deadlines import first_ends, within
+from meshrl.weights.carrier import Carriers, RunPaths, host_id
 from meshrl.weights.lora_merging import Merger
-from meshrl.weights.messages import Line, stamp
-from meshrl.weights.session import AgentLine, Session
+from meshrl.weights.messages import MessageStream, stamp
+from meshrl.weights.session import CoordinatorStream, Session
+from meshrl.weights.waiting import first_ends, within
 
 logger = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0
 
 
 class PoisonedError(InfraError):
-    """The engine failed while it switched weights: nobody knows what it serves, so its process must end."""
+    """The engine failed while it switched weights: what it serves is unknown, so its process must end."""
 
 
 class ReplicaController:
-    """Keeps one engine at the fleet's version. `run` is the whole of its life."""
+    """Keeps one engine at the fleet's version, from the start to the end of `run`."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class ReplicaController:
         replica: str,
         engine: WeightSink,
         on_update: OnUpdate,
-        place: Place,
+        paths: RunPaths,
         connect: Callable[[], grpc.aio.Channel],
         drain_s: float = 0.0,
         pause_s: Callable[[], float] | None = None,
@@ -66,13 +65,13 @@ class ReplicaController:
             config: the recipe's `weights`.
             run: the training run.
             replica: this process's name in the fleet, the same after a restart.
-            engine: what receives the weights.
-            on_update: what running generations do at a commit.
-            place: the run's directory as this process sees it.
-            connect: a fresh channel to the trainer's process.
+            engine: receives the weights.
+            on_update: what happens to running generations at a commit.
+            paths: the run's directory as this process sees it, and the model.
+            connect: makes a new gRPC channel to the trainer's process.
             drain_s: how long running requests may keep a drained commit waiting.
-            address: host:port of this process's service, for those who look after the fleet.
-            pause_s: how long the last update held generation up; None takes the duration of the commit.
+            address: host:port of this process's service, shown by `meshrl fleet`.
+            pause_s: seconds that the last update paused generation; None takes the duration of the commit.
         """
         self._config = config
         self._run = run
@@ -83,8 +82,8 @@ class ReplicaController:
         self._commit_s = config.commit_s + (drain_s if on_update is OnUpdate.DRAIN else 0.0)
         self._pause_s = pause_s
         self._address = address
-        self._carriers = Carriers(config, place)
-        self._merger = Merger(place.model_path)
+        self._carriers = Carriers(config, paths)
+        self._merger = Merger(paths.model_path)
         self._highest_epoch = 0
         self._version: Version | None = None
         self._first_commit = asyncio.Event()
@@ -97,11 +96,11 @@ class ReplicaController:
         return self._version
 
     async def serving(self) -> None:
-        """Return once the engine serves a committed version: not before that may it be given work."""
+        """Return once the engine serves a committed version; only then may it be given work."""
         await self._first_commit.wait()
 
     async def run(self) -> None:
-        """Join, and join again whenever the trainer goes away, until cancelled.
+        """Join, and join again whenever the trainer is lost, until cancelled.
 
         Raises:
             UserError: the weights do not fit the engine's model, or this process belongs to another run.
@@ -111,16 +110,18 @@ class ReplicaController:
             await asyncio.to_thread(self._carriers.load)
             while True:
                 try:
-                    await self._visit()
+                    await self._join_once()
                 except (UserError, PoisonedError):
                     raise
                 except MeshError as error:
-                    # Said once, not at every try: a trainer that restarts is away for many of them.
+                    # Logged once, not at every attempt: a trainer that restarts takes many of them.
                     level = logging.INFO if self._retry_s == _FIRST_RETRY_S else logging.DEBUG
-                    logger.log(level, "%s is not with the trainer: %s", self._replica, error)
+                    logger.log(
+                        level, "%s is not connected to the trainer: %s", self._replica, error
+                    )
                 if self._committing is not None:  # the stream ended, the switch goes on
                     await self._committing
-                # Half of it random: a fleet that lost its trainer must not come back as one.
+                # Half of it random: the replicas of a fleet must not all come back at the same moment.
                 await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.0))
                 self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
         finally:
@@ -129,20 +130,20 @@ class ReplicaController:
                 await asyncio.gather(self._committing, return_exceptions=True)
             await self._carriers.close()
 
-    async def _visit(self) -> None:
-        """One joining, from HELLO until either side leaves."""
+    async def _join_once(self) -> None:
+        """One joining, from HELLO until the stream ends."""
         channel = self._connect()
         try:
-            line = _line(channel, self._config.silence_s)
-            await line.tell(self._hello())
-            welcome = await line.receive()
+            stream = _open_stream(channel, self._config.silence_s)
+            await stream.send(self._hello())
+            welcome = await stream.read()
             self._check_welcome(welcome)
             generation = welcome.stamp.generation
             beat = pb.ReplicaMessage(stamp=stamp(self._run, generation, None), beat=pb.Beat())
             session = Session(
                 self._config,
                 welcome=welcome,
-                line=line,
+                stream=stream,
                 carriers=self._carriers,
                 engine=self._engine,
                 version=lambda: self._version,
@@ -151,14 +152,14 @@ class ReplicaController:
             )
             try:
                 await first_ends(
-                    session.act(),
-                    line.pump(generation, session.overhear),
-                    line.beat(beat, welcome.welcome.beat_s),
+                    session.run(),
+                    stream.read_loop(generation, session.raise_if_dismissed),
+                    stream.heartbeat_loop(beat, welcome.welcome.beat_s),
                 )
             except MeshError as error:
                 if session.failure is None or session.failure is error:
                     raise
-                raise session.failure from error  # it says more than the plane's answer to it
+                raise session.failure from error  # more precise than the coordinator's answer to it
             finally:
                 await session.close()
         finally:
@@ -177,7 +178,7 @@ class ReplicaController:
         return pb.ReplicaMessage(stamp=stamp(self._run, 0, self._version), hello=hello)
 
     def _check_welcome(self, message: pb.PlaneMessage) -> None:
-        """Raises FencedError for a trainer whose epoch is over, or the plane's own reason to refuse."""
+        """Raises FencedError for a trainer whose epoch is over, or the coordinator's reason to refuse."""
         if message.WhichOneof("body") == "abort":
             raise from_detail(message.abort.code, message.abort.message, {})
         epoch = message.stamp.epoch
@@ -188,7 +189,7 @@ class ReplicaController:
         self._highest_epoch = epoch
 
     async def _commit(self, version: Version) -> float:
-        """Switch the engine; returns the seconds that generation stood still.
+        """Switch the engine; returns the seconds that generation was paused.
 
         A switch that has begun is finished even if the stream ends meanwhile: an engine is never left between
         two versions.
@@ -206,14 +207,14 @@ class ReplicaController:
             switch = self._engine.commit_weights(version, self._on_update)
             await within(switch, self._commit_s, f"commit of weights {version}")
         except Exception as error:
-            raise PoisonedError(f"the engine broke at weights {version}: {error!r}") from error
+            raise PoisonedError(f"the engine failed at weights {version}: {error!r}") from error
         self._version = version
         self._retry_s = _FIRST_RETRY_S
         self._first_commit.set()
 
 
-def _line(channel: grpc.aio.Channel, silence_s: float) -> AgentLine:
-    """A stream to the plane, its errors in our words."""
+def _open_stream(channel: grpc.aio.Channel, silence_s: float) -> CoordinatorStream:
+    """A stream to the coordinator; raises MeshErrors in place of gRPC's."""
     call = weights_pb2_grpc.WeightsStub(channel).Join(None)
 
     async def read() -> pb.PlaneMessage | None:
@@ -227,7 +228,7 @@ def _line(channel: grpc.aio.Channel, silence_s: float) -> AgentLine:
         try:
             await call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            said = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-            raise UnavailableError(f"the trainer's stream is closed: {said}") from error
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            raise UnavailableError(f"the trainer's stream is closed: {reason}") from error
 
-    return Line(read, write, silence_s)
+    return MessageStream(read, write, silence_s)

@@ -1,7 +1,7 @@
 """The trainer's end of all carriers: which of them takes a version to which replica, ready to be used.
 
-With one configured carrier there is nothing to choose; `auto` asks `carriers/auto.py`. A carrier listens when it is
-chosen first, and writes a version down (`stage`) once, when it is first chosen for it.
+With one configured carrier there is nothing to choose; with `auto`, `carriers/auto.py` chooses. A carrier listens
+when it is first chosen, and writes a version (`stage`) once, when it is first chosen for that version.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
-from meshrl.weights.carrier import Carriers, Cell, Link, Place
-from meshrl.weights.carrier_facts import Traits, host_id, traits
-from meshrl.weights.carriers.auto import Chooser
+from meshrl.weights.carrier import (
+    CarrierFacts,
+    Carriers,
+    Channel,
+    Link,
+    RunPaths,
+    carrier_facts,
+    host_id,
+)
+from meshrl.weights.carriers.auto import CostModel
 
 logger = logging.getLogger(__name__)
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -30,21 +37,21 @@ _ITEM = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a replica has said of itself."""
+    """What a replica has said about itself."""
 
     name: str
     host: str
-    """See `traits.host_id`."""
+    """See `carrier.host_id`."""
     carriers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How one version gets to one replica."""
+    """The carrier of one version to one replica."""
 
     carrier: str
     measured_as: str
-    """What the chooser calls it: a carrier that sends what changed is two, with a base and without."""
+    """The carrier's name in the cost model: one that sends what changed has two, with a base and without."""
     endpoint: str
     receivers: str
     """The class that the replica belongs to."""
@@ -53,25 +60,27 @@ class Route:
 
 
 class Routes:
-    """Belongs to the plane's event loop."""
+    """Belongs to the coordinator's event loop."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None:
-        self._carriers = Carriers(config, place)
-        self._traits: dict[str, Traits] = {name: traits(name) for name in self._carriers.names}
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
+        self._carriers = Carriers(config, paths)
+        self._facts: dict[str, CarrierFacts] = {
+            name: carrier_facts(name) for name in self._carriers.names
+        }
         self._host = host_id()
-        self._chooser = Chooser()
+        self._cost_model = CostModel()
         self._endpoints: dict[str, str] = {}
-        self._staged = {name: deque[Version](maxlen=config.keep) for name in self._traits}
+        self._staged = {name: deque[Version](maxlen=config.keep) for name in self._facts}
         self._staging_s: dict[tuple[str, Version], float] = {}
-        self._locks = {name: asyncio.Lock() for name in self._traits}
+        self._locks = {name: asyncio.Lock() for name in self._facts}
         self._chosen: dict[str, tuple[Version, Route]] = {}
-        """By class: replicas of one class get a version in one way."""
+        """By class: replicas of one class get a version by the same route."""
         self._committed: WeightSource | None = None
 
     async def start(self) -> None:
         """Load the carriers, and listen where there is only one. Raises ConfigError when it cannot."""
         await asyncio.to_thread(self._carriers.load)
-        self._traits = {name: self._traits[name] for name in self._carriers.names}
+        self._facts = {name: self._facts[name] for name in self._carriers.names}
         if len(self._carriers.names) == 1:
             await self._endpoint(self._carriers.names[0])
 
@@ -83,20 +92,20 @@ class Routes:
         """Raises UserError, saying why, for a replica that no carrier reaches."""
         if not self._reaching(peer):
             raise UserError(
-                f"no carrier of weights reaches {peer.name}: the trainer can {_listed(self._traits)}, it can "
+                f"no carrier of weights reaches {peer.name}: the trainer can {_listed(self._facts)}, it can "
                 f"{_listed(peer.carriers)}, and it is on {'this' if peer.host == self._host else 'another'} host; "
                 "set weights.carrier to auto, or to the same one on both sides (gloo reaches other hosts)"
             )
 
     async def stage(self, source: WeightSource, peers: Iterable[Peer]) -> None:
-        """Choose for those who take part from the start, and write down what must be. Raises MeshError."""
-        if len(self._traits) == 1:  # also while there is nobody: who joins later finds it ready
+        """Choose a route for each replica that takes part from the start, and stage the version. Raises MeshError."""
+        if not self._choosing:  # also without replicas: it is ready for those that join later
             await self._prepare(self._carriers.names[0], source)
         for peer in peers:
             await self.choose(peer, source)
 
     async def choose(self, peer: Peer, source: WeightSource) -> Route:
-        """The way of a version to a replica, ready to be used. Raises MeshError when none can be made ready."""
+        """The route of a version to a replica, ready to be used. Raises MeshError when no carrier can be."""
         reaching = self._reaching(peer)
         receivers = f"{'here' if peer.host == self._host else 'elsewhere'}: {_listed(reaching)}"
         version = source.manifest.version
@@ -108,67 +117,80 @@ class Routes:
             f"{name} from a base" if self._has_base(name, last) else name: name for name in reaching
         }
         work = self._work(options, source)
-        rates = {option: self._traits[name].rate for option, name in options.items()}
+        rates = {option: self._facts[name].rate for option, name in options.items()}
         while True:
-            option = self._chooser.choose(receivers, work, rates)
+            option = (
+                self._cost_model.choose(receivers, work, rates)
+                if self._choosing
+                else next(iter(options))
+            )
             name = options[option]
             try:
                 endpoint = await self._prepare(name, source)
             except MeshError as error:
-                self._chooser.failed(receivers, option)
+                if self._choosing:
+                    self._cost_model.failed(receivers, option)
                 if len(work) == 1:
                     raise
-                logger.warning("weights cannot go by %s: %s", name, error)
+                logger.warning("weights cannot go by carrier %s: %s", name, error)
                 del work[option]
             else:
-                way = Route(
+                route = Route(
                     carrier=name,
                     measured_as=option,
                     endpoint=endpoint,
                     receivers=receivers,
                     work=work[option],
                 )
-                self._chosen[receivers] = (version, way)
-                return way
+                self._chosen[receivers] = (version, route)
+                return route
 
-    def cell(self, way: Route, link: Link) -> Cell:
-        """This end of a cell."""
-        return self._carriers[way.carrier].cell(link)
+    def channel(self, route: Route, link: Link) -> Channel:
+        """This end of a channel."""
+        return self._carriers[route.carrier].channel(link)
 
-    def observe(self, way: Route, version: Version, seconds: float, opening_s: float) -> None:
+    def observe(self, route: Route, version: Version, seconds: float, opening_s: float) -> None:
         """A version has arrived: `opening_s` until the replica was ready for it, `seconds` from then on."""
-        seconds += self._staging_s.get((way.carrier, version), 0.0)
-        self._chooser.observe(way.receivers, way.measured_as, way.work, seconds, opening_s)
+        if not self._choosing:
+            return
+        seconds += self._staging_s.get((route.carrier, version), 0.0)
+        self._cost_model.observe(route.receivers, route.measured_as, route.work, seconds, opening_s)
 
-    def failed(self, way: Route) -> None:
-        """A version has not arrived, and the carrier may be why: the next attempt chooses anew."""
-        self._chooser.failed(way.receivers, way.measured_as)
-        self._chosen.pop(way.receivers, None)
+    def failed(self, route: Route) -> None:
+        """A version has not arrived, and the carrier may be the cause: the next attempt chooses again."""
+        if self._choosing:
+            self._cost_model.failed(route.receivers, route.measured_as)
+        self._chosen.pop(route.receivers, None)
 
     def committed(self, source: WeightSource) -> None:
-        """What changes of the next version are counted from."""
+        """The changes of the next version are counted from this one."""
         self._committed = source
         version = source.manifest.version
         self._staging_s = {k: s for k, s in self._staging_s.items() if k[1] >= version}
+
+    @property
+    def _choosing(self) -> bool:
+        """False with one carrier: then there is nothing to choose or to measure."""
+        return len(self._facts) > 1
 
     def _reaching(self, peer: Peer) -> list[str]:
         here = peer.host == self._host != ""
         return [
             name
-            for name, each in self._traits.items()
+            for name, each in self._facts.items()
             if name in peer.carriers and (here or each.reach != "host")
         ]
 
     def _has_base(self, name: str, last: str) -> bool:
-        """Whether what changed is enough: what a replica holds of a version that came otherwise is no base."""
-        return self._traits[name].sparse and name == last and self._committed is not None
+        """Whether the carrier can send changes only: a version that came by another carrier is no base."""
+        return self._facts[name].sparse and name == last and self._committed is not None
 
     def _work(self, options: Mapping[str, str], source: WeightSource) -> dict[str, float]:
         total = float(source.manifest.total_bytes)
         work = dict.fromkeys(options, total)
         sparse = [option for option, name in options.items() if option != name]
         if len(work) > 1 and sparse and self._committed is not None:
-            # Scanning and applying, and what is sent: about 1.5 bytes for each that changed.
+            # Scanning and applying cost 0.3 of the bytes; about 1.5 bytes are sent for each that changed.
             changed = density(self._committed, source)
             work |= dict.fromkeys(sparse, total * min(1.0, 0.3 + 1.5 * changed))
         return work
@@ -192,7 +214,7 @@ class Routes:
 
 
 def density(base: WeightSource, source: WeightSource) -> float:
-    """Share of elements that differ between two versions, by samples; 1.0 when they are laid out differently."""
+    """Share of elements that differ between two versions, from samples; 1.0 when their layouts differ."""
     old, new = base.manifest, source.manifest
     if old.tensors != new.tensors or not new.tensors:
         return 1.0

@@ -14,27 +14,27 @@ from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import encode_fleet
-from meshrl.weights.messages import Line
+from meshrl.weights.messages import MessageStream
 
 
 class WeightsServicer(rpc.WeightsServicer):
-    """The plane for the replicas, and the fleet for whoever asks."""
+    """The RPCs of the weight coordinator: `Join` for replicas, `Fleet` for everybody else."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Weights")
     waits: Final = frozenset({"Join"})
 
-    def __init__(self, plane: WeightCoordinator) -> None:
-        self._plane = plane
+    def __init__(self, coordinator: WeightCoordinator) -> None:
+        self._coordinator = coordinator
 
     def attach(self, server: grpc.aio.Server) -> None:
         """Register the servicer."""
         rpc.add_WeightsServicer_to_server(self, server)
 
-    # A coroutine that writes, not a generator of answers: signs of life must not wait for the next answer.
+    # A coroutine that writes, not a generator of answers: heartbeats must not wait for the next answer.
     async def Join(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: Context
     ) -> None:
-        """One replica, for as long as it stays."""
+        """The stream of one replica, until it leaves."""
 
         async def read() -> pb.ReplicaMessage | None:
             return await anext(request_iterator, None)
@@ -45,8 +45,8 @@ class WeightsServicer(rpc.WeightsServicer):
             except grpc.aio.BaseError as error:
                 raise UnavailableError(f"the replica's stream is closed: {error}") from error
 
-        await self._plane.serve(Line(read, write, self._plane.silence_s))
+        await self._coordinator.serve(MessageStream(read, write, self._coordinator.silence_s))
 
     async def Fleet(self, request: pb.FleetRequest, context: Context) -> pb.FleetResponse:
         """The fleet at this instant."""
-        return encode_fleet(self._plane.fleet())
+        return encode_fleet(self._coordinator.fleet())

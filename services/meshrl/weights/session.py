@@ -22,12 +22,12 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.carrier import Carriers, Cell, Link
+from meshrl.weights.carrier import Carriers, Channel, Link
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
-    Line,
+    MessageStream,
     digest,
-    manifest_noun,
+    manifest_from_message,
     stamp,
     stamped_version,
     wrong_tensors,
@@ -35,19 +35,19 @@ from meshrl.weights.messages import (
 
 logger = logging.getLogger(__name__)
 
-AgentLine = Line[pb.PlaneMessage, pb.ReplicaMessage]
-_FAREWELL_S = 2.0
+CoordinatorStream = MessageStream[pb.PlaneMessage, pb.ReplicaMessage]
+_CLOSING_S = 2.0
 
 
 class Session:
-    """Answers the plane, message by message. What is staged lives in the engine; nothing else outlives `close`."""
+    """Answers the coordinator, message by message. What is staged is in the engine; nothing else outlives `close`."""
 
     def __init__(
         self,
         config: WeightsConfig,
         *,
         welcome: pb.PlaneMessage,
-        line: AgentLine,
+        stream: CoordinatorStream,
         carriers: Carriers,
         engine: WeightSink,
         version: Callable[[], Version | None],
@@ -58,38 +58,37 @@ class Session:
         self._run = welcome.stamp.run
         self._epoch = welcome.stamp.epoch
         self._generation = welcome.stamp.generation
-        self._line = line
+        self._stream = stream
         self._carriers = carriers
         self._engine = engine
         self._version = version
-        self._commit_engine = commit
+        self._switch_engine = commit
         self._merger = merger
-        self._cells: dict[str, Cell] = {}
-        self._cell: Cell | None = None
-        """The one that brings the proposed version."""
+        self._channels: dict[str, Channel] = {}
+        self._channel: Channel | None = None
+        """The one that carries the proposed version."""
         self._manifest: WeightManifest | None = None
         self._buckets: list[Uint8] = []
         self._missing: set[int] = set()
         self._staged: Version | None = None
         self.failure: MeshError | None = None
-        """What went wrong on this side."""
+        """The error on this side, if one ended the session."""
 
     @staticmethod
-    def overhear(message: pb.PlaneMessage) -> None:
-        """Raise at once what the plane says when it shows this replica the door."""
+    def raise_if_dismissed(message: pb.PlaneMessage) -> None:
+        """Raise the reason when the coordinator removes this replica."""
         if message.WhichOneof("body") == "abort" and message.abort.final:
             raise from_detail(message.abort.code, message.abort.message, {})
 
-    async def act(self) -> None:
-        """Do what the plane says, in order, for as long as the stream lasts.
+    async def run(self) -> None:
+        """Answer the coordinator's messages, in order, for as long as the stream lasts.
 
         Raises:
-            MeshError: what failed here; the plane has been told.
+            MeshError: what failed here; the coordinator has been sent it.
         """
         while True:
-            message = (
-                await self._line.hear()
-            )  # idle for as long as no version comes: `pump` has the deadline
+            # May wait for long, until a version comes: `read_loop` has the deadline.
+            message = await self._stream.receive()
             body = message.WhichOneof("body")
             version = stamped_version(message.stamp)
             try:
@@ -97,15 +96,15 @@ class Session:
             except MeshError as error:
                 self.failure = error
                 failed = pb.ReplicaFailed(code=error.code, message=str(error))
-                await self._tell(version, failed=failed)
-                # The plane answers by hanging up; leaving first would cancel the stream with the message in it.
-                await asyncio.sleep(_FAREWELL_S)
+                await self._send(version, failed=failed)
+                # The coordinator answers by closing the stream; closing it here first would cancel the message.
+                await asyncio.sleep(_CLOSING_S)
                 raise
 
     async def close(self) -> None:
-        """Forget what is not committed; idempotent."""
-        for cell in self._cells.values():
-            await cell.close()
+        """Discard what is not committed; idempotent."""
+        for channel in self._channels.values():
+            await channel.close()
         await self._discard()
 
     async def _answer(self, message: pb.PlaneMessage, body: str, version: Version) -> None:
@@ -118,10 +117,10 @@ class Session:
         elif body == "abort":
             await self._discard()
         else:
-            raise InfraError(f"the plane said {body}, which this process does not know")
+            raise InfraError(f"the coordinator sent {body}, which this process does not know")
 
     async def _propose(self, message: pb.PlaneMessage) -> None:
-        manifest = manifest_noun(message.stamp, message.propose.manifest)
+        manifest = manifest_from_message(message.stamp, message.propose.manifest)
         serving = self._version()
         if manifest.version.epoch != self._epoch or (serving and manifest.version < serving):
             raise FencedError(f"version {manifest.version} was proposed to an engine at {serving}")
@@ -130,14 +129,14 @@ class Session:
         # Fresh memory for each version: an engine may keep these very arrays until, and after, the commit.
         self._buckets = [np.empty(nbytes, dtype=np.uint8) for nbytes in manifest.bucket_bytes]
         self._missing = set(range(len(self._buckets)))
-        self._cell = await self._meet(message.propose)
-        await self._tell(manifest.version, ready=pb.ReplicaReady())
+        self._channel = await self._open_channel(message.propose)
+        await self._send(manifest.version, ready=pb.ReplicaReady())
 
-    async def _meet(self, proposed: pb.PlanePropose) -> Cell:
-        """This end of the cell by the carrier that the plane chose, open."""
-        cell = self._cells.get(proposed.carrier)
-        if cell is not None:
-            return cell
+    async def _open_channel(self, proposed: pb.PlanePropose) -> Channel:
+        """This end of the channel, open, by the carrier that the coordinator chose."""
+        channel = self._channels.get(proposed.carrier)
+        if channel is not None:
+            return channel
         link = Link(
             run=self._run,
             epoch=self._epoch,
@@ -145,37 +144,37 @@ class Session:
             endpoint=proposed.endpoint,
             rank=1,
         )
-        cell = self._cells[proposed.carrier] = self._carriers[proposed.carrier].cell(link)
+        channel = self._channels[proposed.carrier] = self._carriers[proposed.carrier].channel(link)
         try:
-            await cell.open(self._config.ready_s)
+            await channel.open(self._config.ready_s)
         except UserError as error:
             if len(self._carriers.names) == 1:
                 raise
-            raise UnavailableError(str(error)) from error  # there are other carriers to be tried
-        return cell
+            raise UnavailableError(str(error)) from error  # another carrier can be tried
+        return channel
 
     async def _transfer(self, version: Version, indices: Sequence[int]) -> None:
         manifest = self._manifest
-        if manifest is None or manifest.version != version or self._cell is None:
+        if manifest is None or manifest.version != version or self._channel is None:
             raise ConflictError(f"buckets of version {version}, which was not proposed")
         for index in indices:
-            found = ""
+            received_hash = ""
             try:
-                lent = await self._cell.receive(manifest, index, self._buckets[index])
-                if lent is not None:
-                    self._buckets[index] = lent
-                found = await asyncio.to_thread(digest, self._buckets[index])
+                mapped = await self._channel.receive(manifest, index, self._buckets[index])
+                if mapped is not None:
+                    self._buckets[index] = mapped
+                received_hash = await asyncio.to_thread(digest, self._buckets[index])
             except CorruptError:
-                found = ""  # reported as a hash that no bucket has: the plane sends it again
-            if found == manifest.bucket_hashes[index]:
+                received_hash = ""  # no bucket has this hash: the coordinator sends it again
+            if received_hash == manifest.bucket_hashes[index]:
                 self._missing.discard(index)
-            elif found:
+            elif received_hash:
                 wrong = await asyncio.to_thread(
                     wrong_tensors, manifest, index, self._buckets[index]
                 )
                 logger.warning("weights %s arrived wrong: %s", version, wrong)
-            received = pb.ReplicaReceived(bucket=index, hash=found)
-            await self._tell(version, received=received)
+            received = pb.ReplicaReceived(bucket=index, hash=received_hash)
+            await self._send(version, received=received)
         if not self._missing:
             await self._stage(manifest)
 
@@ -188,24 +187,24 @@ class Session:
             await self._engine.stage_weights(served, buckets)
         except MeshError:
             raise
-        except Exception as error:  # whatever an engine's library raises is this engine's failure
+        except Exception as error:  # an engine's library may raise anything
             raise InfraError(f"staging weights {manifest.version}: {error!r}") from error
         self._manifest, self._buckets = None, []
         prepared = pb.ReplicaPrepared(hashes=served.bucket_hashes)
-        await self._tell(manifest.version, prepared=prepared)
+        await self._send(manifest.version, prepared=prepared)
 
     async def _commit(self, version: Version) -> None:
         pause_s = 0.0
         if self._version() != version:  # committing twice is committing once
             if self._staged != version:
                 raise ConflictError(
-                    f"version {version} is to be committed, {self._staged} is staged"
+                    f"version {version} should be committed, but {self._staged} is staged"
                 )
             self._staged = None
-            pause_s = await self._commit_engine(version)
-        for cell in self._cells.values():
-            cell.committed(version)
-        await self._tell(version, committed=pb.ReplicaCommitted(pause_s=pause_s))
+            pause_s = await self._switch_engine(version)
+        for channel in self._channels.values():
+            channel.committed(version)
+        await self._send(version, committed=pb.ReplicaCommitted(pause_s=pause_s))
 
     async def _discard(self) -> None:
         self._manifest, self._buckets = None, []
@@ -213,6 +212,6 @@ class Session:
             staged, self._staged = self._staged, None
             await self._engine.discard_weights(staged)
 
-    async def _tell(self, version: Version, **body: object) -> None:
+    async def _send(self, version: Version, **body: object) -> None:
         about = stamp(self._run, self._generation, version)
-        await self._line.tell(pb.ReplicaMessage(stamp=about, **body))  # type: ignore[arg-type]
+        await self._stream.send(pb.ReplicaMessage(stamp=about, **body))  # type: ignore[arg-type]

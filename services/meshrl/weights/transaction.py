@@ -1,9 +1,9 @@
-"""One version on its way through the fleet: who must hold it, who does, and when it is committed. Pure bookkeeping.
+"""The state of one version: which replicas must hold it, which do, and when it is committed. No I/O.
 
 PARKED ◀──────▶ PREPARING ──────▶ COMMITTING ──────▶ COMMITTED
   no replica      members prepare    prepared ones         at least one engine serves it
-                                     switch                and nobody is left on the way
-A version that its source cannot vouch for is DROPPED before any engine has seen it.
+                                     switch                and no member is still switching
+A version whose source changed after its manifest was made is DROPPED before any engine has seen it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.contract.types import Version
 
 
 class Phase(StrEnum):
-    """How far a version is."""
+    """The progress of a version."""
 
     PARKED = "parked"
     PREPARING = "preparing"
@@ -27,10 +27,10 @@ class Phase(StrEnum):
 
 
 class Transaction:
-    """A version and the replicas on its way; replicas are named by their generation.
+    """A version and the replicas that take part in it; replicas are named by their generation.
 
-    Members are frozen when the version is proposed, so that a stream of joiners cannot hold it up; who comes later
-    follows, and takes the members' place only when none is left.
+    Members are fixed when the version is proposed, so that new joiners cannot delay it. A replica that joins later is
+    a follower; followers become the members only when no member is left.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Transaction:
 
     @property
     def version(self) -> Version:
-        """What is carried."""
+        """The version."""
         return self.source.manifest.version
 
     @property
     def in_transfer(self) -> bool:
-        """True while somebody is on the way and the outcome is open."""
+        """True while a replica takes part and the outcome is open."""
         return self.phase in (Phase.PREPARING, Phase.COMMITTING)
 
     @property
@@ -67,8 +67,8 @@ class Transaction:
         holders = len(self._members & self._prepared)
         return self.phase is Phase.PREPARING and 2 * holders >= len(self._members)
 
-    def hurry(self) -> None:
-        """The stragglers have had their time: from now on the late quorum suffices."""
+    def accept_late_quorum(self) -> None:
+        """The stragglers' time is over: from now on the late quorum suffices."""
         self._quorum = min(self._quorum, self._late_quorum)
         self._advance()
 
@@ -89,7 +89,7 @@ class Transaction:
         self._advance()
 
     def holds(self, replica: int) -> None:
-        """A replica that comes serves the version already."""
+        """A replica that joins serves the version already."""
         self._followers.add(replica)
         self._prepared.add(replica)
         self.committed(replica)
@@ -101,7 +101,7 @@ class Transaction:
         self._advance()
 
     def drop(self) -> None:
-        """The version cannot be carried; without effect once it may be committed."""
+        """Withdraw the version; without effect once it may be committed."""
         if not self.may_commit:
             self.phase = Phase.DROPPED
 

@@ -19,9 +19,16 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import Version
 from meshrl.testing.weights import StubSource
-from meshrl.weights.carrier import Carriers, Link, Place, load_carrier
-from meshrl.weights.carrier_facts import host_id, offered, traits
-from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, Chooser
+from meshrl.weights.carrier import (
+    Carriers,
+    Link,
+    RunPaths,
+    carrier_facts,
+    host_id,
+    load_carrier,
+    offered,
+)
+from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, CostModel
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.routes import Peer, Routes, density
 from meshrl.weights.shared_memory import boot_id
@@ -30,7 +37,9 @@ WORK = 1e6
 STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}
 
 
-def seconds_of(chooser: Chooser, rates: dict[str, float], versions: int) -> tuple[float, list[str]]:
+def seconds_of(
+    chooser: CostModel, rates: dict[str, float], versions: int
+) -> tuple[float, list[str]]:
     """What `versions` take when the carriers move bytes at `rates`."""
     total, used = 0.0, []
     for _ in range(versions):
@@ -43,34 +52,34 @@ def seconds_of(chooser: Chooser, rates: dict[str, float], versions: int) -> tupl
 
 
 def test_the_carrier_that_states_the_higher_rate_comes_first() -> None:
-    assert Chooser().choose("here", {"slow": WORK, "fast": WORK}, STATED) == "fast"
+    assert CostModel().choose("here", {"slow": WORK, "fast": WORK}, STATED) == "fast"
 
 
 @pytest.mark.parametrize("truth", [{"fast": 1e8, "slow": 2e7}, {"fast": 1e8, "slow": 9e8}])
 def test_auto_stays_within_a_tenth_of_the_best_fixed_carrier(truth: dict[str, float]) -> None:
     best = 400 * WORK / max(truth.values())
-    total, used = seconds_of(Chooser(), truth, 400)
+    total, used = seconds_of(CostModel(), truth, 400)
     found_late = used.count("fast") * (WORK / truth["fast"] - WORK / max(truth.values()))
     assert total - found_late <= 1.1 * best
     assert used[-1] == max(truth, key=lambda name: truth[name])
 
 
 def test_a_carrier_that_states_too_little_is_found_out_by_exploring() -> None:
-    _, used = seconds_of(Chooser(), {"fast": 1e8, "slow": 9e8}, 4 * EXPLORE_EVERY)
+    _, used = seconds_of(CostModel(), {"fast": 1e8, "slow": 9e8}, 4 * EXPLORE_EVERY)
     assert used[0] == "fast"
     assert used[-EXPLORE_EVERY:].count("slow") >= EXPLORE_EVERY - 1
 
 
 def test_exploring_costs_no_more_than_its_share() -> None:
     truth = {"fast": 1e8, "slow": 1e6}
-    total, used = seconds_of(Chooser(), truth, 2000)
+    total, used = seconds_of(CostModel(), truth, 2000)
     extra = used.count("slow") * (WORK / truth["slow"] - WORK / truth["fast"])
     # What the first try costs is known only afterwards; it is paid for before there is another.
     assert extra <= EXPLORE_SHARE * total + WORK / truth["slow"]
 
 
 def test_two_failures_running_pass_a_carrier_over_and_a_success_forgives() -> None:
-    chooser = Chooser()
+    chooser = CostModel()
     both = {"fast": WORK, "slow": WORK}
     assert chooser.choose("here", both, STATED) == "fast"
     chooser.failed("here", "fast")
@@ -86,7 +95,7 @@ def test_two_failures_running_pass_a_carrier_over_and_a_success_forgives() -> No
 
 
 def test_a_trial_that_fails_is_not_repeated_soon() -> None:
-    chooser = Chooser()
+    chooser = CostModel()
     _, used = seconds_of(chooser, {"fast": 1e8, "slow": 9e7}, EXPLORE_EVERY - 1)
     assert set(used) == {"fast"}
     while (name := chooser.choose("here", {"fast": WORK, "slow": WORK}, STATED)) == "fast":
@@ -97,7 +106,7 @@ def test_a_trial_that_fails_is_not_repeated_soon() -> None:
 
 
 def test_work_decides_where_one_carrier_sends_only_what_changed() -> None:
-    chooser = Chooser()
+    chooser = CostModel()
     assert chooser.choose("x", {"slow": 100.0, "sparse": 30.0}, STATED) == "sparse"
     assert chooser.choose("x", {"slow": 100.0, "sparse": 100.0}, STATED) in ("slow", "sparse")
     chooser.observe("x", "slow", 100.0, 1.0)
@@ -125,66 +134,66 @@ def test_auto_offers_what_this_process_can_run() -> None:
     config = WeightsConfig(carrier="auto", among=("cuda_ipc", "shm", "gloo", "gone"))
     assert offered(config) == ("shm", "gloo")
     assert offered(WeightsConfig(carrier="disk")) == ("disk",)
-    assert traits("shm").reach == "host"
+    assert carrier_facts("shm").reach == "host"
     with pytest.raises(ConflictError, match="'disk': this process offers shm, gloo"):
-        Carriers(config, Place(directory=Path()))["disk"]
+        Carriers(config, RunPaths(directory=Path()))["disk"]
 
 
 def test_a_replica_that_nothing_reaches_is_told_why(tmp_path: Path) -> None:
-    ways = Routes(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
-    ways.check(Peer(name="near", host=host_id(), carriers=("shm",)))
+    routes = Routes(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
+    routes.check(Peer(name="near", host=host_id(), carriers=("shm",)))
     with pytest.raises(
         UserError, match=r"no carrier of weights reaches far.*it is on another host"
     ):
-        ways.check(Peer(name="far", host="elsewhere", carriers=("shm",)))
+        routes.check(Peer(name="far", host="elsewhere", carriers=("shm",)))
     with pytest.raises(UserError, match="the trainer can shm, it can gloo"):
-        ways.check(Peer(name="near", host=host_id(), carriers=("gloo",)))
+        routes.check(Peer(name="near", host=host_id(), carriers=("gloo",)))
 
 
 async def test_shared_memory_lends_each_bucket_uncopied_and_keeps_two_versions(
     tmp_path: Path,
 ) -> None:
-    carrier = load_carrier(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
     link = Link(run="a/b c", epoch=1, generation=1, endpoint=await carrier.listen(), rank=1)
-    cell = carrier.cell(link)
-    await cell.open(1.0)
+    channel = carrier.channel(link)
+    await channel.open(1.0)
     into = np.zeros(1 << 16, dtype=np.uint8)
     sources = [StubSource("a/b c", Version(1, step), buckets=3) for step in range(3)]
     lent = []
     for source in sources:
         await carrier.stage(source)
-        lent.append(await cell.receive(source.manifest, 2, into))
+        lent.append(await channel.receive(source.manifest, 2, into))
     for source, bucket in zip(sources, lent, strict=True):
         assert bucket is not None
         assert bucket.flags.writeable and not bucket.flags.owndata
         assert np.array_equal(bucket, source.bucket(2)), "unlinked, and still whole"
     assert not into.any()
     with pytest.raises(CorruptError, match=r"1\.0\.weights: No such file"):
-        await cell.receive(sources[0].manifest, 1, into)
+        await channel.receive(sources[0].manifest, 1, into)
     lent[2][:] = 0  # the engine's own business: nobody else sees it
-    again = await cell.receive(sources[2].manifest, 2, into)
+    again = await channel.receive(sources[2].manifest, 2, into)
     assert np.array_equal(again, sources[2].bucket(2))
-    await cell.close()
+    await channel.close()
     await carrier.close()
 
 
 async def test_shared_memory_refuses_a_replica_of_another_host_in_one_line(tmp_path: Path) -> None:
-    carrier = load_carrier(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
     said = json.loads(await carrier.listen())
     link = Link(run="r", epoch=1, generation=1, endpoint="", rank=1)
     for change, why in (
         ({"boot": "b00t"}, f"boot id is {boot_id()}, the trainer's b00t"),
         ({"probe": "meshrl-0123456789abcdef.arena"}, "another container or another user"),
     ):
-        cell = carrier.cell(replace(link, endpoint=json.dumps(said | change)))
+        channel = carrier.channel(replace(link, endpoint=json.dumps(said | change)))
         with pytest.raises(ConfigError, match=why) as refused:
-            await cell.open(1.0)
+            await channel.open(1.0)
         assert "\n" not in str(refused.value)
     await carrier.close()
 
 
 async def test_a_full_shared_memory_is_one_line(tmp_path: Path) -> None:
-    carrier = load_carrier(WeightsConfig(carrier="shm"), Place(directory=tmp_path))
+    carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
     await carrier.listen()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
@@ -238,22 +247,24 @@ CODING = 1e9
 
 async def over(link: float, versions: int) -> tuple[list[str], float]:
     """What `auto` chooses over a link of so many bytes a second, and its seconds beside those of `gloo` alone."""
-    ways = Routes(WeightsConfig(carrier="auto", among=("gloo", "delta")), Place(directory=Path()))
-    await ways.start()
+    routes = Routes(
+        WeightsConfig(carrier="auto", among=("gloo", "delta")), RunPaths(directory=Path())
+    )
+    await routes.start()
     peer = Peer(name="far", host="elsewhere", carriers=("gloo", "delta"))
     used, spent, alone = [""], 0.0, 0.0
     for step in range(versions):
         source = Drifting(step)
-        way = await ways.choose(peer, source)
+        route = await routes.choose(peer, source)
         whole = source.manifest.total_bytes
-        sent = whole / 50 if way.carrier == used[-1] == "delta" else whole
-        seconds = sent / link + (whole / CODING if way.carrier == "delta" else 0.0)
-        ways.observe(way, source.manifest.version, seconds, 0.0)
-        ways.committed(source)
-        used.append(way.carrier)
+        sent = whole / 50 if route.carrier == used[-1] == "delta" else whole
+        seconds = sent / link + (whole / CODING if route.carrier == "delta" else 0.0)
+        routes.observe(route, source.manifest.version, seconds, 0.0)
+        routes.committed(source)
+        used.append(route.carrier)
         spent += seconds
         alone += whole / link
-    await ways.close()
+    await routes.close()
     return used[1:], spent / alone
 
 

@@ -10,9 +10,9 @@ from hypothesis.extra import numpy as hnp
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
-from meshrl.weights.delta import Head, apply, codec, encode, encode_sparse, head, scan, whole
-from meshrl.weights.delta.gaps import gaps_of, indices_of
-from meshrl.weights.delta.patch import Kind, join, planes, squeeze
+from meshrl.weights.delta import Head, apply, encode, encode_sparse, head, whole, words
+from meshrl.weights.delta.indices import gaps_of, indices_of
+from meshrl.weights.delta.patch import Kind, compress, join, planes
 from meshrl.weights.delta.words import add_codes, codes_of, ordered, unordered
 
 ALL = np.arange(1 << 16, dtype="<u2")
@@ -124,9 +124,9 @@ def test_gaps_give_the_indices_back(gaps: list[int], split: int) -> None:
 
 
 def test_pieces_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "_PIECE", 64)
-    monkeypatch.setattr("meshrl.weights.delta.gaps._PIECE", 7)
-    monkeypatch.setattr(codec, "_BITMAP_PIECE", 5)
+    monkeypatch.setattr(words, "_PIECE", 64)
+    monkeypatch.setattr("meshrl.weights.delta.indices._PIECE", 7)
+    monkeypatch.setattr("meshrl.weights.delta.indices._BITMAP_PIECE", 5)
     for count in (1, 31, 32, 33, 500, 2003):
         base = weights(count)
         for density in (0.01, 0.3, 1.0):
@@ -193,8 +193,8 @@ def test_a_spoiled_patch_is_corrupt_or_harmless_and_writes_nowhere_else(kind: Ki
         elif trial % 3 == 1:
             spoiled[int(random.integers(min(len(spoiled), 64)))] = int(random.integers(256))
         else:
-            for place in random.integers(len(spoiled), size=3):
-                spoiled[place] ^= int(random.integers(1, 256))
+            for paths in random.integers(len(spoiled), size=3):
+                spoiled[paths] ^= int(random.integers(1, 256))
         try:
             apply(base, bytes(spoiled), into)
         except CorruptError as error:
@@ -207,7 +207,7 @@ def test_a_spoiled_patch_is_corrupt_or_harmless_and_writes_nowhere_else(kind: Ki
 
 def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
     """A patch with a sound container and whatever planes."""
-    planes = [squeeze(np.array(part, dtype=np.uint8)) for part in parts]
+    planes = [compress(np.array(part, dtype=np.uint8)) for part in parts]
     return join(Head(kind, 2, nbytes, changed), planes)
 
 
@@ -222,7 +222,7 @@ def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
         (made(Kind.GAPS, 20, 1, [10], [1], [], []), "word 10 of a bucket of 10 words"),
         (made(Kind.GAPS, 20, 2, [1], [1, 1], [], []), "1 indices for 2 changed words"),
         (made(Kind.GAPS, 20, 2, [1, 1], [1], [], []), "1 codes for 2 changed words"),
-        (made(Kind.GAPS, 20, 1, [1, 1], [1], [], []), "a plane of 2 bytes"),
+        (made(Kind.GAPS, 20, 1, [1, 1], [1], [], []), "a coordinator of 2 bytes"),
         (made(Kind.GAPS, 20, 1, [1], [0], [], []), "more escapes than values"),
         (made(Kind.GAPS, 20, 1, [1], [1], [5, 5], []), "1 indices for 1 changed words"),
         (made(Kind.GAPS, 21, 0, [], [], [], []), "0 codes for 0 changed words"),
@@ -251,7 +251,7 @@ def test_a_patch_for_another_base_size_or_without_a_base_is_refused() -> None:
 
 
 def test_a_frame_that_claims_more_than_its_plane_takes_no_memory() -> None:
-    large = squeeze(np.zeros(1 << 20, dtype=np.uint8))
+    large = compress(np.zeros(1 << 20, dtype=np.uint8))
     lying = (1 << 10).to_bytes(8, "little") + large[8:]
     about = join(Head(Kind.WHOLE, 2, 1 << 10, 0), [lying])
     with pytest.raises(CorruptError, match="not of the 1024 bytes"):

@@ -22,19 +22,18 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.testing.weights import HashSink, StubSource
-from meshrl.weights.carrier import Link, Place, load_carrier
-from meshrl.weights.deadlines import first_ends, together, within
+from meshrl.weights.carrier import Link, RunPaths, load_carrier
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.messages import (
     digest,
-    manifest_message,
-    manifest_noun,
+    manifest_from_message,
+    manifest_to_message,
     stamp,
     tensor_digest,
     wrong_tensors,
 )
 from meshrl.weights.version_store import VersionReader, VersionStore, VersionWriter
-from meshrl.weights.worker_thread import WorkerThread
+from meshrl.weights.waiting import WorkerThread, first_ends, together, within
 
 
 def test_coordinator_and_replica_controller_import_no_torch() -> None:
@@ -48,7 +47,7 @@ def test_coordinator_and_replica_controller_import_no_torch() -> None:
 
 def test_an_unknown_carrier_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'gloo'\? \(known: auto, .*disk, gloo,"):
-        load_carrier(WeightsConfig(carrier="glo"), Place(directory=Path()))
+        load_carrier(WeightsConfig(carrier="glo"), RunPaths(directory=Path()))
 
 
 def test_deadlines_grow_with_the_bytes() -> None:
@@ -60,7 +59,7 @@ def test_deadlines_grow_with_the_bytes() -> None:
 def test_a_manifest_survives_the_wire() -> None:
     manifest = StubSource("run", Version(2, 9)).manifest
     about = stamp("run", 4, manifest.version)
-    assert manifest_noun(about, manifest_message(manifest)) == manifest
+    assert manifest_from_message(about, manifest_to_message(manifest)) == manifest
 
 
 def test_the_hash_is_xxh3_128_of_the_bytes() -> None:
@@ -108,7 +107,9 @@ async def test_the_first_failure_of_two_cancels_the_other_and_is_raised_bare() -
     assert cancelled.is_set()
 
 
-async def test_a_stuck_call_in_a_lane_blocks_neither_the_loop_nor_another_lane() -> None:
+async def test_a_stuck_call_in_a_worker_thread_blocks_neither_the_loop_nor_another_worker_thread() -> (
+    None
+):
     release = threading.Event()
     stuck, free = WorkerThread("stuck"), WorkerThread("free")
     waiting = asyncio.create_task(stuck.run(release.wait))
@@ -122,31 +123,33 @@ async def test_a_stuck_call_in_a_lane_blocks_neither_the_loop_nor_another_lane()
     free.close()
 
 
-async def test_a_gloo_cell_whose_peer_never_comes_gives_up_by_itself(tmp_path: Path) -> None:
-    carrier = load_carrier(WeightsConfig(), Place(directory=tmp_path))
+async def test_a_gloo_channel_whose_peer_never_comes_gives_up_by_itself(tmp_path: Path) -> None:
+    carrier = load_carrier(WeightsConfig(), RunPaths(directory=tmp_path))
     link = Link(run="r", epoch=1, generation=1, endpoint=await carrier.listen(), rank=0)
-    cell = carrier.cell(link)
+    channel = carrier.channel(link)
     with pytest.raises(UnavailableError, match="r/e1/g1, rank 0"):
-        await cell.open(0.3)
-    cell.abort()
+        await channel.open(0.3)
+    channel.abort()
     await carrier.close()
 
 
 async def test_a_gloo_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        carrier = load_carrier(WeightsConfig(port=port), Place(directory=tmp_path))
+        carrier = load_carrier(WeightsConfig(port=port), RunPaths(directory=tmp_path))
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await carrier.listen()
 
 
 async def test_a_disk_replica_without_the_shared_directory_says_so(tmp_path: Path) -> None:
-    carrier = load_carrier(WeightsConfig(carrier="disk"), Place(directory=tmp_path / "elsewhere"))
+    carrier = load_carrier(
+        WeightsConfig(carrier="disk"), RunPaths(directory=tmp_path / "elsewhere")
+    )
     link = Link(run="r", epoch=1, generation=1, endpoint="weights", rank=1)
-    cell = carrier.cell(link)
+    channel = carrier.channel(link)
     with pytest.raises(UnavailableError, match=r"a shared run\.dir"):
-        await cell.open(1.0)
-    await cell.close()
+        await channel.open(1.0)
+    await channel.close()
     await carrier.close()
 
 

@@ -101,7 +101,7 @@ def test_the_late_quorum_counts_only_once_the_stragglers_have_had_their_time() -
     version.prepared(2)
     assert version.half_prepared
     assert not version.may_commit
-    version.hurry()
+    version.accept_late_quorum()
     assert version.may_commit
     assert not version.half_prepared
 

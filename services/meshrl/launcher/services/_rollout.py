@@ -27,7 +27,7 @@ from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.member import MemberServicer
 from meshrl.rpc.servicers.rollout import RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 from meshrl.weights.replica_controller import ReplicaController
 
 
@@ -83,7 +83,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 replica=context.name,
                 engine=engine,
                 on_update=recipe.rollout.on_update,
-                place=Place(directory=recipe.run.path, model_path=recipe.model.path),
+                paths=RunPaths(directory=recipe.run.path, model_path=recipe.model.path),
                 connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
                 drain_s=recipe.rollout.deadline_s,
                 pause_s=lambda: engine.stats().update_pause_s,

@@ -47,7 +47,7 @@ from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
 from meshrl.trainer.reward_version_guard import RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.servicer import WeightsServicer
 
@@ -104,7 +104,7 @@ async def _lead(
         recipe.weights,
         run=setting.run,
         epoch=state.epoch,
-        place=Place(directory=recipe.run.path, model_path=recipe.model.path),
+        paths=RunPaths(directory=recipe.run.path, model_path=recipe.model.path),
         on_committed=partial(queue.publish, setting.run),
     )
     sinks = build_sinks(

@@ -1,14 +1,14 @@
-"""Only what changed, over gRPC: patches of the version that a replica was last committed to.
+"""Only what changed, over gRPC: patches against the version that a replica was last committed to.
 
     trainer   send(bucket) ──offer──▶ Sender ◀── Fetch(version, bucket, "I hold 1.6") ── Receiver   replica
                                         │                                                    │
                   Patches 1.6 → 1.7 ────┴──▶ parts of 4 MiB: a patch, or the bucket whole ──▶ applied to its 1.6
 
-The replica says what it holds, which is what its engine was committed to, so nothing that failed half-way is ever a
-base. It gets a bucket whole when it holds nothing that the trainer still has (it joined, it was started again), when
-too much has changed, and when a bucket arrived wrong: the plane hashes what comes out. A patch is encoded once for
-all replicas that stand at the same version. Who may ask is told by the endpoint, which travels over the plane's
-stream.
+The replica names the version that its engine was committed to, so a version that failed half-way is never a base. It
+gets a bucket whole when it holds nothing that the trainer still has (it joined, it was started again), when too much
+has changed, and when a bucket arrived wrong: the coordinator hashes what comes out. A patch is encoded once for all
+replicas that stand at the same version. The endpoint holds a secret that authorises a replica; it travels over the
+coordinator's stream.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ from meshrl.rpc.servicers.base import full_name
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
-from meshrl.weights.carrier import Cell, Link, Place
-from meshrl.weights.deadlines import within
+from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.delta import apply
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.delta.patches import Patches
-from meshrl.weights.worker_thread import WorkerThread
+from meshrl.weights.waiting import WorkerThread, within
 
 REACH = "network"
 NEEDS: tuple[str, ...] = ()
@@ -57,7 +56,7 @@ RATE = 1e9
 SPARSE = True
 
 PART_BYTES: Final = 4 << 20
-"""Of a message: the fastest of 256 KiB to 16 MiB over Python's gRPC."""
+"""Bytes per message: the fastest of 256 KiB to 16 MiB over Python's gRPC."""
 _Key = tuple[Version, int]
 _Write = Callable[[pb.WeightPatchPart], Awaitable[Any]]
 _T = TypeVar("_T")
@@ -66,12 +65,12 @@ logger = logging.getLogger(__name__)
 
 
 class Carrier:
-    """On the trainer's side a server and the patches; on a replica's, what it holds."""
+    """On the trainer's side a server and the patches; on a replica's, the buckets that it holds."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None:
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
         self.config = config
         self.committed: Version | None = None
-        """The newest that a replica was committed to: also where one that comes back may stand."""
+        """The newest version that a replica was committed to; one that joins again may hold it, too."""
         self._secret = secrets.token_urlsafe(16)
         self._closing = AsyncExitStack()
         self._senders: dict[int, Sender] = {}
@@ -89,25 +88,27 @@ class Carrier:
             authenticated=True,  # by the secret
         )
         try:
-            server = await self._closing.enter_async_context(GrpcServer(settings, [_Door(self)]))
+            server = await self._closing.enter_async_context(
+                GrpcServer(settings, [_Servicer(self)])
+            )
         except UserError as error:
             raise ConfigError(f"weights.host/port: {error}") from error
         return f"{server.address}#{self._secret}"
 
     async def stage(self, source: WeightSource) -> None:
-        """Keep the version, and those that replicas stand at, in memory: patches start from them."""
-        serving = {sender.standing for sender in self._senders.values()} | {self.committed}
+        """Keep the version, and those that replicas serve, in memory: they are the bases of patches."""
+        serving = {sender.base for sender in self._senders.values()} | {self.committed}
         self.patches.add(source, (version for version in serving if version is not None))
 
-    def cell(self, link: Link) -> Cell:
-        """One end of a cell."""
+    def channel(self, link: Link) -> Channel:
+        """One end of a channel."""
         if link.rank != 0:
             return Receiver(self.config, link, self._held)
         sender = self._senders[link.generation] = Sender(self, link)
         return sender
 
     def leave(self, generation: int) -> None:
-        """A cell is closed; idempotent."""
+        """A channel is closed; idempotent."""
         self._senders.pop(generation, None)
 
     async def close(self) -> None:
@@ -119,20 +120,20 @@ class Carrier:
         """Answer a `Fetch`.
 
         Raises:
-            ForbiddenError: whoever asks has not been told the secret.
-            NotFoundError: there is no such cell, or no longer.
+            ForbiddenError: the request does not hold the secret.
+            NotFoundError: there is no such channel, or no longer.
         """
         if not secrets.compare_digest(request.secret.encode(), self._secret.encode()):
-            raise ForbiddenError(
-                "the weight plane tells who may fetch weights; this is somebody else"
-            )
+            raise ForbiddenError("a request for weights without the secret of this endpoint")
         sender = self._senders.get(request.generation)
         if sender is None or sender.link.run != request.run:
-            raise NotFoundError(f"no weight cell {request.run!r}, generation {request.generation}")
+            raise NotFoundError(
+                f"no weight channel {request.run!r}, generation {request.generation}"
+            )
         await sender.serve(request, write)
 
 
-class _Door(rpc.WeightPatchesServicer):
+class _Servicer(rpc.WeightPatchesServicer):
     """The servicer: translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "WeightPatches")
@@ -145,7 +146,7 @@ class _Door(rpc.WeightPatchesServicer):
         """Register the servicer."""
         rpc.add_WeightPatchesServicer_to_server(self, server)
 
-    # A coroutine that writes: a part that nobody takes is noticed by the deadline of its write.
+    # A coroutine that writes, so that the write of a part that nobody reads runs into its deadline.
     async def Fetch(  # type: ignore[override]
         self, request: pb.WeightPatchRequest, context: Context
     ) -> None:
@@ -169,8 +170,8 @@ class Sender:
 
     def __init__(self, carrier: Carrier, link: Link) -> None:
         self.link = link
-        self.standing: Version | None = None
-        """What the replica was last committed to."""
+        self.base: Version | None = None
+        """The version that the replica was last committed to."""
         self._carrier = carrier
         self._config = carrier.config
         self._sent: set[_Key] = set()
@@ -179,16 +180,16 @@ class Sender:
         self._changed = asyncio.Event()
 
     async def open(self, deadline_s: float) -> None:
-        """Nobody to meet: the replica comes when it fetches."""
+        """Does nothing: the replica connects when it fetches."""
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Offer a bucket until the replica has fetched it; a second time, whole. Raises UnavailableError."""
         key = manifest.version, index
         offer = self._offer = _Offer(key, manifest, bucket, whole=key in self._sent)
         self._sent.add(key)
-        self._announce()
+        self._notify()
         try:
-            # As long as the plane waits for the acknowledgement.
+            # No deadline here: the coordinator has one for the acknowledgement.
             await self._until(lambda: self._offer is not offer)
         finally:
             self._offer = None if self._offer is offer else self._offer
@@ -198,7 +199,7 @@ class Sender:
 
         Raises:
             UserError: the request names no version.
-            UnavailableError: the cell is closed.
+            UnavailableError: the channel is closed.
             WaitTimeoutError: the bucket is not offered, or not taken.
         """
         key = _version(request.version), request.bucket
@@ -214,7 +215,7 @@ class Sender:
             raise
         if self._offer is offer:
             self._offer = None
-            self._announce()
+            self._notify()
 
     async def _write(self, offer: _Offer, base: Version | None, write: _Write) -> None:
         patch = None
@@ -225,20 +226,20 @@ class Sender:
         for start in range(0, len(content), PART_BYTES):
             piece = bytes(content[start : start + PART_BYTES])
             part = pb.WeightPatchPart(whole=patch is None, data=piece)
-            patience = self._config.deadline_s(len(piece))
-            await within(_awaited(write(part)), patience, f"{self.link.prefix}: taking a part")
+            deadline_s = self._config.deadline_s(len(piece))
+            await within(write(part), deadline_s, f"{self.link.prefix}: sending a part")
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Only replicas receive."""
-        raise UnavailableError("the trainer's end of a cell does not receive")
+        raise UnavailableError("the trainer's end of a channel does not receive")
 
     def committed(self, version: Version) -> None:
-        """The version that the replica's next patches start from."""
-        self.standing = version
+        """The version that is the base of the replica's next patches."""
+        self.base = version
         self._carrier.committed = max(self._carrier.committed or version, version)
 
     def abort(self) -> None:
-        """Whatever waits here, on either side of an offer, ends."""
+        """End every wait here, on both sides of an offer."""
         self._fail("closed")
 
     async def close(self) -> None:
@@ -248,28 +249,28 @@ class Sender:
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
         self._carrier.leave(self.link.generation)
-        self._announce()
+        self._notify()
 
-    def _announce(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             if self._failure:
-                raise UnavailableError(f"weight cell {self.link.prefix}: {self._failure}")
+                raise UnavailableError(f"weight channel {self.link.prefix}: {self._failure}")
             await self._changed.wait()
 
 
 class Receiver:
-    """A replica's end: asks for each bucket, says what it holds, and applies what comes."""
+    """A replica's end: asks for each bucket, names the version that it holds, and applies the patch."""
 
     def __init__(self, config: WeightsConfig, link: Link, held: Held) -> None:
         self._config = config
         self._link = link
         self._held = held
         self._address, _, self._secret = link.endpoint.rpartition("#")
-        self._lane = WorkerThread(f"weights-delta-{link.generation}")
+        self._thread = WorkerThread(f"weights-delta-{link.generation}")
         self._channel: grpc.aio.Channel | None = None
         self._call: grpc.aio.UnaryStreamCall[pb.WeightPatchRequest, pb.WeightPatchPart] | None = (
             None
@@ -286,14 +287,14 @@ class Receiver:
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Only the trainer sends."""
-        raise UnavailableError("a replica's end of a cell does not send")
+        raise UnavailableError("a replica's end of a channel does not send")
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Fill `into`, from a patch of what is held or with the bucket itself.
+        """Fill `into`, from a patch of the held bucket or with the bucket itself.
 
         Raises:
             UnavailableError: the trainer's end is gone.
-            WaitTimeoutError: it does not move.
+            WaitTimeoutError: no bytes arrive.
             CorruptError: the patch cannot be applied.
         """
         key = manifest.version, index
@@ -304,21 +305,21 @@ class Receiver:
         base = self._held.base(manifest, index)
         patch = await self._fetch(manifest, index, base[0] if base else None, into)
         if patch is not None:
-            await self._lane.run(apply, base[1] if base else None, patch, into)
+            await self._thread.run(apply, base[1] if base else None, patch, into)
         self._held.arrived(manifest, index, into)
 
     def committed(self, version: Version) -> None:
-        """What arrived of `version` is what the next patches start from."""
+        """What arrived of `version` is the base of the next patches."""
         self._held.commit(version)
 
     def abort(self) -> None:
-        """Leave."""
-        self._lane.close()
+        """Cancel the call."""
+        self._thread.close()
         if self._call is not None:
             self._call.cancel()
 
     async def close(self) -> None:
-        """Leave and hang up; what is held stays, for the next cell."""
+        """Cancel the call and disconnect; the held buckets stay, for the next channel."""
         self.abort()
         if self._channel is not None:
             await self._channel.close(None)
@@ -327,7 +328,7 @@ class Receiver:
         self, manifest: WeightManifest, index: int, base: Version | None, into: Uint8
     ) -> bytearray | None:
         """A patch; or None, and the bucket itself is in `into`."""
-        assert self._channel is not None, "the cell is not open"
+        assert self._channel is not None, "the channel is not open"
         request = pb.WeightPatchRequest(
             secret=self._secret,
             run=self._link.run,
@@ -337,12 +338,12 @@ class Receiver:
             base=str(base) if base else "",
         )
         call = self._call = rpc.WeightPatchesStub(self._channel).Fetch(request)
-        patience, what = self._config.deadline_s(into.nbytes), f"bucket {index} of weights"
+        deadline_s, what = self._config.deadline_s(into.nbytes), f"bucket {index} of weights"
         patch: bytearray | None = None
         filled = 0
         try:
             while isinstance(
-                part := await within(_awaited(call.read()), patience, what), pb.WeightPatchPart
+                part := await within(call.read(), deadline_s, what), pb.WeightPatchPart
             ):
                 size = len(part.data)
                 if filled + size > into.nbytes or (patch is not None and part.whole):
@@ -368,7 +369,3 @@ def _version(text: str) -> Version:
         return Version.parse(text)
     except ValueError as error:
         raise UserError(f"{text!r} is no version") from error
-
-
-async def _awaited(work: Awaitable[_T]) -> _T:
-    return await work

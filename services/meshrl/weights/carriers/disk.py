@@ -13,11 +13,10 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Cell, Link, Place
-from meshrl.weights.deadlines import within
+from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
-from meshrl.weights.worker_thread import WorkerThread
+from meshrl.weights.waiting import WorkerThread, within
 
 REACH = "directory"
 RATE = 0.5e9
@@ -27,15 +26,15 @@ FOLDER = "weights"
 
 
 class Carrier:
-    """On the trainer's side the writer of versions; on a replica's, what it holds."""
+    """On the trainer's side the writer of versions; on a replica's, the buckets that it holds."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None:
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
         """Raises ConfigError when the store cannot be opened here, or `object` has no directory."""
         self._config = config
         in_run = config.carrier != "object" and not config.directory
-        self._store = VersionStore(place.directory / FOLDER if in_run else config.directory)
-        self.writer = VersionWriter(config, self._store, place.model_path)
-        self.lane = WorkerThread("weights-disk")
+        self._store = VersionStore(paths.directory / FOLDER if in_run else config.directory)
+        self.writer = VersionWriter(config, self._store, paths.model_path)
+        self.thread = WorkerThread("weights-disk")
         self._held = Held()
 
     async def listen(self) -> str:
@@ -46,7 +45,7 @@ class Carrier:
             WaitTimeoutError: it does not answer.
         """
         try:
-            write = self.lane.run(self._store.write, MARK, b"{}\n")
+            write = self.thread.run(self._store.write, MARK, b"{}\n")
             await within(write, self._config.deadline_s(0), f"writing to {self._store.url}")
         except CapacityError as error:
             raise ConfigError(f"weights.directory: {error}") from error
@@ -61,22 +60,22 @@ class Carrier:
             WaitTimeoutError: it takes longer than `min_bytes_per_s` allows.
         """
         nbytes = source.manifest.total_bytes
-        write = self.lane.run(self.writer.write, source)
+        write = self.thread.run(self.writer.write, source)
         await within(write, self._config.deadline_s(nbytes), f"writing to {self._store.url}")
 
-    def cell(self, link: Link) -> Cell:
-        """One end of a cell."""
+    def channel(self, link: Link) -> Channel:
+        """One end of a channel."""
         if link.rank == 0:
             return Sender(self)
         return Receiver(self._config, link, self._store, self._held)
 
     async def close(self) -> None:
         """Nothing stays open; the newest versions stay where they are."""
-        self.lane.close()
+        self.thread.close()
 
 
 class Sender:
-    """The trainer's end: nothing to do but to repair."""
+    """The trainer's end: only repairs buckets."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -90,14 +89,14 @@ class Sender:
         key = manifest.version, index
         if key in self._sent:
             try:
-                await self._carrier.lane.run(self._carrier.writer.repair, manifest, index, bucket)
+                await self._carrier.thread.run(self._carrier.writer.repair, manifest, index, bucket)
             except CapacityError as error:
                 raise UnavailableError(str(error)) from error
         self._sent.add(key)
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Only replicas receive."""
-        raise UnavailableError("the trainer's end of a cell does not receive")
+        raise UnavailableError("the trainer's end of a channel does not receive")
 
     def committed(self, version: Version) -> None:
         """Does nothing: each replica knows what it holds."""
@@ -116,16 +115,18 @@ class Receiver:
         self._config = config
         self._held = held
         self._reader = VersionReader(store, link.run, held)
-        self._lane = WorkerThread(f"weights-disk-{link.generation}")
+        self._thread = WorkerThread(f"weights-disk-{link.generation}")
         self._asked: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:
         """Look for the trainer's store. Raises UnavailableError when this process does not see it."""
-        await within(self._lane.run(self._reader.check), deadline_s, "a look at the weights' store")
+        await within(
+            self._thread.run(self._reader.check), deadline_s, "a look at the weights' store"
+        )
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Only the trainer sends."""
-        raise UnavailableError("a replica's end of a cell does not send")
+        raise UnavailableError("a replica's end of a channel does not send")
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Fill `into`; asked a second time, from the whole bucket that the trainer has written there.
@@ -133,7 +134,7 @@ class Receiver:
         Raises:
             CorruptError: something is missing or cannot be read.
             UnavailableError: the store fails.
-            WaitTimeoutError: it does not move.
+            WaitTimeoutError: the read takes too long.
         """
         key = manifest.version, index
         again = key in self._asked
@@ -145,7 +146,7 @@ class Receiver:
             self._reader.read(manifest, index, into, again=again)
 
         deadline_s = self._config.deadline_s(manifest.total_bytes)  # a joiner reads a chain
-        await within(self._lane.run(read), deadline_s, f"bucket {index} of weights {key[0]}")
+        await within(self._thread.run(read), deadline_s, f"bucket {index} of weights {key[0]}")
         if self._config.directory:  # else every version is whole, and none is the base of a patch
             self._held.arrived(manifest, index, into)
 
@@ -154,9 +155,9 @@ class Receiver:
         self._held.commit(version)
 
     def abort(self) -> None:
-        """Leave; a read that is stuck ends in its own thread."""
-        self._lane.close()
+        """Give up; a stuck read ends in its own thread."""
+        self._thread.close()
 
     async def close(self) -> None:
-        """The same; what is held stays, for the next cell."""
-        self._lane.close()
+        """The same as `abort`; the held buckets stay, for the next channel."""
+        self._thread.close()

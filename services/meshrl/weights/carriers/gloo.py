@@ -1,9 +1,9 @@
 """Weights over TCP by torch's gloo backend: one two-rank group per replica, between processes started apart.
 
-The trainer's process holds a TCPStore; a cell's two ends meet there under the prefix run/epoch/generation and
-build a ProcessGroupGloo directly, so neither joins, nor disturbs, a default process group. A group of two is
-chosen on purpose: in a larger one the death of a rank frees the root at once but leaves every other receiver
-waiting for its whole timeout. Blocking calls run in a daemon thread per cell, each with a deadline of its own.
+The trainer's process holds a TCPStore; the two ends of a channel find each other there under the prefix
+run/epoch/generation and build a ProcessGroupGloo directly, so neither joins nor disturbs a default process group. A
+group has two ranks: in a larger one the death of a rank frees the root at once, but every other receiver waits for
+its whole timeout. Blocking calls run in a daemon thread per channel, each with a deadline of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Link, Place
-from meshrl.weights.worker_thread import WorkerThread
+from meshrl.weights.carrier import Link, RunPaths
+from meshrl.weights.waiting import WorkerThread
 
 REACH = "network"
 NEEDS = ("torch",)
@@ -33,9 +33,9 @@ c10d: Any = torch.distributed
 
 
 class Carrier:
-    """The rendezvous store of the trainer's process."""
+    """On the trainer's side, the rendezvous store."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None:
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
         self._config = config
         self._store: Any = None
 
@@ -48,19 +48,19 @@ class Carrier:
             )
         except RuntimeError as error:
             raise ConfigError(
-                f"weights.host/port: cannot listen on {host}:{port} ({_line(error)})"
+                f"weights.host/port: cannot listen on {host}:{port} ({_one_line(error)})"
             ) from error
         return f"{host}:{self._store.port}"
 
     async def stage(self, source: WeightSource) -> None:
-        """Nothing: buckets are sent from where they lie."""
+        """Does nothing: buckets are sent from the source's memory."""
 
-    def cell(self, link: Link) -> GlooChannel:
+    def channel(self, link: Link) -> GlooChannel:
         """One rank of a group of two."""
         return GlooChannel(self._config, link, self._store if link.rank == 0 else None)
 
     async def close(self) -> None:
-        """Drop the store; its port is free when the last cell is gone."""
+        """Drop the store; its port is free when the last channel is closed."""
         self._store = None
 
 
@@ -72,10 +72,10 @@ class GlooChannel:
         self._link = link
         self._store = store
         self._group: Any = None
-        self._lane = WorkerThread(f"gloo-{link.generation}")
+        self._thread = WorkerThread(f"gloo-{link.generation}")
 
     async def open(self, deadline_s: float) -> None:
-        """Meet the other rank at the store."""
+        """Find the other rank at the store."""
         await self._run(self._open, deadline_s)
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
@@ -87,57 +87,57 @@ class GlooChannel:
         await self._run(self._move, "recv", index, into)
 
     def committed(self, version: Version) -> None:
-        """Nothing: every version is sent whole."""
+        """Does nothing: every version is sent whole."""
 
     def abort(self) -> None:
-        """Leave; a call that is stuck ends at its own deadline, in its own thread."""
+        """Give up; a stuck call ends at its own deadline, in its own thread."""
         self._group = None
         self._store = None
-        self._lane.close()
+        self._thread.close()
 
     async def close(self) -> None:
-        """The same: gloo has no farewell."""
+        """The same as `abort`: gloo has no orderly end."""
         self.abort()
 
     def _open(self, deadline_s: float) -> None:
         host, _, port = self._link.endpoint.rpartition(":")
-        patience = _delta(deadline_s)
+        timeout = _delta(deadline_s)
         store = self._store or c10d.TCPStore(
-            host, int(port), None, is_master=False, wait_for_workers=False, timeout=patience
+            host, int(port), None, is_master=False, wait_for_workers=False, timeout=timeout
         )
         options = c10d.ProcessGroupGloo._Options()
-        options._timeout = patience
+        options._timeout = timeout
         options._devices = [
             c10d.ProcessGroupGloo.create_device(hostname=_interface(host, int(port)))
         ]
         prefix = c10d.PrefixStore(self._link.prefix, store)
         self._group = c10d.ProcessGroupGloo(prefix, self._link.rank, self._link.size, options)
 
-    def _move(self, way: str, index: int, bucket: Uint8) -> None:
+    def _move(self, operation: str, index: int, bucket: Uint8) -> None:
         group = self._group
         if group is None:
-            raise UnavailableError(f"weight cell {self._link.prefix} is not open")
+            raise UnavailableError(f"weight channel {self._link.prefix} is not open")
         # Not through from_numpy, which complains of a source's read-only memory: gloo only reads what it sends.
         memory = (ctypes.c_uint8 * bucket.nbytes).from_address(bucket.ctypes.data)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        move: Callable[..., Any] = group.send if way == "send" else group.recv
+        move: Callable[..., Any] = group.send if operation == "send" else group.recv
         other = 1 - self._link.rank
         move([tensor], other, index).wait(_delta(self._config.deadline_s(bucket.nbytes)))
 
     async def _run(self, call: Callable[..., None], *args: object) -> None:
         try:
-            await self._lane.run(call, *args)
+            await self._thread.run(call, *args)
         except (
             RuntimeError,
             OSError,
-        ) as error:  # whatever gloo, the store or the name service says
+        ) as error:  # from gloo, the store or the name service
             raise UnavailableError(
-                f"weight cell {self._link.prefix}, rank {self._link.rank}: {_line(error)}"
+                f"weight channel {self._link.prefix}, rank {self._link.rank}: {_one_line(error)}"
             ) from error
 
 
 def _interface(host: str, port: int) -> str:
-    """This machine's address on the way to `host`: what gloo must listen on to be found from there."""
+    """This machine's address on the network path to `host`: gloo must listen there, so that `host` can connect."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -147,5 +147,5 @@ def _delta(seconds: float) -> timedelta:
     return timedelta(seconds=seconds)
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__

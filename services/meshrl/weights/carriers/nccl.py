@@ -1,18 +1,18 @@
 """Weights over NCCL: a communicator of two ranks per replica, each rank in a process of its own that can be killed.
 
     trainer's process ── shared memory ──▶ NCCL process ═ GPU ═ GPU ═▶ NCCL process ── shared memory ──▶ replica's
-                      ◀── words, socket ──  rank 0                      rank 1      ── words, socket ──▶ process
+                      ◀── messages, socket  rank 0                      rank 1      ── messages, socket ▶ process
 
-NCCL blocks: meeting the other ranks cannot be given up but by the death of the process, and a broadcast waits for
-a dead rank for ever. So no engine and no trainer calls it. Both ends of a cell start a process, which imports torch
+NCCL blocks: only the end of the process ends a wait for the other ranks, and a broadcast waits for a dead rank for
+ever. So no engine and no trainer calls it. Both ends of a channel start a process, which imports torch
 and cupy and nothing of an engine; whatever goes wrong there, it is killed, and the replica joins again as a new
 generation with a new communicator. Bytes go as uint8 from pinned shared memory through device memory that is neither
 torch's nor the engine's.
 
-A cell has two ranks, on purpose. In a larger communicator one dead replica stops the broadcast to all others, and the
-plane has to make a new generation of all of them; with two it spoils only itself. The price is fan-out: the trainer's
-end sends every version once per replica instead of once into a ring or tree, and holds a process, a CUDA context
-(some hundred MB of device memory) and one bucket of pinned and of device memory for each.
+A channel has two ranks, on purpose. In a larger communicator one dead replica stops the broadcast to all others, and
+the coordinator has to make a new generation of all of them; with two ranks it affects only itself. The price is
+fan-out: the trainer's end sends every version once per replica instead of once into a ring or tree, and holds a
+process, a CUDA context (some hundred MB of device memory) and one bucket of pinned and of device memory for each.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Link, Place
-from meshrl.weights.deadlines import within
+from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.nccl.process import NcclProcess, NcclProcesses
-from meshrl.weights.nccl.rendezvous import Meetings, check_alike, knock
+from meshrl.weights.nccl.rendezvous import Rendezvous, check_same_nccl, connect
+from meshrl.weights.waiting import within
 
 NEEDS = ("cupy", "cuda")
 RATE = 8e9
 
 
 class Carrier:
-    """The processes of this end, and the trainer's door."""
+    """The processes of this end, and on the trainer's side the rendezvous."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None:
-        """Raises ConfigError where cupy is missing, or NCCL is told not to block."""
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
+        """Raises ConfigError where cupy is missing, or NCCL is configured not to block."""
         self._config = config
         self._processes = NcclProcesses(config.nccl)
-        self._meetings = Meetings()
+        self._rendezvous = Rendezvous()
 
     async def listen(self) -> str:
-        """Try a process, so that a missing GPU is said before anybody joins; returns `host:port/token`."""
+        """Try a process, so that a missing GPU is reported before a replica joins; returns `host:port/token`."""
         try:
             process = await self._processes.take()
             await process.facts()
             self._processes.put_back(process)
-            return await self._meetings.listen(self._config.host, self._config.port)
+            return await self._rendezvous.listen(self._config.host, self._config.port)
         except BaseException:
             await self.close()
             raise
 
     async def stage(self, source: WeightSource) -> None:
-        """Nothing: buckets are copied from where they lie."""
+        """Does nothing: buckets are copied from the source's memory."""
 
-    def cell(self, link: Link) -> NcclChannel:
+    def channel(self, link: Link) -> NcclChannel:
         """One rank of two."""
         if link.rank == 0:
-            self._meetings.expect(link.prefix)
-        return NcclChannel(self._config, link, self._processes, self._meetings)
+            self._rendezvous.expect(link.prefix)
+        return NcclChannel(self._config, link, self._processes, self._rendezvous)
 
     async def close(self) -> None:
-        """Close the door; no process is left."""
-        await self._meetings.close()
+        """Stop listening, and end all processes."""
+        await self._rendezvous.close()
         await self._processes.close()
 
 
@@ -73,14 +73,14 @@ class NcclChannel:
     """One rank of two, in its process."""
 
     def __init__(
-        self, config: WeightsConfig, link: Link, processes: NcclProcesses, meetings: Meetings
+        self, config: WeightsConfig, link: Link, processes: NcclProcesses, rendezvous: Rendezvous
     ) -> None:
         self._config = config
         self._link = link
         self._processes = processes
-        self._meetings = meetings
+        self._rendezvous = rendezvous
         self._process: NcclProcess | None = None
-        self._given_up = False
+        self._aborted = False
 
     async def open(self, deadline_s: float) -> None:
         """Compare versions, exchange the unique id, join, warm up; the process is killed past the deadline.
@@ -90,7 +90,7 @@ class NcclChannel:
             UnavailableError: the other end did not come, or either failed.
         """
         try:
-            await within(self._meet(deadline_s), deadline_s, "joining")
+            await within(self._join(deadline_s), deadline_s, "joining")
         except UserError as error:
             self.abort()
             raise type(error)(f"{self._where}: {error}") from error
@@ -103,54 +103,54 @@ class NcclChannel:
         self._processes.prepare()
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Copy a bucket to the process, and have it broadcast."""
+        """Copy a bucket to the process, which broadcasts it."""
         memory = await self._broadcastable(manifest)
         await asyncio.to_thread(np.copyto, memory[: bucket.nbytes], bucket)
         await self._broadcast(bucket.nbytes)
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Take part in the broadcast, and copy what came."""
+        """Take part in the broadcast, and copy the bucket out."""
         memory = await self._broadcastable(manifest)
         await self._broadcast(into.nbytes)
         await asyncio.to_thread(np.copyto, into, memory[: into.nbytes])
 
     def committed(self, version: Version) -> None:
-        """Of no use here: nothing is kept from one version to the next."""
+        """Does nothing: nothing is kept from one version to the next."""
 
     def abort(self) -> None:
-        """Kill the process; whoever waits for it is told."""
-        self._given_up = True
-        self._meetings.forget(self._link.prefix)
+        """Kill the process; every wait for it raises UnavailableError."""
+        self._aborted = True
+        self._rendezvous.forget(self._link.prefix)
         if self._process is not None:
             self._process.kill()
 
     async def close(self) -> None:
-        """Have the process abort its communicator and end."""
-        self._given_up = True
-        self._meetings.forget(self._link.prefix)
+        """Let the process abort its communicator and end."""
+        self._aborted = True
+        self._rendezvous.forget(self._link.prefix)
         if self._process is not None:
             await self._process.leave()
 
     @property
     def _where(self) -> str:
-        return f"weight cell {self._link.prefix}, rank {self._link.rank}"
+        return f"weight channel {self._link.prefix}, rank {self._link.rank}"
 
-    async def _meet(self, deadline_s: float) -> None:
+    async def _join(self, deadline_s: float) -> None:
         self._process = process = await self._processes.take()
-        if self._given_up:  # while it was being started
-            raise UnavailableError("it was given up")
+        if self._aborted:  # while it was being started
+            raise UnavailableError("it was aborted")
         facts = await process.facts()
         if self._link.rank == 0:
-            guest = await self._meetings.meet(self._link.prefix)
+            peer = await self._rendezvous.wait_for(self._link.prefix)
             try:
-                check_alike(trainer=facts, replica=guest.facts)
+                check_same_nccl(trainer=facts, replica=peer.facts)
                 unique_id = await process.unique_id()
             except MeshError as error:
-                await guest.refuse(error)
+                await peer.refuse(error)
                 raise
-            await guest.answer(unique_id)
+            await peer.answer(unique_id)
         else:
-            unique_id = await knock(self._link.endpoint, self._link.prefix, facts)
+            unique_id = await connect(self._link.endpoint, self._link.prefix, facts)
         await process.join(self._link.size, unique_id, self._link.rank, deadline_s)
 
     async def _broadcastable(self, manifest: WeightManifest) -> Uint8:
@@ -167,6 +167,6 @@ class NcclChannel:
             raise UnavailableError(f"{self._where}: {error}") from error
 
     def _opened(self) -> NcclProcess:
-        if self._process is None or self._given_up:
+        if self._process is None or self._aborted:
             raise UnavailableError("it is not open")
         return self._process

@@ -2,13 +2,13 @@
 
     trainer    stage ─▶ /dev/shm/meshrl-<nonce>-<run>-<epoch>.<step>.weights ◀─mmap─ replica, replica, …
 
-A version is one file, a bucket a page-aligned part of it. Every generation reads the same file. A replica is lent its
-pages (private, copy on write), so the engine gets the very memory that was hashed, and a file that is unlinked stays
-whole for those who mapped it.
+A version is one file, a bucket a page-aligned part of it. Every generation reads the same file. A replica maps its
+pages (private, copy on write), so the engine gets the same memory that was hashed, and a deleted file stays readable
+for those that have mapped it.
 
-**What is left behind.** Nothing by a replica: it makes no file. A trainer holds a lock on each of its files, which
-ends with it; whoever comes next sweeps files without a lock: the trainer that takes over (`listen`), and the replicas
-that lost theirs (`close`). At most `weights.keep` versions lie there at once.
+**What is left behind.** Nothing by a replica: it creates no file. A trainer holds a lock on each of its files, which
+ends when it dies; files without a lock are deleted by the trainer that takes over (`listen`) and by the replicas
+that lost their trainer (`close`). At most `weights.keep` versions are there at once.
 
 **One host.** The endpoint names a probe file of the trainer's (boot id and an unguessable name); a replica that
 cannot open it is on another host, in another container without this /dev/shm, or another user, and refuses.
@@ -31,9 +31,9 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Cell, Link, Place
+from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.shared_memory import FOLDER, Offer, Probe, boot_id, sweep
-from meshrl.weights.worker_thread import WorkerThread
+from meshrl.weights.waiting import WorkerThread
 
 REACH = "host"
 NEEDS: tuple[str, ...] = ()
@@ -46,15 +46,15 @@ _NONCE = re.compile(r"[0-9a-f]{16}")
 class Carrier:
     """On the trainer's side, the files; on a replica's, nothing."""
 
-    def __init__(self, config: WeightsConfig, place: Place) -> None:
+    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
         self._keep = config.keep
-        self._lane = WorkerThread("weights-shm")
+        self._thread = WorkerThread("weights-shm")
         self._nonce = secrets.token_hex(8)
         self._probe: Probe | None = None
         self._segments: dict[Version, Segment] = {}
 
     async def listen(self) -> str:
-        """Sweep what the dead have left; returns what a replica of this host can prove. Raises ConfigError."""
+        """Delete files of dead trainers; returns the endpoint, which only this host can open. Raises ConfigError."""
         sweep(FOLDER, PATTERN)
         try:
             self._probe = Probe.create()
@@ -65,15 +65,15 @@ class Carrier:
 
     async def stage(self, source: WeightSource) -> None:
         """Write the version, once for all replicas. Raises CapacityError when it does not fit."""
-        await self._lane.run(self._stage, source)
+        await self._thread.run(self._stage, source)
 
-    def cell(self, link: Link) -> Cell:
-        """One end of a cell."""
+    def channel(self, link: Link) -> Channel:
+        """One end of a channel."""
         return ShmWriter(self, link) if link.rank == 0 else ShmReader(link)
 
     async def close(self) -> None:
-        """Unlink everything; what replicas have mapped stays theirs."""
-        self._lane.close()
+        """Delete all files; what replicas have mapped stays readable for them."""
+        self._thread.close()
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
@@ -81,15 +81,15 @@ class Carrier:
             self._probe.close()
 
     def path(self, manifest: WeightManifest) -> Path:
-        """Where a version lies."""
+        """The file of a version."""
         return segment_path(self._nonce, manifest)
 
     async def write(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """One bucket of a version that is gone by now, or was read corrupted."""
-        await self._lane.run(lambda: self._segment(manifest).write(index, bucket))
+        """Write one bucket of a version that is deleted by now, or that was read corrupted."""
+        await self._thread.run(lambda: self._segment(manifest).write(index, bucket))
 
     def holds(self, version: Version) -> bool:
-        """Whether the version lies in memory as it was staged."""
+        """Whether the version is in memory as it was staged."""
         return version in self._segments
 
     def _stage(self, source: WeightSource) -> None:
@@ -115,7 +115,7 @@ class Segment:
     """The file of one version, locked for as long as its owner lives. Written, never mapped, by the owner."""
 
     def __init__(self, path: Path, manifest: WeightManifest) -> None:
-        """Make it. Raises CapacityError."""
+        """Create the file. Raises CapacityError."""
         self._path = path
         self._offsets = offsets(manifest)
         self._size = self._offsets[-1]
@@ -126,14 +126,14 @@ class Segment:
         except OSError as error:
             raise self._no_room(error) from error
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # at most a sweeper's moment
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # waits only while another process sweeps
             os.truncate(self._descriptor, self._size)
         except OSError as error:
             self.close()
             raise self._no_room(error) from error
 
     def write(self, index: int, bucket: Uint8) -> None:
-        """Put one bucket at its place. Raises CapacityError: a full /dev/shm is told here, by no signal."""
+        """Write one bucket at its offset. Raises CapacityError when /dev/shm is full (a mapping would get SIGBUS)."""
         view, at = bucket.data, self._offsets[index]
         try:
             while view:
@@ -143,7 +143,7 @@ class Segment:
             raise self._no_room(error) from error
 
     def close(self) -> None:
-        """Unlink."""
+        """Delete the file."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
@@ -155,17 +155,17 @@ class Segment:
 
 
 class ShmWriter:
-    """The trainer's end: nothing to do but to repair."""
+    """The trainer's end: only repairs buckets."""
 
     def __init__(self, carrier: Carrier, link: Link) -> None:
         self._carrier = carrier
         self._sent: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:
-        """Nobody to meet: the memory is there or is not."""
+        """Does nothing: the memory is there or is not."""
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Nothing the first time, because the version is staged; a second time, write the bucket again."""
+        """Does nothing the first time, because the version is staged; a second time, writes the bucket again."""
         key = (manifest.version, index)
         if key in self._sent or not self._carrier.holds(manifest.version):
             try:
@@ -175,30 +175,30 @@ class ShmWriter:
         self._sent.add(key)
 
     def committed(self, version: Version) -> None:
-        """Nothing: every version is there whole."""
+        """Does nothing: every version is there whole."""
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Only replicas receive."""
-        raise UnavailableError("the trainer's end of a cell does not receive")
+        raise UnavailableError("the trainer's end of a channel does not receive")
 
     def abort(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
 
 class ShmReader:
-    """A replica's end: maps versions and lends them."""
+    """A replica's end: maps versions and returns the mapped memory."""
 
     def __init__(self, link: Link) -> None:
         self._endpoint = link.endpoint
         self._nonce = ""
         self._mapped: tuple[Version, mmap.mmap] | None = None
-        self._lent: set[tuple[Version, int]] = set()
+        self._received: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:
-        """Prove that the trainer's memory is here. Raises ConfigError when it is not."""
+        """Check that the trainer's shared memory is visible here. Raises ConfigError when it is not."""
         offer, self._nonce = _read_endpoint(self._endpoint)
         if not offer.is_reachable():
             here = boot_id()
@@ -208,39 +208,39 @@ class ShmReader:
                 else f"{FOLDER / offer.name} cannot be opened here: another container or another user"
             )
             raise ConfigError(
-                f"weights.carrier=shm wants trainer and rollout on one host, with one {FOLDER}: {why}; "
+                f"weights.carrier=shm needs trainer and rollout on one host, with one {FOLDER}: {why}; "
                 "set weights.carrier=gloo or auto"
             )
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Only the trainer sends."""
-        raise UnavailableError("a replica's end of a cell does not send")
+        raise UnavailableError("a replica's end of a channel does not send")
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8:
-        """The bucket where it lies, uncopied: a private mapping, valid for as long as the array is held.
+        """The bucket in a private mapping, not copied; valid for as long as the array is referred to.
 
         Raises:
             CorruptError: the version is not there, or not all of it.
         """
         key = (manifest.version, index)
-        if key in self._lent:
-            self._mapped = None  # it was wrong, and is written again, perhaps in another file
-        self._lent.add(key)
-        places = offsets(manifest)
-        memory = self._map(manifest, places[-1])
+        if key in self._received:
+            self._mapped = None  # it was wrong, and has been written again, perhaps in another file
+        self._received.add(key)
+        starts = offsets(manifest)
+        memory = self._map(manifest, starts[-1])
         whole = np.frombuffer(memory, dtype=np.uint8)
-        return whole[places[index] : places[index] + manifest.bucket_bytes[index]]
+        return whole[starts[index] : starts[index] + manifest.bucket_bytes[index]]
 
     def committed(self, version: Version) -> None:
-        """Nothing: every version is there whole."""
+        """Does nothing: every version is there whole."""
 
     def abort(self) -> None:
-        """Let go of the memory, and unlink what a trainer that died has left."""
+        """Drop the mapping, and delete the files of a dead trainer."""
         self._mapped = None
         sweep(FOLDER, PATTERN)
 
     async def close(self) -> None:
-        """The same."""
+        """The same as `abort`."""
         self.abort()
 
     def _map(self, manifest: WeightManifest, size: int) -> mmap.mmap:
@@ -252,9 +252,9 @@ class ShmReader:
         except OSError as error:
             raise CorruptError(f"{path}: {error.strerror}") from error
         try:
-            found = os.fstat(descriptor).st_size
-            if found != size:  # a shorter file would answer a read with a signal
-                raise CorruptError(f"{path}: {found} bytes, the manifest says {size}")
+            actual = os.fstat(descriptor).st_size
+            if actual != size:  # reading past the end of a shorter file raises SIGBUS
+                raise CorruptError(f"{path}: {actual} bytes, the manifest says {size}")
             memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
@@ -263,23 +263,23 @@ class ShmReader:
 
 
 def offsets(manifest: WeightManifest) -> list[int]:
-    """Where the buckets begin, each at a page, and, last, how long the file is (a page at least)."""
+    """Where each bucket begins, at a page; the last item is the length of the file (at least a page)."""
     sizes = (-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for nbytes in manifest.bucket_bytes)
-    places = list(itertools.accumulate(sizes, initial=0))
-    places[-1] = max(places[-1], mmap.PAGESIZE)
-    return places
+    starts = list(itertools.accumulate(sizes, initial=0))
+    starts[-1] = max(starts[-1], mmap.PAGESIZE)
+    return starts
 
 
 def segment_path(nonce: str, manifest: WeightManifest) -> Path:
-    """The file of a version; what a file name cannot carry of the run's name is left out."""
+    """The file of a version; characters of the run's name that a file name cannot hold become `_`."""
     run = re.sub(r"[^A-Za-z0-9_-]", "_", manifest.run)[:64]
     return FOLDER / f"meshrl-{nonce}-{run}-{manifest.version}.weights"
 
 
 def _read_endpoint(endpoint: str) -> tuple[Offer, str]:
     try:
-        said = json.loads(endpoint)
-        offer, nonce = Offer(boot_id=said["boot"], name=said["probe"]), said["nonce"]
+        fields = json.loads(endpoint)
+        offer, nonce = Offer(boot_id=fields["boot"], name=fields["probe"]), fields["nonce"]
     except (ValueError, KeyError, TypeError) as error:
         raise UnavailableError(f"{endpoint!r} is no endpoint of shared memory") from error
     if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):

@@ -9,22 +9,18 @@ Compared with others on the same pairs in benchmarks/delta.py. The idea of sendi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
-from meshrl.weights.delta.gaps import Indices, gaps_of, indices_of
-from meshrl.weights.delta.patch import Buffer, Head, Kind, head, join, planes, squeeze
-from meshrl.weights.delta.scan import changes
-from meshrl.weights.delta.words import ESCAPE, UNSIGNED, Words, add_codes, codes_of
+from meshrl.weights.delta.indices import bitmap_of, gaps_of, indices_in_bitmap, indices_of
+from meshrl.weights.delta.patch import Buffer, Head, Kind, compress, head, join, planes
+from meshrl.weights.delta.words import ESCAPE, UNSIGNED, Words, add_codes, changes, codes_of
 
 _BITMAP_FROM: Final = 1 / 16
 """Changed words; below, gaps are always smaller."""
-_BITMAP_PIECE: Final = 1 << 14
-"""Bytes of a bitmap that are unpacked at once."""
 
 
 def encode(base: Uint8, new: Uint8, *, word_bytes: int = 2) -> bytes:
@@ -60,21 +56,21 @@ def encode_sparse(
         codes.append(small)
         escapes.append(large)
     where = _joined(gaps)
-    kind, index = Kind.GAPS, squeeze(where)
+    kind, index = Kind.GAPS, compress(where)
     if changed >= _BITMAP_FROM * len(new_words):
-        bitmap = squeeze(_bitmap(where, len(new_words)))
+        bitmap = compress(bitmap_of(where, len(new_words)))
         if len(bitmap) < len(index):
             kind, index = Kind.BITMAP, bitmap
     about = Head(kind, word_bytes, new.nbytes, changed)
     rest = new[len(new_words) * word_bytes :]
     values = _joined(escapes).view(np.uint8)
-    patch = join(about, (index, *map(squeeze, (_joined(codes), values, rest))))
+    patch = join(about, (index, *map(compress, (_joined(codes), values, rest))))
     return patch if len(patch) < new.nbytes or changed == 0 else None
 
 
 def whole(new: Uint8, *, word_bytes: int = 2) -> bytes:
-    """A patch that needs no base: the bucket itself, squeezed if that helps."""
-    return join(Head(Kind.WHOLE, word_bytes, new.nbytes, 0), [squeeze(new)])
+    """A patch that needs no base: the bucket itself, compressd if that helps."""
+    return join(Head(Kind.WHOLE, word_bytes, new.nbytes, 0), [compress(new)])
 
 
 def apply(base: Uint8 | None, patch: Buffer, into: Uint8 | None = None) -> Uint8:
@@ -119,7 +115,9 @@ def _apply_sparse(about: Head, patch: Buffer, base: Uint8, out: Uint8) -> None:
     escapes = values.view(UNSIGNED[width])
     old_words, new_words = _words(base, width), _words(out, width)
     in_place = out.ctypes.data == base.ctypes.data
-    found = _indices_in(index, words) if about.kind is Kind.BITMAP else indices_of(index, words)
+    found = (
+        indices_in_bitmap(index, words) if about.kind is Kind.BITMAP else indices_of(index, words)
+    )
     copied = taken = escaped = 0
     for at in found:
         piece = codes[taken : taken + len(at)]
@@ -147,21 +145,3 @@ def _words(buffer: Uint8, width: int) -> Words:
 
 def _joined(parts: list[Words]) -> Words:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint8)
-
-
-def _bitmap(gaps: Uint8, words: int) -> Uint8:
-    bits = np.zeros(words, dtype=np.bool_)
-    for at in indices_of(gaps, words):
-        bits[at] = True
-    return np.packbits(bits, bitorder="little")
-
-
-def _indices_in(bitmap: Uint8, words: int) -> Iterator[Indices]:
-    """The indices of the set bits, piece by piece. Raises CorruptError for one of `words` or more."""
-    for start in range(0, len(bitmap), _BITMAP_PIECE):
-        bits = np.unpackbits(bitmap[start : start + _BITMAP_PIECE], bitorder="little")
-        at = np.flatnonzero(bits.view(np.bool_)) + 8 * start
-        if len(at):
-            if at[-1] >= words:
-                raise CorruptError(f"patch: word {at[-1]} of a bucket of {words} words")
-            yield at

@@ -1,4 +1,4 @@
-"""What a replica has received and what its engine was committed to: the base of the next patch."""
+"""The buckets that a replica has received, and those that its engine was committed to: the base of the next patch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class _Buckets:
 class Held:
     """The buckets of the committed version, and of the one that arrives. Arrays are kept, not copied.
 
-    An engine may hold the very same arrays. Should it ever write to them, the next patch gives other bytes than the
-    manifest's, which the plane notices, and the bucket is sent whole.
+    An engine may hold the same arrays. Should it ever write to them, the next patch gives other bytes than the
+    manifest's, which the coordinator notices, and the bucket is sent whole.
     """
 
     def __init__(self) -> None:

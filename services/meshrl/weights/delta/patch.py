@@ -1,7 +1,7 @@
-"""A patch as bytes: a head, then planes, each squeezed by zstd where that makes it smaller.
+"""A patch as bytes: a head, then planes, each compressed by zstd where that makes it smaller.
 
     head    "mdp1"  kind u8  bytes of a word u8  0 u16  bytes of the bucket u64  changed words u64
-    plane   raw bytes u64  stored bytes u64  data        raw and stored are equal: not squeezed
+    plane   raw bytes u64  stored bytes u64  data        raw and stored are equal: not compressed
 
 all little-endian. What arrives is not trusted: every length is checked before memory is taken.
 """
@@ -41,7 +41,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a patch says of itself."""
+    """The head of a patch."""
 
     kind: Kind
     word_bytes: int
@@ -51,27 +51,27 @@ class Head:
     """Words; 0 in a WHOLE."""
 
 
-def squeeze(plane: Uint8) -> bytes:
-    """One plane, squeezed if its middle promises that it gets smaller by a tenth."""
-    raw = plane.data
+def compress(coordinator: Uint8) -> bytes:
+    """One plane, compressed if a sample from its middle gets smaller by a tenth."""
+    raw = coordinator.data
     middle = max(0, (len(raw) - _SAMPLE) // 2)
     sample = raw[middle : middle + _SAMPLE]
-    squeezer = zstandard.ZstdCompressor(level=_LEVEL)
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
     stored: Buffer = raw
-    if len(squeezer.compress(sample)) < 0.9 * len(sample):
-        packed = squeezer.compress(raw)
+    if len(compressor.compress(sample)) < 0.9 * len(sample):
+        packed = compressor.compress(raw)
         stored = packed if len(packed) < len(raw) else raw
     return b"".join((_PLANE.pack(len(raw), len(stored)), stored))
 
 
 def join(about: Head, planes: Iterable[bytes]) -> bytes:
-    """A patch of squeezed planes."""
+    """A patch of compressed planes."""
     start = _HEAD.pack(_MAGIC, about.kind, about.word_bytes, 0, about.nbytes, about.changed)
     return b"".join((start, *planes))
 
 
 def head(patch: Buffer) -> Head:
-    """What a patch says of itself. Raises CorruptError when it is none."""
+    """The head of a patch. Raises CorruptError when these bytes are not a patch."""
     if len(patch) < _HEAD.size:
         raise CorruptError(f"patch: {len(patch)} bytes are not even a head")
     magic, kind, word_bytes, zero, nbytes, changed = _HEAD.unpack_from(patch)
@@ -94,23 +94,27 @@ def planes(patch: Buffer, limits: Sequence[int]) -> list[Uint8]:
         raw, stored = _PLANE.unpack_from(view, position)
         position += _PLANE.size
         if raw > limit or stored > raw or position + stored > len(view):
-            raise CorruptError(f"patch: a plane of {raw} bytes stored in {stored} does not belong")
+            raise CorruptError(
+                f"patch: a coordinator of {raw} bytes stored in {stored} does not belong"
+            )
         data = view[position : position + stored]
-        found.append(np.frombuffer(_expand(data, raw) if stored < raw else data, dtype=np.uint8))
+        found.append(
+            np.frombuffer(_decompress(data, raw) if stored < raw else data, dtype=np.uint8)
+        )
         position += stored
     if position != len(view):
         raise CorruptError(f"patch: {len(view) - position} bytes too long")
     return found
 
 
-def _expand(data: memoryview, raw: int) -> bytes:
+def _decompress(data: memoryview, raw: int) -> bytes:
     try:
-        # The frame's own claim decides how much memory is taken.
+        # zstd allocates the size that the frame states: check it first.
         if zstandard.frame_content_size(data) != raw:
-            raise CorruptError(f"patch: a plane is not of the {raw} bytes that it says")
+            raise CorruptError(f"patch: a coordinator is not of the {raw} bytes that it says")
         expanded = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:
         raise CorruptError(f"patch: {error}") from error
     if len(expanded) != raw:
-        raise CorruptError(f"patch: a plane is not of the {raw} bytes that it says")
+        raise CorruptError(f"patch: a coordinator is not of the {raw} bytes that it says")
     return expanded

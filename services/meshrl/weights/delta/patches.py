@@ -1,4 +1,4 @@
-"""The trainer's end of patches: the versions that they start from, and each patch encoded once for all replicas."""
+"""The trainer's end of patches: their base versions, and each patch encoded once for all replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.delta.codec import encode_sparse
 from meshrl.weights.messages import digest
-from meshrl.weights.worker_thread import WorkerThread
+from meshrl.weights.waiting import WorkerThread
 
 
 def word_bytes(manifest: WeightManifest, index: int) -> int:
@@ -22,10 +22,10 @@ def word_bytes(manifest: WeightManifest, index: int) -> int:
 def patch_between(
     base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8, max_density: float
 ) -> bytes | None:
-    """What makes `bucket` of the same one of `base`; None when it should be sent whole.
+    """The patch from the same bucket of `base` to `bucket`; None when the bucket should be sent whole.
 
-    That is: laid out differently, changed in more than `max_density` of its words, or a base whose memory is no
-    longer what its manifest says.
+    That is when the layouts differ, when more than `max_density` of its words changed, or when the memory of the base
+    is no longer what its manifest says.
     """
     before = base.manifest
     if index >= len(before.bucket_bytes) or before.bucket_bytes[index] != bucket.nbytes:
@@ -45,29 +45,29 @@ class _Key:
 
 
 class Patches:
-    """Versions that replicas may stand at, and the patches between them. Belongs to one event loop."""
+    """Versions that replicas may serve, and the patches between them. Belongs to one event loop."""
 
     def __init__(self, *, bases: int, max_density: float) -> None:
         self._bases = bases
         self._max_density = max_density
         self._sources: dict[Version, WeightSource] = {}
         self._patches: dict[_Key, asyncio.Task[bytes | None]] = {}
-        self._lane = WorkerThread("weights-delta")
+        self._thread = WorkerThread("weights-delta")
         self.encoded = 0
-        """Patches made so far: one for all replicas that stand at a version."""
+        """Patches encoded so far: one for all replicas that serve a version."""
 
     @property
     def versions(self) -> list[Version]:
-        """Those that are kept in memory, oldest first."""
+        """The versions in memory, oldest first."""
         return sorted(self._sources)
 
-    def add(self, source: WeightSource, standing: Iterable[Version]) -> None:
-        """A new version; `standing` is where replicas are. Of the older ones at most `bases` of those are kept."""
+    def add(self, source: WeightSource, serving: Iterable[Version]) -> None:
+        """Add a version, and keep at most `bases` of the older ones, of those that replicas serve."""
         newest = source.manifest.version
-        kept = sorted({at for at in standing if at in self._sources and at != newest})
-        kept = kept[-self._bases :]
-        self._sources = {at: self._sources[at] for at in kept} | {newest: source}
-        # A patch to an older version is still of use to who follows it.
+        bases = sorted({at for at in serving if at in self._sources and at != newest})
+        bases = bases[-self._bases :]
+        self._sources = {at: self._sources[at] for at in bases} | {newest: source}
+        # A patch to an older version is still of use to a replica that follows.
         for key in [key for key in self._patches if key.version not in self._sources]:
             self._patches.pop(key).cancel()
 
@@ -83,12 +83,12 @@ class Patches:
         if task is None:
             work = self._encode(source, manifest, index, bucket)
             task = self._patches[key] = asyncio.create_task(work, name=f"patch-{index}")
-        # Whoever asked first may leave; the others wait for the same one.
+        # The replica that asked first may leave; the others wait for the same task.
         return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Forget everything; idempotent."""
-        self._lane.close()
+        self._thread.close()
         tasks = list(self._patches.values())
         self._patches, self._sources = {}, {}
         for task in tasks:
@@ -99,4 +99,6 @@ class Patches:
         self, base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8
     ) -> bytes | None:
         self.encoded += 1
-        return await self._lane.run(patch_between, base, manifest, index, bucket, self._max_density)
+        return await self._thread.run(
+            patch_between, base, manifest, index, bucket, self._max_density
+        )

@@ -1,4 +1,4 @@
-"""Differences of floating-point words in units in the last place (ULP), as small unsigned codes.
+"""Which floating-point words differ, and by how many units in the last place (ULP), as small unsigned codes.
 
 A float's bits, read as sign and magnitude, become an integer in the order of the floats:
 
@@ -12,6 +12,7 @@ nearly all codes are 1 or 2, which an entropy coder turns into little more than 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -25,6 +26,33 @@ UNSIGNED: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<u2"), 4: np.dtype("<u
 _SIGNED: Final[dict[int, np.dtype[Any]]] = {2: np.dtype("<i2"), 4: np.dtype("<i4")}
 ESCAPE: Final = 0
 """The code of a difference that takes more than a byte; a changed word never has the difference 0."""
+_PIECE: Final = 1 << 20
+"""Bytes of either buffer that are compared at once: the fastest of 256 KiB to 128 MiB on a core with 1 MiB of
+second-level cache."""
+
+
+def changes(old: Words, new: Words) -> Iterator[tuple[npt.NDArray[np.int64], Words, Words]]:
+    """Yields (indices int64[k], old words[k], new words[k]) of the words that differ, in order, piece by piece.
+
+    Compares eight bytes at a time first, then word by word where something was found. In pieces that fit a core's
+    cache, so that memory is read once.
+    """
+    width = old.dtype.itemsize
+    piece = _PIECE // width
+    per_block = 8 // width
+    aligned = len(old) - len(old) % per_block
+    scratch = np.empty(_PIECE // 8, dtype=np.bool_)
+    for start in range(0, aligned, piece):
+        end = min(start + piece, aligned)
+        blocks = old[start:end].view("<u8"), new[start:end].view("<u8")
+        differ = np.not_equal(*blocks, out=scratch[: len(blocks[0])])
+        found = np.flatnonzero(differ)
+        words = [each[found].view(UNSIGNED[width]) for each in blocks]
+        within = np.flatnonzero(words[0] != words[1])
+        at = found[within // per_block] * per_block + within % per_block + start
+        yield at, words[0][within], words[1][within]
+    rest: Any = np.flatnonzero(old[aligned:] != new[aligned:]) + aligned
+    yield rest, old[rest], new[rest]
 
 
 def ordered(words: Words) -> Words:

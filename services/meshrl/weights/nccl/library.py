@@ -1,13 +1,14 @@
 """The port of a library: one GPU and one NCCL as a single process sees them, in raw pointers on one stream.
 
 `libraries/cupy.py` is the real one, `libraries/stub.py` the one for machines without a GPU. Collectives and copies
-are enqueued and return at once, `join` does not: it blocks until every rank has come, and nothing but the end of the
-process gets it out of there. Failures are RuntimeError, or KeyError where cupy has no name for NCCL's answer.
+are enqueued and return at once, `join` does not: it blocks until every rank has joined, and only the end of the
+process ends it. Failures are RuntimeError, or KeyError where cupy has no name for NCCL's answer.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -57,7 +58,7 @@ class Communicator(Protocol):
 
 
 class Library(Protocol):
-    """What a process starts with. Raises ConfigError when it cannot have its GPU or its NCCL."""
+    """One GPU and one NCCL. Raises ConfigError when this process cannot use them."""
 
     version: str
     """Of NCCL, such as 2.30.7."""
@@ -69,7 +70,7 @@ class Library(Protocol):
         ...
 
     def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        """Meet the other ranks. Blocks for ever when one does not come."""
+        """Join the other ranks. Blocks for ever when one does not join."""
         ...
 
     def buffer(self, memory: mmap.mmap) -> Buffer:
@@ -85,3 +86,16 @@ def load_library(name: str, device: int) -> Library:
     """Raises ConfigError for an unknown one, or one that cannot work here."""
     kind: type[Library] = load(LIBRARIES, name, "Library")
     return kind(device)
+
+
+def dotted(code: int) -> str:
+    """22907 is 2.29.7; before 2.9 the minor version had one digit: 2804 is 2.8.4."""
+    major = code // 10000 or code // 1000
+    rest = code - major * (10000 if code >= 10000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def loaded_nccl(maps: str) -> set[str]:
+    """The files of libnccl among the lines of a /proc/<pid>/maps; its plugins (libnccl-net) are none."""
+    paths = (line.split(maxsplit=5)[5:] for line in maps.splitlines())
+    return {path[0] for path in paths if path and re.search(r"/libnccl\.so[.\d]*$", path[0])}

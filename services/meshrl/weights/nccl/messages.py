@@ -1,4 +1,4 @@
-"""The words between a process, its NCCL process and the other end: a length, then JSON. Never weights."""
+"""Messages between a process, its NCCL process and the other end: a length, then JSON. Never weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pack(frame: Frame) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader) -> Frame | None:
-    """The next frame; None when the other side has hung up. Raises InfraError for what is no frame."""
+    """The next frame; None when the other side has closed the connection. Raises InfraError for what is no frame."""
     try:
         head = await reader.readexactly(_LENGTH.size)
         return _parse(await reader.readexactly(_length(head)))

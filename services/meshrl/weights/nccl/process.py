@@ -1,4 +1,4 @@
-"""The parent's handle on a NCCL process: started, spoken to under deadlines, killed without asking."""
+"""The parent's handle on a NCCL process: starts it, sends it requests with deadlines, kills it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from meshrl.config.weights import NcclConfig
 from meshrl.contract.errors import ConfigError, UnavailableError, from_detail
 from meshrl.contract.types import Uint8
 from meshrl.rpc.parent_death import PARENT_VARIABLE
-from meshrl.weights.deadlines import within
 from meshrl.weights.nccl import messages
+from meshrl.weights.waiting import within
 
 logger = logging.getLogger(__name__)
 _MODULE = "meshrl.weights.nccl.worker"
 _BLOCKING = "NCCL_COMM_BLOCKING"
-_WORD_S = 10.0
+_ANSWER_S = 10.0
 """For answers that need no other rank."""
 _GRACE_S = 2.0
-"""What a process that missed its own deadline has to abort and say so."""
+"""Time for a process that missed its own deadline to abort and report it."""
 _LEAVE_S = 3.0
 _GRAIN = 1 << 21
 
@@ -46,7 +46,7 @@ def environment(config: NcclConfig) -> dict[str, str]:
     """The process's environment.
 
     Raises:
-        ConfigError: cupy is missing, or NCCL is told not to block, which cupy cannot drive.
+        ConfigError: cupy is missing, or NCCL is configured not to block, which cupy does not support.
     """
     if config.library == "cupy" and importlib.util.find_spec("cupy") is None:
         raise ConfigError(
@@ -58,7 +58,7 @@ def environment(config: NcclConfig) -> dict[str, str]:
         raise ConfigError(
             f"{_BLOCKING}=0 is set, and cupy needs a NCCL whose calls block: unset it, or set it to 1"
         )
-    # Said aloud, so that no nccl.conf says otherwise.
+    # Set explicitly, so that no nccl.conf sets it otherwise.
     return {**merged, _BLOCKING: "1", PARENT_VARIABLE: str(os.getpid())}
 
 
@@ -112,22 +112,27 @@ class NcclProcess:
             await self.kill_and_wait()
             raise
         finally:
-            theirs.close()  # its end must be the only one, or its death would not be heard
+            theirs.close()  # the child must hold the only copy, or its death would not close the socket
 
     async def facts(self) -> Facts:
-        """What it found; waits for its imports the first time. Raises ConfigError, UnavailableError."""
+        """The library and version that it loaded; the first call waits for its imports.
+
+        Raises:
+            ConfigError: it has no GPU, or no usable NCCL.
+            UnavailableError: it ended.
+        """
         if self._facts is None:
-            found = await self._hear(self._config.start_s, "starting")
-            self._facts = Facts(library=found["library"], version=found["version"])
+            answer = await self._receive(self._config.start_s, "starting")
+            self._facts = Facts(library=answer["library"], version=answer["version"])
         return self._facts
 
     async def unique_id(self) -> bytes:
         """Name a communicator; this process has to live until everybody has joined it."""
-        answer = await self._ask(_WORD_S, "minting a unique id", do="unique_id")
+        answer = await self._ask(_ANSWER_S, "minting a unique id", do="unique_id")
         return bytes.fromhex(answer["unique_id"])
 
     async def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> None:
-        """Meet the other ranks and warm up. Past the deadline the process is killed: NCCL offers nothing less."""
+        """Join the other ranks and warm up. Kills the process past the deadline: nothing else ends NCCL's wait."""
         await self._ask(
             deadline_s + _GRACE_S,
             f"joining as rank {rank} of {size}",
@@ -171,13 +176,13 @@ class NcclProcess:
             self._memory_fd = -1
 
     async def kill_and_wait(self) -> None:
-        """And nothing of it is left."""
+        """Kill it and wait for its end."""
         self.kill()
         if self._process is not None:
             await self._process.wait()
 
     async def leave(self) -> None:
-        """Have it abort its communicator and end; killed if it does not. Idempotent."""
+        """Let it abort its communicator and end; kills it if it does not. Idempotent."""
         process = self._process
         if process is not None and self._writer is not None and not self._killed:
             self._writer.close()
@@ -186,21 +191,21 @@ class NcclProcess:
                     await process.wait()
         await self.kill_and_wait()
 
-    async def _ask(self, patience_s: float, what: str, **frame: Any) -> messages.Frame:
+    async def _ask(self, limit_s: float, what: str, **frame: Any) -> messages.Frame:
         await self.facts()
         if self._writer is None or self._killed:
-            raise UnavailableError(f"{what}: the NCCL process was given up")
+            raise UnavailableError(f"{what}: the NCCL process was killed")
         self._writer.write(messages.pack(frame))
-        return await self._hear(patience_s, what)
+        return await self._receive(limit_s, what)
 
-    async def _hear(self, deadline_s: float, what: str) -> messages.Frame:
-        """The answer, or the end of the process: an unanswered one is never spoken to again."""
+    async def _receive(self, deadline_s: float, what: str) -> messages.Frame:
+        """The answer, or the end of the process: a process that did not answer is never used again."""
         if self._reader is None:
             raise UnavailableError(f"{what}: the NCCL process is not started")
         try:
             answer = await within(messages.read(self._reader), deadline_s, f"NCCL: {what}")
             if answer is None:
-                raise UnavailableError(f"NCCL: {what}: {await self._last_words()}")
+                raise UnavailableError(f"NCCL: {what}: {await self._end_reason()}")
             if "failed" in answer:
                 raise from_detail(answer["code"], f"NCCL: {answer['failed']}", {})
         except BaseException:
@@ -208,29 +213,29 @@ class NcclProcess:
             raise
         return answer
 
-    async def _last_words(self) -> str:
+    async def _end_reason(self) -> str:
         if self._killed or self._process is None:
-            return "its process was given up"
+            return "its process was killed"
         code = await self._process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"its process ended ({how})"
 
 
 class NcclProcesses:
-    """Gives out processes, and keeps one in waiting."""
+    """Starts processes, and keeps one spare."""
 
     def __init__(self, config: NcclConfig) -> None:
         """Raises ConfigError, see `environment`."""
-        environment(config)  # what is wrong with it is said now
+        environment(config)  # fails early
         self._config = config
         self._spare: NcclProcess | None = None
-        self._given: list[NcclProcess] = []
+        self._started: list[NcclProcess] = []
         self._starting: asyncio.Task[None] | None = None
 
     async def take(self) -> NcclProcess:
-        """A started process, the one in waiting if it still lives."""
+        """A started process: the spare one if it is still alive."""
         if self._starting is not None:
-            # Not awaited itself: who is cancelled here must not cancel it for others.
+            # Not awaited directly: cancelling this call must not cancel the start for others.
             await asyncio.wait({self._starting})
         process, self._spare = self._spare, None
         if process is None or not process.alive:
@@ -238,33 +243,33 @@ class NcclProcesses:
         return process
 
     def put_back(self, process: NcclProcess) -> None:
-        """One that was tried, and joined nothing, waits for the next."""
+        """A process that joined nothing becomes the spare one."""
         self._spare = process
 
     def prepare(self) -> None:
-        """Start the next one in waiting, beside what else is going on."""
+        """Start the next spare one in the background."""
         busy = self._starting is not None and not self._starting.done()
         if self._config.spare and self._spare is None and not busy:
-            self._starting = asyncio.create_task(self._wait_with_one(), name="nccl-spare")
+            self._starting = asyncio.create_task(self._start_spare(), name="nccl-spare")
 
     async def close(self) -> None:
-        """No process is left; idempotent."""
+        """End all processes; idempotent."""
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
-        for process in self._given:
+        for process in self._started:
             await process.kill_and_wait()
-        self._given.clear()
+        self._started.clear()
         self._spare = None
 
     async def _start(self) -> NcclProcess:
-        self._given = [each for each in self._given if not each.ended]
+        self._started = [each for each in self._started if not each.ended]
         process = NcclProcess(self._config)
-        self._given.append(process)
+        self._started.append(process)
         await process.start()
         return process
 
-    async def _wait_with_one(self) -> None:
+    async def _start_spare(self) -> None:
         try:
             self._spare = await self._start()
-        except OSError as error:  # the next cell tries again, and says it
-            logger.warning("no NCCL process in waiting: %s", error)
+        except OSError as error:  # the next channel tries again, and reports it
+            logger.warning("no spare NCCL process: %s", error)

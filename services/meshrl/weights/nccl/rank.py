@@ -1,4 +1,4 @@
-"""What a NCCL process does: one rank of one communicator, with a deadline for everything that can have one."""
+"""One rank of one communicator, in a NCCL process, with a deadline for every call that can have one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
 
 
 class Rank:
-    """Named, joined, then one broadcast after the other; `abort` before the end, whatever went wrong."""
+    """Joins, then takes part in one broadcast after the other; call `abort` before the process ends."""
 
     def __init__(self, library: Library, memory_fd: int) -> None:
         self._library = library
@@ -23,7 +23,7 @@ class Rank:
         self._rank = 0
 
     def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> None:
-        """Meet the others and warm up. Only the warm-up has this deadline: the meeting itself cannot have one."""
+        """Join the other ranks and warm up. Only the warm-up has this deadline: joining itself cannot have one."""
         self._rank = rank
         self._communicator = self._library.join(size, unique_id, rank)
         self._communicator.warm_up()
@@ -53,15 +53,15 @@ class Rank:
         self._finish(communicator, deadline_s, f"a broadcast of {nbytes} bytes")
 
     def abort(self) -> None:
-        """Leave the communicator; idempotent."""
+        """Abort the communicator; idempotent."""
         if self._communicator is not None:
             self._communicator.abort()
 
     def _finish(self, communicator: Communicator, deadline_s: float, what: str) -> None:
-        """Until the device is through, or NCCL reports an error, or it is too late.
+        """Wait until the device has finished, NCCL reports an error, or the deadline passes.
 
-        A look now and then instead of cudaEventSynchronize: that one returns neither at a deadline nor when another
-        rank dies, and CUDA has no wait that does.
+        Polls instead of calling cudaEventSynchronize, which returns neither at a deadline nor when another rank dies;
+        CUDA has no wait that does.
         """
         passed = self._library.mark()
         ends = time.monotonic() + deadline_s

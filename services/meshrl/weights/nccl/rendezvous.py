@@ -1,7 +1,7 @@
-"""Where the two ends of a cell find each other: the trainer listens, a replica comes, says who it is and gets the id.
+"""How the two ends of a channel find each other: the trainer listens, a replica connects, names itself, gets the id.
 
-The endpoint, `host:port/token`, goes to the replicas over the plane's own stream; who does not know the token is
-turned away. All that passes here is one frame each way.
+The endpoint, `host:port/token`, goes to the replicas over the coordinator's own stream; a peer without the token is
+refused. One frame travels each way.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _HELLO_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guest:
-    """A replica's end that waits for its answer."""
+class WaitingPeer:
+    """The connection of a replica's end that waits for its answer."""
 
     facts: Facts
     _writer: asyncio.StreamWriter
 
     async def answer(self, unique_id: bytes) -> None:
         """Let it join. Raises UnavailableError when it is gone."""
-        await self._say(unique_id=unique_id.hex())
+        await self._send(unique_id=unique_id.hex())
 
     async def refuse(self, error: MeshError) -> None:
-        """Tell it why not."""
+        """Send it the reason."""
         with contextlib.suppress(UnavailableError):
-            await self._say(code=error.code, refused=str(error))
+            await self._send(code=error.code, refused=str(error))
 
     def leave(self) -> None:
-        """Hang up; idempotent."""
+        """Close the connection; idempotent."""
         self._writer.close()
 
-    async def _say(self, **frame: Any) -> None:
+    async def _send(self, **frame: Any) -> None:
         try:
             self._writer.write(messages.pack(frame))
             await self._writer.drain()
@@ -52,19 +52,19 @@ class Guest:
             self._writer.close()
 
 
-class Meetings:
-    """The trainer's side: one listening socket for all cells."""
+class Rendezvous:
+    """The trainer's side: one listening socket for all channels."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
         self._token = secrets.token_hex(16)
-        self._expected: dict[str, asyncio.Future[Guest | None]] = {}
+        self._expected: dict[str, asyncio.Future[WaitingPeer | None]] = {}
         self._callers: set[asyncio.StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> str:
         """The endpoint. Raises ConfigError when it cannot be had."""
         try:
-            self._server = await asyncio.start_server(self._greet, host, port)
+            self._server = await asyncio.start_server(self._accept, host, port)
         except OSError as error:
             raise ConfigError(
                 f"weights.host/port: cannot listen on {host}:{port} ({error.strerror})"
@@ -72,29 +72,29 @@ class Meetings:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}/{self._token}"
 
     def expect(self, prefix: str) -> None:
-        """From now on the other end of the cell `prefix` is let in, once."""
+        """From now on the other end of the channel `prefix` is accepted, once."""
         self._expected[prefix] = asyncio.get_running_loop().create_future()
 
-    async def meet(self, prefix: str) -> Guest:
-        """Wait for it; the caller has the deadline. Raises UnavailableError once the cell is forgotten."""
+    async def wait_for(self, prefix: str) -> WaitingPeer:
+        """The other end, once it connects; the caller has the deadline. Raises UnavailableError after `forget`."""
         expected = self._expected.get(prefix)
-        guest = await asyncio.shield(expected) if expected is not None else None
-        if guest is None:
-            raise UnavailableError("it was given up")
-        return guest
+        peer = await asyncio.shield(expected) if expected is not None else None
+        if peer is None:
+            raise UnavailableError("it was aborted")
+        return peer
 
     def forget(self, prefix: str) -> None:
-        """The cell is over; idempotent."""
+        """The channel is over; idempotent."""
         expected = self._expected.pop(prefix, None)
         if expected is None:
             return
         if not expected.done():
             expected.set_result(None)
-        elif (guest := expected.result()) is not None:
-            guest.leave()
+        elif (peer := expected.result()) is not None:
+            peer.leave()
 
     async def close(self) -> None:
-        """Stop listening, hang up on who waits; idempotent."""
+        """Stop listening, disconnect all peers; idempotent."""
         for prefix in list(self._expected):
             self.forget(prefix)
         for writer in self._callers:
@@ -103,7 +103,7 @@ class Meetings:
             self._server.close()
             await self._server.wait_closed()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._callers.add(writer)
         try:
             async with asyncio.timeout(_HELLO_S):
@@ -112,24 +112,24 @@ class Meetings:
                 raise UnavailableError("it does not know the token")
             expected = self._expected.get(str(hello.get("prefix")))
             if expected is None or expected.done():
-                raise UnavailableError(f"nobody expects weight cell {hello.get('prefix')}")
+                raise UnavailableError(f"nobody expects weight channel {hello.get('prefix')}")
             facts = Facts(library=str(hello.get("library")), version=str(hello.get("version")))
-            expected.set_result(Guest(facts=facts, _writer=writer))
-            # Its connection stays until it is answered; whoever expects it has a deadline.
+            expected.set_result(WaitingPeer(facts=facts, _writer=writer))
+            # The connection stays open until it is answered; the caller of `wait_for` has a deadline.
             await writer.wait_closed()
         except (MeshError, TimeoutError, OSError) as error:
-            logger.warning("somebody was turned away at the weight carrier's door: %s", error)
+            logger.warning("a connection to the weight carrier was refused: %s", error)
         finally:
             self._callers.discard(writer)
             writer.close()
 
 
-async def knock(endpoint: str, prefix: str, facts: Facts) -> bytes:
+async def connect(endpoint: str, prefix: str, facts: Facts) -> bytes:
     """The replica's side: the unique id, bytes[128]; the caller has the deadline.
 
     Raises:
-        UnavailableError: nobody is there, or the trainer's end gave the cell up.
-        MeshError: what the trainer's end refuses it for.
+        UnavailableError: nobody listens, or the trainer's end aborted the channel.
+        MeshError: the reason why the trainer's end refuses.
     """
     address, _, token = endpoint.partition("/")
     host, _, port = address.rpartition(":")
@@ -137,7 +137,7 @@ async def knock(endpoint: str, prefix: str, facts: Facts) -> bytes:
         reader, writer = await asyncio.open_connection(host, int(port))
     except (OSError, ValueError) as error:
         raise UnavailableError(
-            f"no trainer's end of the weight cell at {address}: {error}"
+            f"no trainer's end of the weight channel at {address}: {error}"
         ) from error
     try:
         writer.write(messages.pack({"token": token, "prefix": prefix, **asdict(facts)}))
@@ -145,13 +145,15 @@ async def knock(endpoint: str, prefix: str, facts: Facts) -> bytes:
     finally:
         writer.close()
     if answer is None:
-        raise UnavailableError(f"the trainer's end of weight cell {prefix} hung up")
+        raise UnavailableError(
+            f"the trainer's end of weight channel {prefix} closed the connection"
+        )
     if "refused" in answer:
         raise from_detail(answer["code"], answer["refused"], {})
     return bytes.fromhex(answer["unique_id"])
 
 
-def check_alike(trainer: Facts, replica: Facts) -> None:
+def check_same_nccl(trainer: Facts, replica: Facts) -> None:
     """Raises ConfigError unless both can be ranks of one communicator."""
     if trainer.library != replica.library:
         raise ConfigError(
@@ -159,6 +161,6 @@ def check_alike(trainer: Facts, replica: Facts) -> None:
         )
     if trainer.version != replica.version:
         raise ConfigError(
-            f"the trainer speaks NCCL {trainer.version}, the replica {replica.version}, and all ranks need the "
+            f"the trainer has NCCL {trainer.version}, the replica {replica.version}, and all ranks need the "
             "identical one: give both the same libnccl.so.2 (weights.nccl.env: LD_PRELOAD)"
         )

@@ -1,4 +1,4 @@
-"""Rank 0 of a communicator whose other ranks are an inference server's own: what broadcasts straight into engines."""
+"""Rank 0 of a communicator whose other ranks are an inference server's own: broadcasts straight into engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def build(options: Mapping[str, object]) -> Root:
 
 
 class Root:
-    """Satisfies `meshrl.rollout.engines._vllm.native.Root`: one process, one communicator, no second life."""
+    """Satisfies `meshrl.rollout.engines._vllm.native.Root`: one process, one communicator, used once."""
 
     def __init__(self, config: NcclConfig) -> None:
         self._process = NcclProcess(config)
@@ -37,7 +37,7 @@ class Root:
         return await self._process.unique_id()
 
     async def join(self, size: int, unique_id: bytes, deadline_s: float) -> None:
-        """Meet the server's ranks and warm up with them; the process is killed past the deadline."""
+        """Join the server's ranks and warm up with them; the process is killed past the deadline."""
         await self._process.join(size, unique_id, 0, deadline_s)
 
     async def broadcast(self, parts: Sequence[Uint8], deadline_s: float) -> None:
@@ -52,5 +52,5 @@ class Root:
         self._process.kill()
 
     async def close(self) -> None:
-        """Have it abort the communicator and end; idempotent."""
+        """Let it abort the communicator and end; idempotent."""
         await self._process.leave()

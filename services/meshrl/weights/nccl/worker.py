@@ -1,8 +1,8 @@
 """The NCCL process: `python -m meshrl.weights.nccl.worker`, started by `process.NcclProcess` only.
 
 Answers one frame after the other on an inherited socket, and moves bytes through inherited shared memory. It ends
-when the socket does, when its parent dies (the kernel sees to that), and after its first failure: it aborts, says
-what went wrong, and exits without running any destructor. Blocked inside NCCL it does none of this, and is killed.
+when the socket does, when its parent dies (the kernel sees to that), and after its first failure: it aborts, reports
+the error, and exits without running any destructor. Blocked inside NCCL it cannot do this, and is killed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LEAVE_S = 1.0
 
 
 def main() -> NoReturn:
-    """Serve until the parent hangs up."""
+    """Serve until the parent closes the socket."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--memory", type=int, required=True)
@@ -63,31 +63,31 @@ def _serve(
                     rank.broadcast(**frame)
             connection.sendall(pack(answer))
         rank.abort()
-    except Exception as error:  # whatever cupy, NCCL or CUDA raise: told to the parent, and the end
-        failure = _in_our_words(error)
-        with contextlib.suppress(Exception):  # the first failure is the one to tell
+    except Exception as error:  # from cupy, NCCL or CUDA: reported to the parent, then exit
+        failure = _as_mesh_error(error)
+        with contextlib.suppress(Exception):  # only the first failure is reported
             if rank is not None:
                 rank.abort()
-        with contextlib.suppress(OSError):  # the parent is gone, and this process with it
+        with contextlib.suppress(OSError):  # the parent is dead
             connection.sendall(pack({"code": failure.code, "failed": str(failure)}))
         return 1
     return 0
 
 
-def _in_our_words(error: Exception) -> MeshError:
+def _as_mesh_error(error: Exception) -> MeshError:
     if isinstance(error, MeshError):
         return error
     if isinstance(error, RuntimeError):  # NcclError, CUDARuntimeError
         return UnavailableError(str(error).splitlines()[0] if str(error) else repr(error))
     if isinstance(
         error, KeyError
-    ):  # cupy has no word for some results of NCCL: 7 is ncclInProgress
+    ):  # cupy has no name for some results of NCCL: 7 is ncclInProgress
         return UnavailableError(f"NCCL result {error}, which cupy does not know")
     return InfraError(repr(error))
 
 
 def _listen(connection: socket.socket, inbox: queue.SimpleQueue[Frame | None]) -> None:
-    """In a thread of its own, so that the end of the parent is noticed while the other one is inside NCCL."""
+    """Runs in a thread of its own, to notice the parent's end while the main thread is inside NCCL."""
     try:
         while (frame := receive(connection)) is not None:
             inbox.put(frame)

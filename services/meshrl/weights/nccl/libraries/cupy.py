@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from meshrl.contract.errors import ConfigError
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
-from meshrl.weights.nccl.versions import dotted, loaded_nccl
+from meshrl.weights.nccl.library import dotted, loaded_nccl
 
 if importlib.util.find_spec("torch") is not None:
     import torch.cuda.nccl  # before cupy: whose libnccl comes first is everybody's

@@ -1,4 +1,4 @@
-"""Increasing indices as bytes: the unchanged words before each changed one.
+"""Increasing indices as bytes: gaps (the unchanged words before each changed one), or a bitmap.
 
 A gap g is g // 255 bytes of 255 and one of g % 255. Changes that fall independently make a byte of 255 as likely
 after another as at first, so the bytes keep their entropy however wide the gaps are, and decode by one sum.
@@ -18,6 +18,9 @@ from meshrl.contract.types import Uint8
 _FULL: Final = 255
 _PIECE: Final = 1 << 15
 """Gaps decoded at once: what they reach, and what is computed of them, stays in a cache."""
+
+_BITMAP_PIECE: Final = 1 << 14
+"""Bytes of a bitmap that are unpacked at once."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -51,6 +54,25 @@ def indices_of(gaps: Uint8, words: int) -> Iterator[Indices]:
         at = at[piece != _FULL]
         at += np.arange(len(at))
         base += len(at)
+        if len(at):
+            if at[-1] >= words:
+                raise CorruptError(f"patch: word {at[-1]} of a bucket of {words} words")
+            yield at
+
+
+def bitmap_of(gaps: Uint8, words: int) -> Uint8:
+    """The same indices as bits of `words` words, lowest bit first."""
+    bits = np.zeros(words, dtype=np.bool_)
+    for at in indices_of(gaps, words):
+        bits[at] = True
+    return np.packbits(bits, bitorder="little")
+
+
+def indices_in_bitmap(bitmap: Uint8, words: int) -> Iterator[Indices]:
+    """The indices of the set bits, piece by piece. Raises CorruptError for one of `words` or more."""
+    for start in range(0, len(bitmap), _BITMAP_PIECE):
+        bits = np.unpackbits(bitmap[start : start + _BITMAP_PIECE], bitorder="little")
+        at = np.flatnonzero(bits.view(np.bool_)) + 8 * start
         if len(at):
             if at[-1] >= words:
                 raise CorruptError(f"patch: word {at[-1]} of a bucket of {words} words")

@@ -1,4 +1,4 @@
-"""The weight plane over a real gRPC server, on every carrier: a plane and its agents in one process."""
+"""The weight plane over a real gRPC server, on every carrier: coordinator and replica controllers in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshrl.contract.errors import ConflictError
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
-from meshrl.weights.carrier import Place
+from meshrl.weights.carrier import RunPaths
 from meshrl.weights.fleet import ReplicaState, fetch_fleet
 
 from ..waiting import until
@@ -78,7 +78,7 @@ class Carrier:
     def __init__(self, config, place): ...
     async def listen(self): return "nowhere"
     async def stage(self, source): ...
-    def cell(self, link): return Cell()
+    def channel(self, link): return Cell()
     async def close(self): ...
 
 
@@ -102,7 +102,7 @@ async def test_auto_takes_the_next_carrier_when_one_failed_twice(
         engine = fleet.join("one")
         await fleet.carry(fleet.source(0))
         await until(lambda: fleet.published == [Version(1, 0)])
-        (view,) = fleet.plane.fleet().replicas
+        (view,) = fleet.coordinator.fleet().replicas
         assert (view.carrier, view.generation) == ("shm", 3)
         assert engine.hashes == fleet.source(0).manifest.bucket_hashes
 
@@ -125,11 +125,11 @@ async def test_a_queue_that_refuses_a_version_is_reported_to_the_trainer(tmp_pat
         async def refuse(version: Version) -> None:
             raise ConflictError(f"no {version}")
 
-        fleet.plane._on_committed = refuse
+        fleet.coordinator._on_committed = refuse
         await fleet.joined("one")
-        await fleet.plane.publish(fleet.source(0))
+        await fleet.coordinator.publish(fleet.source(0))
         with pytest.raises(ConflictError, match=r"no 1\.0"):
-            await fleet.plane.drained()
+            await fleet.coordinator.drained()
 
 
 async def test_fleet_lists_the_replicas_over_the_wire(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ async def test_fleet_lists_the_replicas_over_the_wire(tmp_path: Path) -> None:
         await fleet.joined("one")
         await fleet.carry(fleet.source(3))
         fleet_view = await fetch_fleet(f"127.0.0.1:{fleet.port}", 10.0)
-        assert fleet_view == fleet.plane.fleet()
+        assert fleet_view == fleet.coordinator.fleet()
         assert (fleet_view.committed, fleet_view.proposed) == (Version(1, 3), None)
         (one,) = fleet_view.replicas
         assert (one.name, one.state) == ("one", ReplicaState.SERVING)
@@ -151,9 +151,9 @@ async def test_the_disk_carrier_keeps_two_versions_that_safetensors_reads(tmp_pa
     model.mkdir()
     (model / "config.json").write_text("{}")
     async with opened("disk", tmp_path) as fleet:
-        await fleet.close_plane()
-        fleet.place = Place(directory=tmp_path, model_path=model)
-        await fleet.open_plane()
+        await fleet.close_coordinator()
+        fleet.paths = RunPaths(directory=tmp_path, model_path=model)
+        await fleet.open_coordinator()
         fleet.join("one")
         for step in range(4):
             await fleet.carry(fleet.source(step))

@@ -19,12 +19,12 @@ from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import Uint8, Version
 from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.testing.weights import StubSource
-from meshrl.weights.carrier import Link, Place, load_carrier
+from meshrl.weights.carrier import Link, RunPaths, load_carrier
 from meshrl.weights.carriers.nccl import Carrier, NcclChannel
 from meshrl.weights.nccl import messages
+from meshrl.weights.nccl.library import dotted, loaded_nccl
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
-from meshrl.weights.nccl.rendezvous import knock
-from meshrl.weights.nccl.versions import dotted, loaded_nccl
+from meshrl.weights.nccl.rendezvous import connect
 
 AMPLE_S = 60.0
 """A deadline that is not what ends a test."""
@@ -39,23 +39,23 @@ class Ends:
     """A trainer's and a replica's carrier, with a library each."""
 
     def __init__(self, trainer: dict[str, Any], replica: dict[str, Any], base_s: float) -> None:
-        place = Place(directory=Path())
+        paths = RunPaths(directory=Path())
         self.carriers = [
-            Carrier(WeightsConfig.model_validate({"nccl": each, "base_s": base_s}), place)
+            Carrier(WeightsConfig.model_validate({"nccl": each, "base_s": base_s}), paths)
             for each in (trainer, replica)
         ]
         self.endpoint = ""
         self.generation = 0
-        self.cells: list[NcclChannel] = []
+        self.channels: list[NcclChannel] = []
 
     def pair(self) -> tuple[NcclChannel, NcclChannel]:
-        """Both ends of a cell of the next generation."""
+        """Both ends of a channel of the next generation."""
         self.generation += 1
         about = {"run": "run", "epoch": 1, "generation": self.generation, "endpoint": self.endpoint}
         first, second = (
-            carrier.cell(Link(**about, rank=rank)) for rank, carrier in enumerate(self.carriers)
+            carrier.channel(Link(**about, rank=rank)) for rank, carrier in enumerate(self.carriers)
         )
-        self.cells += [first, second]
+        self.channels += [first, second]
         return first, second
 
     async def opened(self, deadline_s: float = AMPLE_S) -> tuple[NcclChannel, NcclChannel]:
@@ -65,7 +65,7 @@ class Ends:
 
     @property
     def pids(self) -> list[int]:
-        processes = [cell._process for cell in self.cells]
+        processes = [channel._process for channel in self.channels]
         return [process.pid for process in processes if process and process.pid]
 
 
@@ -91,31 +91,31 @@ async def make() -> AsyncIterator[Any]:
     yield ends
     for each in made:
         pids = each.pids
-        for cell in each.cells:
-            await cell.close()
+        for channel in each.channels:
+            await channel.close()
         for carrier in each.carriers:
             await carrier.close()
         assert [pid for pid in pids if exists(pid)] == []
 
 
-async def carry(cells: tuple[NcclChannel, NcclChannel], source: StubSource, index: int) -> Uint8:
+async def carry(channels: tuple[NcclChannel, NcclChannel], source: StubSource, index: int) -> Uint8:
     into = np.empty(source.manifest.bucket_bytes[index], dtype=np.uint8)
     await asyncio.gather(
-        cells[0].send(source.manifest, index, source.bucket(index)),
-        cells[1].receive(source.manifest, index, into),
+        channels[0].send(source.manifest, index, source.bucket(index)),
+        channels[1].receive(source.manifest, index, into),
     )
     return into
 
 
 async def failures(
-    cells: tuple[NcclChannel, NcclChannel], source: StubSource, index: int
+    channels: tuple[NcclChannel, NcclChannel], source: StubSource, index: int
 ) -> list[str]:
     """What both ends say of a bucket that fails at both."""
     manifest = source.manifest
     into = np.empty(manifest.bucket_bytes[index], dtype=np.uint8)
     said = await asyncio.gather(
-        cells[0].send(manifest, index, source.bucket(index)),
-        cells[1].receive(manifest, index, into),
+        channels[0].send(manifest, index, source.bucket(index)),
+        channels[1].receive(manifest, index, into),
         return_exceptions=True,
     )
     assert all(isinstance(each, UnavailableError) for each in said), said
@@ -123,18 +123,18 @@ async def failures(
 
 
 async def test_versions_with_buckets_of_any_size_arrive_byte_by_byte(make: Any) -> None:
-    cells = await (await make()).opened()
+    channels = await (await make()).opened()
     for step, nbytes in enumerate((1 << 16, 5 << 20, 1 << 10)):  # memory grows, and is kept
         source = StubSource("run", Version(1, step), bucket_bytes=nbytes)
         for index in range(4):
-            assert np.array_equal(await carry(cells, source, index), source.bucket(index))
+            assert np.array_equal(await carry(channels, source, index), source.bucket(index))
 
 
 async def test_a_bucket_is_sent_again_in_the_same_cell(make: Any) -> None:
-    cells = await (await make()).opened()
+    channels = await (await make()).opened()
     source = StubSource("run", Version(1, 0))
     for index in (0, 1, 0):
-        assert np.array_equal(await carry(cells, source, index), source.bucket(index))
+        assert np.array_equal(await carry(channels, source, index), source.bucket(index))
 
 
 async def test_a_generation_after_a_failed_one_has_processes_and_a_communicator_of_its_own(
@@ -142,13 +142,13 @@ async def test_a_generation_after_a_failed_one_has_processes_and_a_communicator_
 ) -> None:
     ends = await make()
     source = StubSource("run", Version(1, 0))
-    cells = await ends.opened()
+    channels = await ends.opened()
     before = list(ends.pids)
     os.kill(before[1], signal.SIGKILL)
     # The sender may be through before the receiver's process is missed: only the receiver is sure to fail.
-    sending = asyncio.ensure_future(cells[0].send(source.manifest, 0, source.bucket(0)))
+    sending = asyncio.ensure_future(channels[0].send(source.manifest, 0, source.bucket(0)))
     with pytest.raises(UnavailableError, match="SIGKILL"):
-        await cells[1].receive(source.manifest, 0, source.bucket(0).copy())
+        await channels[1].receive(source.manifest, 0, source.bucket(0).copy())
     await asyncio.gather(sending, return_exceptions=True)
     again = await ends.opened()
     assert not set(before) & set(ends.pids[2:])
@@ -192,8 +192,8 @@ async def test_a_process_that_hangs_while_it_joins_is_killed_at_the_deadline(
     first, second = ends.pair()
     said = await asyncio.gather(first.open(1.5), second.open(1.5), return_exceptions=True)
     assert all(isinstance(each, UnavailableError) for each in said), said
-    for cell in (first, second):
-        assert cell._process is not None and not cell._process.alive
+    for channel in (first, second):
+        assert channel._process is not None and not channel._process.alive
 
 
 async def test_a_replica_that_does_not_come_is_waited_for_until_the_deadline(make: Any) -> None:
@@ -208,24 +208,24 @@ async def test_a_broadcast_that_hangs_ends_at_the_deadline_of_its_bucket_at_both
 ) -> None:
     hangs, waits = {"faults": [{"at": "middle", "do": "hang"}], "deaf": True}, {"deaf": True}
     ends = await make(*([hangs, waits] if end == 0 else [waits, hangs]), base_s=1.0)
-    cells = await ends.opened()
+    channels = await ends.opened()
     # So much that rank 0 is not through before the other.
     source = StubSource("run", Version(1, 0), bucket_bytes=16 << 20)
-    said = await failures(cells, source, 0)
+    said = await failures(channels, source, 0)
     # Said by the process itself, or on a busy machine by its parent, which kills it a little later.
     assert any("was not through in" in each or "no progress" in each for each in said), said
 
 
 async def test_an_error_that_nccl_reports_is_known_long_before_the_deadline(make: Any) -> None:
-    cells = await (await make({"faults": [{"at": "bucket", "nth": 2, "do": "error"}]})).opened()
+    channels = await (await make({"faults": [{"at": "bucket", "nth": 2, "do": "error"}]})).opened()
     source = StubSource("run", Version(1, 0))
-    assert np.array_equal(await carry(cells, source, 0), source.bucket(0))
-    said = await failures(cells, source, 1)
+    assert np.array_equal(await carry(channels, source, 0), source.bucket(0))
+    said = await failures(channels, source, 1)
     assert "NCCL_ERROR_SYSTEM_ERROR: on request" in said[0]
     assert "NCCL_ERROR_REMOTE_ERROR" in said[1]
 
 
-async def test_giving_a_cell_up_wakes_whoever_waits_in_it(make: Any) -> None:
+async def test_giving_a_channel_up_wakes_whoever_waits_in_it(make: Any) -> None:
     first, second = await (await make()).opened()
     source = StubSource("run", Version(1, 0), bucket_bytes=16 << 20)  # rank 0 waits for the other
     sending = asyncio.create_task(first.send(source.manifest, 0, source.bucket(0)))
@@ -241,7 +241,7 @@ async def test_giving_a_cell_up_wakes_whoever_waits_in_it(make: Any) -> None:
     await second.close()
 
 
-async def test_a_cell_that_is_given_up_while_it_opens_leaves_no_process(make: Any) -> None:
+async def test_a_channel_that_is_given_up_while_it_opens_leaves_no_process(make: Any) -> None:
     first, _ = (await make()).pair()
     opening = asyncio.create_task(first.open(AMPLE_S))
     await asyncio.sleep(0)
@@ -302,9 +302,9 @@ async def test_strangers_are_turned_away(make: Any) -> None:
     facts = Facts(library="stub", version="2.30.7")
     address, _, token = ends.endpoint.partition("/")
     with pytest.raises(UnavailableError, match="hung up"):
-        await knock(f"{address}/guess", "run/e1/g1", facts)
+        await connect(f"{address}/guess", "run/e1/g1", facts)
     with pytest.raises(UnavailableError, match="hung up"):
-        await knock(f"{address}/{token}", "run/e1/g7", facts)
+        await connect(f"{address}/{token}", "run/e1/g7", facts)
     host, _, port = address.partition(":")
     for junk in (b"GET / HTTP/1.1\r\n\r\n", messages.pack({"token": None}), b"\x02\0\0\0[]"):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -328,15 +328,15 @@ def test_a_nccl_that_does_not_block_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     config = WeightsConfig.model_validate({"carrier": "nccl", "nccl": {"library": "stub"}})
     with pytest.raises(ConfigError, match="NCCL_COMM_BLOCKING=0 is set"):
-        load_carrier(config, Place(directory=Path()))
+        load_carrier(config, RunPaths(directory=Path()))
     own = {"library": "stub", "env": {"NCCL_COMM_BLOCKING": "1"}}
-    Carrier(WeightsConfig.model_validate({"nccl": own}), Place(directory=Path()))
+    Carrier(WeightsConfig.model_validate({"nccl": own}), RunPaths(directory=Path()))
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("cupy")), reason="cupy is installed here")
 def test_without_cupy_the_carrier_says_what_to_install_in_one_line() -> None:
     with pytest.raises(ConfigError) as failure:
-        load_carrier(WeightsConfig(carrier="nccl"), Place(directory=Path()))
+        load_carrier(WeightsConfig(carrier="nccl"), RunPaths(directory=Path()))
     assert "pip install 'meshrl[nccl]'" in str(failure.value)
     assert "\n" not in str(failure.value)
 

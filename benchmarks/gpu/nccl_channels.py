@@ -1,6 +1,6 @@
-"""What a cell of the `nccl` carrier does on real GPUs: joining, bytes, deadlines, deaths, and how fast it comes back.
+"""What a channel of the `nccl` carrier does on real GPUs: joining, bytes, deadlines, deaths, recovery time.
 
-    python benchmarks/gpu/nccl_cells.py [--mib 256] [--buckets 8] [--rounds 5] [--deadline 10] [--library stub]
+    python benchmarks/gpu/nccl_channels.py [--mib 256] [--buckets 8] [--rounds 5] [--deadline 10] [--library stub]
 
 Two GPUs or more: a rank on each of the first two. One GPU: both ranks on it, which NCCL permits from 2.30 on with
 NCCL_MULTI_RANK_GPU_ENABLE=1 (experimental). Without a GPU it says why it is skipped; `--library stub` rehearses the
@@ -36,7 +36,7 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Version
 from meshrl.testing.weights import StubSource
-from meshrl.weights.carrier import Link, Place
+from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.carriers.nccl import Carrier, NcclChannel
 from meshrl.weights.nccl.process import NcclProcess
 
@@ -48,15 +48,15 @@ Cells = tuple[NcclChannel, NcclChannel]
 
 
 class Bench:
-    """Both carriers of one machine, and cells of one generation after the other."""
+    """Both carriers of one machine, and channels of one generation after the other."""
 
     def __init__(
         self, library: str, devices: tuple[int, int], env: dict[str, str], deadline_s: float
     ) -> None:
-        place = Place(directory=Path())
+        paths = RunPaths(directory=Path())
         self.deadline_s = deadline_s
         self._carriers = [
-            Carrier(WeightsConfig.model_validate(self._config(library, device, env)), place)
+            Carrier(WeightsConfig.model_validate(self._config(library, device, env)), paths)
             for device in devices
         ]
         self._endpoint = ""
@@ -76,7 +76,7 @@ class Bench:
     async def open(self) -> tuple[Cells, float]:
         self._generation += 1
         first, second = (
-            carrier.cell(
+            carrier.channel(
                 Link(
                     run="bench",
                     epoch=1,
@@ -105,18 +105,18 @@ class Bench:
             await carrier.close()
 
 
-async def carry(cells: Cells, source: StubSource) -> tuple[bool, float]:
+async def carry(channels: Cells, source: StubSource) -> tuple[bool, float]:
     """One version: whether every byte arrived, and the seconds that it took."""
     into = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
     indices = range(len(into))
 
     async def send() -> None:
         for index in indices:
-            await cells[0].send(source.manifest, index, source.bucket(index))
+            await channels[0].send(source.manifest, index, source.bucket(index))
 
     async def receive() -> None:
         for index in indices:
-            await cells[1].receive(source.manifest, index, into[index])
+            await channels[1].receive(source.manifest, index, into[index])
 
     began = time.perf_counter()
     await asyncio.gather(send(), receive())
@@ -125,12 +125,12 @@ async def carry(cells: Cells, source: StubSource) -> tuple[bool, float]:
 
 
 async def unanswered(
-    cell: NcclChannel, source: StubSource, deadline_s: float
+    channel: NcclChannel, source: StubSource, deadline_s: float
 ) -> dict[str, float | str]:
     """A broadcast that the other rank does not take part in."""
     began = time.perf_counter()
     try:
-        await cell.send(source.manifest, 0, source.bucket(0))
+        await channel.send(source.manifest, 0, source.bucket(0))
     except MeshError as error:
         said = str(error)
     else:
@@ -139,9 +139,9 @@ async def unanswered(
     return {"allowed": allowed, "took": time.perf_counter() - began, "said": said}
 
 
-async def killed(cells: Cells, source: StubSource) -> dict[str, float]:
-    """SIGKILL of rank 1 while rank 0 broadcasts; its end tells the plane, which gives rank 0 up."""
-    first, second = cells
+async def killed(channels: Cells, source: StubSource) -> dict[str, float]:
+    """SIGKILL of rank 1 while rank 0 broadcasts; its end tells the coordinator, which gives rank 0 up."""
+    first, second = channels
     into = np.empty(source.manifest.bucket_bytes[0], dtype=np.uint8)
     sending = asyncio.create_task(first.send(source.manifest, 0, source.bucket(0)))
     began = time.perf_counter()
@@ -159,20 +159,20 @@ async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     nbytes = args.mib << 20
     source = StubSource("bench", Version(1, 0), buckets=args.buckets, bucket_bytes=nbytes)
     await bench.start()
-    cells, open_s = await bench.open()
-    await carry(cells, source)  # pins memory, sets up NCCL's channels
-    rounds = [await carry(cells, source) for _ in range(args.rounds)]
+    channels, open_s = await bench.open()
+    await carry(channels, source)  # pins memory, sets up NCCL's channels
+    rounds = [await carry(channels, source) for _ in range(args.rounds)]
     seconds = statistics.median(took for _, took in rounds)
     await bench.spares()
-    deadline = await unanswered(cells[0], source, bench.deadline_s)
-    await asyncio.gather(*(cell.close() for cell in cells))
-    cells, _ = await bench.open()
-    await carry(cells, source)
+    deadline = await unanswered(channels[0], source, bench.deadline_s)
+    await asyncio.gather(*(channel.close() for channel in channels))
+    channels, _ = await bench.open()
+    await carry(channels, source)
     await bench.spares()
-    death = await killed(cells, source)
-    cells, rebuilt_s = await bench.open()
-    exact, _ = await carry(cells, source)
-    await asyncio.gather(*(cell.close() for cell in cells))
+    death = await killed(channels, source)
+    channels, rebuilt_s = await bench.open()
+    exact, _ = await carry(channels, source)
+    await asyncio.gather(*(channel.close() for channel in channels))
     return {
         "open_s": open_s,
         "exact": exact and all(same for same, _ in rounds),
@@ -222,7 +222,7 @@ async def main() -> None:
     parser.add_argument("--library", default="cupy", choices=["cupy", "stub"])
     args = parser.parse_args()
     gpus = devices()
-    about = {"benchmark": "nccl_cells", "library": args.library, "gpus": gpus}
+    about = {"benchmark": "nccl_channels", "library": args.library, "gpus": gpus}
     if reason := await reason_to_skip(args.library, gpus):
         print(f"skipped: {reason}", file=sys.stderr)
         print(json.dumps({**about, "skipped": reason}))
