@@ -177,5 +177,10 @@ bench-weights: venv
 bench-time-to-accuracy: venv venv-peer-trl
 	$(BIN)/python benchmarks/time_to_accuracy.py
 
+# Seconds from the command to the first trained step, under `meshrl up` and under TRL.
+.PHONY: bench-startup
+bench-startup: venv venv-peer-trl
+	$(BIN)/python benchmarks/startup.py
+
 clean:
 	rm -rf $(VENV) .venv-vllm .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
