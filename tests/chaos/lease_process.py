@@ -1,7 +1,7 @@
-"""A worker as a process of its own: it leases rows and does with them what lines on stdin say.
+"""A worker process that leases rows and obeys lines on stdin.
 
-`busy S` keeps its event loop from running for S seconds, `write` answers all rows. It says `holds N` when it has
-leased, `written N lost M` after a write. With --hung, its loop is thought dead after so many seconds.
+`busy S` keeps its event loop from running for S seconds, `write` answers all rows. It prints `holds N` after
+leasing and `written N lost M` after a write. With --hung S, its event loop counts as hanging after S seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ async def work(options: argparse.Namespace) -> None:
 
     async with QueueClient(options.queue, retry_s=60) as queue:
         loop = StageWorker(
-            *(queue, [RUN], ROLLOUT_STAGE, handle),
+            queue,
+            [RUN],
+            ROLLOUT_STAGE,
+            handle,
             worker="w",
             limit=options.rows,
             rows_per_call=options.rows,
@@ -58,6 +61,6 @@ if __name__ == "__main__":
     parser.add_argument("--queue", required=True)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--hung", type=float, default=lease_renewer.HUNG_S)
-    given = parser.parse_args()
-    lease_renewer.HUNG_S = given.hung  # type: ignore[misc]
-    asyncio.run(work(given))
+    options = parser.parse_args()
+    lease_renewer.HUNG_S = options.hung  # type: ignore[misc]
+    asyncio.run(work(options))

@@ -1,4 +1,4 @@
-"""Leases of a few seconds: a dead worker's rows move at once, a stopped one's soon, and a busy machine costs none."""
+"""Leases of a few seconds: rows of a dead worker move at once, of a stopped one soon, of a busy one never."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ HOST = Path(__file__).parents[1] / "integration" / "client" / "queue_host.py"
 
 
 class Process:
-    """A child that answers a line with a line."""
+    """A process that answers a line with a line."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
 
-    async def said(self) -> str:
+    async def read(self) -> str:
         assert self._process.stdout is not None
         async with asyncio.timeout(60):
             return (await self._process.stdout.readline()).decode().strip()
@@ -49,7 +49,7 @@ class Process:
 
 
 @asynccontextmanager
-async def child(*command: object) -> AsyncIterator[Process]:
+async def running(*command: object) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *map(str, command)),
         stdin=asyncio.subprocess.PIPE,
@@ -67,23 +67,23 @@ async def child(*command: object) -> AsyncIterator[Process]:
 async def held_by_a_process(
     actors: Actors, address: str, *options: object, **changes: Any
 ) -> AsyncIterator[Process]:
-    """Rows of two groups, all of them held by a worker elsewhere. A second attempt of any would be its last."""
+    """Rows of two groups, all held by a worker process. A second attempt of a row would be its last."""
     await actors.start(spec(**{"lease_ttl_s": TTL_S, "max_attempts": 2, **changes}))
     await actors.feed(tasks(GROUPS))
     module = ("-m", "tests.chaos.lease_process")
-    async with child(*module, "--queue", address, "--rows", ROWS, *options) as process:
-        assert await process.said() == f"holds {ROWS}"
+    async with running(*module, "--queue", address, "--rows", ROWS, *options) as process:
+        assert await process.read() == f"holds {ROWS}"
         yield process
 
 
-async def nobody_else_gets_a_row(actors: Actors, wait_s: float) -> None:
+async def no_other_worker_gets_a_row(actors: Actors, wait_s: float) -> None:
     with pytest.raises(WaitTimeoutError):
         await actors.lease(worker="other", wait_s=wait_s)
 
 
-async def all_are_written_by(worker: Process) -> None:
-    worker.tell("write")
-    assert await worker.said() == f"written {ROWS} lost 0"
+async def assert_writes_all(worker: Process) -> None:
+    worker.send("write")
+    assert await worker.read() == f"written {ROWS} lost 0"
 
 
 @pytest.fixture
@@ -117,9 +117,9 @@ async def test_rows_of_a_stopped_worker_move_and_what_it_writes_late_is_refused(
     async with held_by_a_process(actors, address) as worker:
         worker.signal(signal.SIGSTOP)
         moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
-        worker.tell("write")
+        worker.send("write")
         worker.signal(signal.SIGCONT)
-        assert await worker.said() == f"written 0 lost {ROWS}"
+        assert await worker.read() == f"written 0 lost {ROWS}"
         assert await actors.resident() == {"leased": ROWS}
         await actors.write(moved)
     ledger = await actors.ledger()
@@ -128,52 +128,52 @@ async def test_rows_of_a_stopped_worker_move_and_what_it_writes_late_is_refused(
 
 async def test_a_busy_worker_keeps_its_rows(actors: Actors, address: str) -> None:
     async with held_by_a_process(actors, address, max_attempts=1) as worker:
-        worker.tell(f"busy {4 * TTL_S}")
-        await nobody_else_gets_a_row(actors, 3 * TTL_S)
-        assert await worker.said() == "idle"
-        await all_are_written_by(worker)
+        worker.send(f"busy {4 * TTL_S}")
+        await no_other_worker_gets_a_row(actors, 3 * TTL_S)
+        assert await worker.read() == "idle"
+        await assert_writes_all(worker)
     ledger = await actors.ledger()
     assert ledger.balanced and not ledger.dead_lettered
 
 
 async def test_a_worker_that_hangs_loses_its_rows(actors: Actors, address: str) -> None:
     async with held_by_a_process(actors, address, "--hung", TTL_S) as worker:
-        worker.tell("busy 600")
+        worker.send("busy 600")
         moved = await actors.lease(limit=ROWS, worker="other", wait_s=WAIT_S)
     assert [row.delivery for row in moved.rows] == [2] * ROWS
 
 
-async def test_a_queue_that_was_stopped_ends_no_lease(tmp_path: Path) -> None:
-    async with child(HOST, tmp_path) as host:
-        address = await host.said()
+async def test_a_stopped_queue_ends_no_lease(tmp_path: Path) -> None:
+    async with running(HOST, tmp_path) as host:
+        address = await host.read()
         async with QueueClient(address) as queue:
             actors = Actors(queue)
             async with held_by_a_process(actors, address, max_attempts=1) as worker:
                 host.signal(signal.SIGSTOP)
-                await asyncio.sleep(4 * TTL_S)  # what is tested: time that passes
+                await asyncio.sleep(4 * TTL_S)  # the test needs real time
                 host.signal(signal.SIGCONT)
-                await nobody_else_gets_a_row(actors, 2 * TTL_S)
-                await all_are_written_by(worker)
+                await no_other_worker_gets_a_row(actors, 2 * TTL_S)
+                await assert_writes_all(worker)
             ledger = await actors.ledger()
     assert ledger.balanced and not ledger.dead_lettered
 
 
-async def test_a_queue_that_was_killed_ends_no_lease_of_who_is_still_there(tmp_path: Path) -> None:
-    async with child(HOST, tmp_path) as host:
-        address = await host.said()
+async def test_a_killed_queue_ends_no_lease_of_a_live_worker(tmp_path: Path) -> None:
+    async with running(HOST, tmp_path) as host:
+        address = await host.read()
         async with QueueClient(address) as queue:
             actors = Actors(queue)
             async with held_by_a_process(
                 actors, address, lease_ttl_s=2 * TTL_S, max_attempts=1
             ) as worker:
                 host.signal(signal.SIGKILL)
-                async with child(HOST, tmp_path, address.rpartition(":")[2]) as again:
-                    assert await again.said() == address
-                    await nobody_else_gets_a_row(actors, 3 * TTL_S)
-                    await all_are_written_by(worker)
+                async with running(HOST, tmp_path, address.rpartition(":")[2]) as again:
+                    assert await again.read() == address
+                    await no_other_worker_gets_a_row(actors, 3 * TTL_S)
+                    await assert_writes_all(worker)
 
 
-async def test_a_worker_that_was_idle_for_long_is_not_taken_for_one_that_hangs(
+async def test_a_worker_that_was_idle_for_long_does_not_count_as_hanging(
     actors: Actors, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_renewer, "HUNG_S", 0.5)
@@ -181,11 +181,11 @@ async def test_a_worker_that_was_idle_for_long_is_not_taken_for_one_that_hangs(
     await actors.feed(tasks(1))
     async with QueueClient(address) as queue:
         held_leases = HeldLeases("rollout", "w", lambda lost: None)
-        keeping = asyncio.ensure_future(queue.renew_held(held_leases))
-        await asyncio.sleep(2 * lease_renewer.HUNG_S)  # what is tested: time without a row
+        renewing = asyncio.ensure_future(queue.renew_held(held_leases))
+        await asyncio.sleep(2 * lease_renewer.HUNG_S)  # the test needs real time without a row
         lease = await queue.lease(
             ["run"], "rollout", worker="w", limit=2, version=actors.version, wait_s=WAIT_S
         )
         held_leases.add(lease.rows, lease.ttl_s)
-        await nobody_else_gets_a_row(actors, 2 * TTL_S)
-        keeping.cancel()
+        await no_other_worker_gets_a_row(actors, 2 * TTL_S)
+        renewing.cancel()

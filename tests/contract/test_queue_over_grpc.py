@@ -1,4 +1,4 @@
-"""The queue contract through a door and a wire, over a real gRPC server on loopback."""
+"""The queue contract through a servicer and a client, over a real gRPC server on loopback."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
 from .queue_suite import QueueSuite
 
-MANNERS: dict[str, ClientOptions] = {
+OPTIONS: dict[str, ClientOptions] = {
     "plain": {"compression": "off"},
     "compressed": {"compression": "zstd"},
 }
 
 
-@pytest.fixture(params=MANNERS)
+@pytest.fixture(params=OPTIONS)
 async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
-    door = QueueServicer(opened)
+    servicer = QueueServicer(opened)
     async with (
-        GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server,
-        QueueClient(server.address, retry_s=1, **MANNERS[request.param]) as wire,
+        GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [servicer]) as server,
+        QueueClient(server.address, retry_s=1, **OPTIONS[request.param]) as client,
     ):
         with suppress(NotFoundError):
-            await wire.fetch(
-                "none", [], []
-            )  # the first call connects; some tests count milliseconds
-        yield wire
+            # The first call connects; some tests measure milliseconds.
+            await client.fetch("none", [], [])
+        yield client
     await opened.close()
 
 

@@ -1,4 +1,4 @@
-"""Spoiled requests to the queue's door: a proper status, books as before, and the queue goes on serving."""
+"""Corrupted requests to the queue's servicer get a proper status and leave its ledger unchanged."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .messages import Recorder, Request, ways_to_spoil
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = int(os.environ.get("FUZZ_CALLS", "60"))
-"""Spoiled calls of each method."""
+"""Corrupted calls of each method."""
 WAIT_S = 0.5
-"""Of a spoiled call: some ask to wait for what never comes."""
-ATTENDED_S = 0.05
-"""Of one that lasts until its caller hangs up if it is understood."""
+"""Seconds of a corrupted call, because some wait for what never comes."""
+ATTEND_S = 0.05
+"""Seconds of an Attend call, which lasts until its caller ends it if it is valid."""
 METHODS: dict[str, MethodDescriptor] = dict(
     queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_name
 )
@@ -49,7 +49,7 @@ PROPER = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.OUT_OF_RANGE,
 }
-"""What the table of services/errors.py has for a caller's mistakes and for waits; UNKNOWN and INTERNAL are ours."""
+"""The statuses of rpc/errors.py for mistakes of the caller and for waits; UNKNOWN and INTERNAL are bugs."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Scene:
 
     async def send(self, method: str, request: Request, wait_s: float = 0.0) -> grpc.StatusCode:
         """The status of a call made of bytes."""
-        wait_s = wait_s or (ATTENDED_S if method == "Attend" else WAIT_S)
+        wait_s = wait_s or (ATTEND_S if method == "Attend" else WAIT_S)
         call = self.channel.stream_stream(f"/meshrl.v1.Queue/{method}")(
             iter(request), timeout=wait_s
         )
@@ -74,7 +74,7 @@ class Scene:
             return error.code()
         return grpc.StatusCode.OK
 
-    async def books(self) -> Ledger:
+    async def ledger(self) -> Ledger:
         return await self.actors.ledger()
 
 
@@ -98,55 +98,55 @@ async def recorded(address: str) -> dict[str, list[Request]]:
     port = proxy.add_insecure_port("127.0.0.1:0")
     await proxy.start()
     try:
-        async with QueueClient(f"127.0.0.1:{port}", retry_s=1) as wire:
-            await every_verb(wire)
-            # A stream of its own, open as long as somebody keeps what a worker holds.
+        async with QueueClient(f"127.0.0.1:{port}", retry_s=1) as client:
+            await use_every_method(client)
+            # Attend is a stream that is open as long as `renew_held` runs.
             keeping = asyncio.create_task(
-                wire.renew_held(HeldLeases("rollout", "idle", lambda lost: None))
+                client.renew_held(HeldLeases("rollout", "idle", lambda lost: None))
             )
             await until(lambda: "/meshrl.v1.Queue/Attend" in recorder.requests)
             keeping.cancel()
-        async with QueueClient(f"127.0.0.1:{port}", compression="zstd") as compressing:
-            await compressing.fetch("run", [], ["tokens"])
+        async with QueueClient(f"127.0.0.1:{port}", compression="zstd") as client:
+            await client.fetch("run", [], ["tokens"])
     finally:
         await proxy.stop(None)
         await recorder.close()
-    return {method.rpartition("/")[2]: found for method, found in recorder.requests.items()}
+    return {method.rpartition("/")[2]: requests for method, requests in recorder.requests.items()}
 
 
-async def every_verb(wire: QueueClient) -> None:
+async def use_every_method(client: QueueClient) -> None:
     """A short life of a run that uses the whole port and leaves rows in every state."""
-    actors = Actors(wire)
+    actors = Actors(client)
     stages = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
     await actors.start(spec(max_staleness=20.0, stages=stages, max_attempts=1, lease_ttl_s=1e6))
     await actors.feed(tasks(12), cursor="12")
     for stage in ("rollout", "reward", "reference"):
         lease = await actors.lease(stage, limit=14)
-        await wire.renew("run", stage, "w", [row.uid for row in lease.rows])
+        await client.renew("run", stage, "w", [row.uid for row in lease.rows])
         await actors.write(lease)
     await actors.train(0)
-    await wire.rewind("run", epoch=1, step=0)
+    await client.rewind("run", epoch=1, step=0)
     await actors.train(0)
     await actors.commit(1)
     batch = await actors.take(1, groups=1)
-    await wire.fetch("run", [row.uid for row in batch.rows], ["tokens", "reward"])
-    await wire.filter("run", epoch=1, uids=[row.uid for row in batch.rows], reason="easy")
+    await client.fetch("run", [row.uid for row in batch.rows], ["tokens", "reward"])
+    await client.filter("run", epoch=1, uids=[row.uid for row in batch.rows], reason="easy")
     await actors.take(2, groups=1)
-    await wire.redo("run", "reference", [lease.rows[-1].uid])
+    await client.redo("run", "reference", [lease.rows[-1].uid])
     lease = await actors.lease(limit=4)
-    await wire.append("run", "rollout", [more_of(lease.groups[0], 0, 3)])
+    await client.append("run", "rollout", [more_of(lease.groups[0], 0, 3)])
     first, *rest = lease.rows
-    await wire.fail("run", "rollout", first.uid, first.token, Outcome.TIMEOUT, "slow")
-    await wire.release("run", "rollout", {row.uid: row.token for row in rest[-1:]})
-    assert await wire.dead_letters("run")
+    await client.fail("run", "rollout", first.uid, first.token, Outcome.TIMEOUT, "slow")
+    await client.release("run", "rollout", {row.uid: row.token for row in rest[-1:]})
+    assert await client.dead_letters("run")
     with suppress(MeshError):
-        await wire.replay("run", [first.uid])
+        await client.replay("run", [first.uid])
     await actors.lease(limit=2)
-    await wire.why_waiting("run")
+    await client.why_waiting("run")
     await actors.ledger()
-    await wire.run_state("run")
-    await wire.open_run(spec("other"))
-    await wire.close_feed("other")
+    await client.run_state("run")
+    await client.open_run(spec("other"))
+    await client.close_feed("other")
 
 
 async def test_every_method_is_recorded(scene: Scene) -> None:
@@ -154,7 +154,7 @@ async def test_every_method_is_recorded(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].input_type.fields])
-async def test_a_spoiled_request_gets_a_proper_status_and_changes_nothing(
+async def test_a_corrupted_request_gets_a_proper_status_and_changes_nothing(
     scene: Scene, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dice = random.Random(f"{SEED} {method}")
@@ -162,16 +162,16 @@ async def test_a_spoiled_request_gets_a_proper_status_and_changes_nothing(
     refused = 0
     for _ in range(CALLS):
         request = dice.choice(ways)(list(dice.choice(scene.requests[method])), dice)
-        before = await scene.books()
+        before = await scene.ledger()
         with caplog.at_level(logging.ERROR):
             status = await scene.send(method, request)
         assert status in PROPER, (status, request, caplog.text)
         assert not caplog.records, (request, caplog.text)
-        after = await scene.books()
+        after = await scene.ledger()
         if status not in (grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED):
             refused += 1
             assert after == before, (status, request)
-    assert refused, "no request was spoiled enough"
+    assert refused, "no corruption was refused"
     await assert_serves(scene)
 
 
@@ -184,10 +184,10 @@ async def test_a_message_for_another_method_is_refused_or_understood(scene: Scen
 
 
 async def test_a_message_beyond_the_limit_is_refused_by_its_size(scene: Scene) -> None:
-    before = await scene.books()
+    before = await scene.ledger()
     status = await scene.send("Write", [bytes(MAX_MESSAGE_BYTES + 1)], wait_s=60)
     assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await scene.books() == before
+    assert await scene.ledger() == before
     await assert_serves(scene)
 
 
@@ -195,7 +195,7 @@ async def test_a_message_beyond_the_limit_is_refused_by_its_size(scene: Scene) -
 async def test_a_stream_that_is_cut_in_the_middle_changes_nothing(
     scene: Scene, method: str
 ) -> None:
-    before = await scene.books()
+    before = await scene.ledger()
     for request in scene.requests[method]:
         call = scene.channel.stream_stream(f"/meshrl.v1.Queue/{method}")()
         for message in request[:-1] or request:
@@ -203,7 +203,7 @@ async def test_a_stream_that_is_cut_in_the_middle_changes_nothing(
         call.cancel()
         with suppress(asyncio.CancelledError):
             await call.code()
-    assert await scene.books() == before
+    assert await scene.ledger() == before
     await assert_serves(scene)
 
 
@@ -221,9 +221,9 @@ async def test_bytes_that_are_no_grpc_at_all_leave_the_queue_serving(scene: Scen
 
 
 async def assert_serves(scene: Scene) -> None:
-    """A new run goes from prompt to trained through the very server that was fed nonsense."""
-    async with QueueClient(scene.server.address, retry_s=1) as wire:
-        actors = Actors(wire, run="fresh")
+    """A new run goes from prompt to trained through the server that got the corrupted requests."""
+    async with QueueClient(scene.server.address, retry_s=1) as client:
+        actors = Actors(client, run="fresh")
         await actors.start(spec("fresh"))
         await actors.feed([task(name, "fresh") for name in "ab"])
         await actors.work()

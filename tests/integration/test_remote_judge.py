@@ -12,7 +12,7 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rpc.servicers.reward import RewardServicer
 
-from .test_doors import LengthJudge, serving
+from .test_servicers import LengthJudge, serving
 
 GUARD = {"retries": 1, "pause_s": 0.001, "deadline_s": 20}
 

@@ -1,4 +1,4 @@
-"""Forks beside an open connection and beside none: `python forks.py ADDRESS` prints what each process can do."""
+"""Forks with and without an open connection: `python forks.py ADDRESS` prints what each process can do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from people import spec
+from client_scenes import spec
 
 from meshrl.client import UserError
 from meshrl.client.sync import Queue, Run
@@ -22,7 +22,7 @@ def connect() -> None:
 def in_a_fork(call: Callable[[], object]) -> None:
     pid = os.fork()
     if pid == 0:
-        faulthandler.dump_traceback_later(60, exit=True)  # a fork that hangs does not stay
+        faulthandler.dump_traceback_later(60, exit=True)  # ends a fork that hangs
         try:
             call()
         except UserError as error:
@@ -31,7 +31,7 @@ def in_a_fork(call: Callable[[], object]) -> None:
     os.waitpid(pid, 0)
 
 
-def beside(run: Run) -> None:
+def with_a_connection(run: Run) -> None:
     in_a_fork(run.ledger)
     in_a_fork(connect)
     print(run.ledger().run, flush=True)
@@ -39,7 +39,7 @@ def beside(run: Run) -> None:
 
 def main() -> None:
     with Queue.connect(sys.argv[1]) as queue:
-        beside(queue.open_run(spec("forks")))
+        with_a_connection(queue.open_run(spec("forks")))
     del queue
     gc.collect()
     in_a_fork(connect)

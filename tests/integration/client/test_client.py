@@ -1,4 +1,4 @@
-"""The client library against a real door, over gRPC on loopback."""
+"""The client library against a real servicer, over gRPC on loopback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
-from .people import GROUP, answer, spec, tasks
+from .client_scenes import GROUP, answer, spec, tasks
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_rows_go_from_put_to_trained(run: Run) -> None:
     assert (await run.state()).cursor == "five"
 
 
-async def test_what_a_block_did_not_write_is_released_and_not_an_attempt(run: Run) -> None:
+async def test_rows_that_a_block_did_not_write_are_released_and_count_no_attempt(run: Run) -> None:
     await run.put(tasks(1))
     async with run.lease("rollout", limit=GROUP) as lease:
         await lease.write([answer(lease.rows[0])])
@@ -102,10 +102,10 @@ async def test_a_lease_is_renewed_for_as_long_as_its_block_runs(address: str) ->
         run = await queue.open_run(spec(lease_ttl_s=0.6))
         await run.put(tasks(1))
         async with run.lease("rollout", limit=GROUP) as lease:
-            # Several times to live; a rival who asks meanwhile gets nothing.
+            # Several times to live pass, and another worker gets no row meanwhile.
             with pytest.raises(WaitTimeoutError):
                 async with run.lease("rollout", wait_s=2.0):
-                    raise AssertionError("the lease went to somebody else")
+                    raise AssertionError("another worker got the lease")
             assert await lease.write([answer(row) for row in lease.rows]) == ()
 
 
@@ -115,7 +115,7 @@ async def test_a_lost_lease_ends_the_block(address: str) -> None:
         await run.put(tasks(1))
         with pytest.raises(LeaseLostError, match="lost"):
             async with run.lease("rollout", limit=GROUP, worker="w") as lease:
-                # What a takeover looks like to the holder.
+                # To the holder this looks as if another worker took its rows.
                 tokens = {row.uid: row.token for row in lease.rows}
                 await queue.port.release("run", "rollout", tokens)
                 await asyncio.Event().wait()
@@ -128,17 +128,17 @@ async def test_a_lost_lease_ends_the_block(address: str) -> None:
 async def test_one_lost_row_does_not_spoil_the_others(run: Run) -> None:
     await run.put(tasks(1))
     async with run.lease("rollout", limit=GROUP) as lease:
-        lost, kept = lease.rows
+        lost, written = lease.rows
         await run._port.release("run", "rollout", {lost.uid: lost.token})
         async with run.lease("rollout") as other:
             assert other.rows[0].uid == lost.uid
             assert await lease.write([answer(row) for row in lease.rows]) == (lost.uid,)
             assert await other.write([answer(other.rows[0])]) == ()
     assert await resident(run) == {"ready": GROUP}
-    assert kept.uid not in lease.held
+    assert written.uid not in lease.held
 
 
-async def test_somebody_elses_cancellation_stays_a_cancellation(run: Run) -> None:
+async def test_a_cancellation_from_outside_stays_a_cancellation(run: Run) -> None:
     await run.put(tasks(1))
     inside = asyncio.Event()
 
@@ -220,7 +220,7 @@ async def test_a_run_that_nobody_opened_is_not_found(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:http", ":7001", "host:70000"])
-def test_an_address_that_is_none_is_refused_with_what_would_be_one(address: str) -> None:
+def test_a_wrong_address_is_refused_with_the_right_form(address: str) -> None:
     with pytest.raises(UserError, match="want host:port"):
         Queue.connect(address)
 

@@ -1,4 +1,4 @@
-"""The client without await, against a queue process: the same verbs, Ctrl-C, forks, drift."""
+"""The client without await, against a queue process: the same methods, Ctrl-C, forks, drift."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from meshrl.client import LeaseLostError, UserError
 from meshrl.client.sync import Queue, Run
 
-from .people import GROUP, answer, fill, queue_process, spec, tasks
+from .client_scenes import GROUP, answer, fill, queue_process, spec, tasks
 
 SERVICES = Path(__file__).parents[3] / "services"
 
@@ -59,7 +59,7 @@ def test_a_closed_queue_connects_again(address: str) -> None:
         queue.run("again")
 
 
-def test_a_lease_that_is_lost_in_the_block_is_told_at_the_write(run: Run) -> None:
+def test_a_lease_that_is_lost_in_its_block_raises_at_the_write(run: Run) -> None:
     run.put(tasks(1, run.name))
     with pytest.raises(LeaseLostError), run.lease("rollout", limit=GROUP) as lease:
         tokens = {row.uid: row.token for row in lease.rows}
@@ -71,7 +71,7 @@ def test_a_lease_that_is_lost_in_the_block_is_told_at_the_write(run: Run) -> Non
     assert run.ledger().resident["queued"] == GROUP
 
 
-def test_ctrl_c_ends_a_wait_and_the_connection_goes_on(run: Run) -> None:
+def test_ctrl_c_ends_a_wait_and_the_connection_still_works(run: Run) -> None:
     main = threading.get_ident()
     threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt), run.lease("rollout"):

@@ -1,4 +1,4 @@
-"""A caller decides how payload travels to it; the rows that it gets are the same."""
+"""The client decides whether payload is compressed; its rows are the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.contract.types import group_rows
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 
-from .people import answer, queue_process, spec, tasks
+from .client_scenes import answer, queue_process, spec, tasks
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def fetched(address: str, request: pb.FetchRowsRequest, *metadata: tuple[str, str]) -> bytes:
-    """The frame of the answer as it travelled."""
+    """The frame of the answer, as it was sent."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = rpc.QueueStub(channel).Fetch(request, metadata=metadata)
         (frame,) = [frame async for message in call for frame in message.frames]
@@ -47,7 +47,7 @@ def long_row(row: LeasedRow) -> RowWrite:
 
 
 @pytest.mark.parametrize("mode", ["zstd", "off"])
-async def test_payload_travels_compressed_to_a_caller_that_asks_for_it(
+async def test_payload_is_sent_compressed_to_a_caller_that_asks_for_it(
     address: str, mode: Mode
 ) -> None:
     async with Queue.connect(address, compression=mode) as queue:

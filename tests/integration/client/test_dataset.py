@@ -21,7 +21,7 @@ from meshrl.client.ranks import Share
 from meshrl.client.sync import Queue
 from meshrl.contract.types import Batch, BatchRow, Outcome, Uid, Version
 
-from .people import GROUP, fill, queue_process
+from .client_scenes import GROUP, fill, queue_process
 
 TASKS = 12
 
@@ -176,7 +176,7 @@ def test_a_killed_trainer_resumes_without_loss_or_repetition(address: str, tmp_p
     assert (ledger.trained, ledger.resident.get("settled", 0)) == (TASKS * GROUP, 0)
 
 
-def test_the_facade_runs_beside_a_running_loop(address: str) -> None:
+def test_the_sync_client_works_inside_a_running_event_loop(address: str) -> None:
     async def inside() -> int:
         with Queue.connect(address) as queue:
             return queue.run("run").ledger().admitted

@@ -1,4 +1,4 @@
-"""The documented trainer of somebody else, run as its page says, killed once."""
+"""The documented foreign trainer, run as its page says and killed once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from .people import queue_process
+from .client_scenes import queue_process
 
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/foreign_trainer.py"
 STEPS = 40
@@ -28,7 +28,7 @@ def test_the_example_learns_and_survives_a_kill(tmp_path: Path) -> None:
         assert first.returncode == -signal.SIGKILL
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # A prompt whose rows grew too old while nobody trained is asked anew: more are admitted then.
+    # A prompt whose rows became too old during the restart is issued again, so more rows may be admitted.
     trained = re.search(r"(\d+) of \d+ rows trained, once each", done.stdout)
     assert trained is not None
     assert int(trained[1]) == ROWS

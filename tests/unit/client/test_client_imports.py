@@ -1,4 +1,4 @@
-"""Who uses the queue alone carries nothing else of the mesh."""
+"""The client imports no other part of the mesh."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ HEAVY = {
 def test_the_client_imports_grpc_and_numpy_and_little_else(module: str) -> None:
     code = SHOW.format(module=module)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    found = set(done.stdout.split())
-    assert {"grpc", "numpy", "meshrl"} <= found
-    assert found & HEAVY == set()
+    modules = set(done.stdout.split())
+    assert {"grpc", "numpy", "meshrl"} <= modules
+    assert modules & HEAVY == set()

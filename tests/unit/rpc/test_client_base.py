@@ -1,4 +1,4 @@
-"""How a streamed answer is waited for: each message within the deadline, the whole as long as it takes."""
+"""The deadline of a streamed answer is per message; the whole stream may take longer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SILENCE_S = 30.0
 
 
 class Clock:
-    """The event loop's, which jumps ahead when it is told to."""
+    """The event loop's clock, which can be moved ahead."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
@@ -27,25 +27,25 @@ class Clock:
             await asyncio.sleep(0)
 
 
-async def spoken(clock: Clock, pauses: list[float]) -> AsyncIterator[int]:
+async def answers(clock: Clock, pauses: list[float]) -> AsyncIterator[int]:
     for number, seconds in enumerate(pauses):
         await clock.pass_by(seconds)
         yield number
 
 
-async def test_an_answer_may_take_long_if_it_is_never_silent_for_long(
+async def test_a_stream_may_take_long_if_each_message_is_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses = [0.8 * SILENCE_S] * 5
-    answer = spoken(Clock(monkeypatch), pauses)
+    answer = answers(Clock(monkeypatch), pauses)
     assert await base._collect(answer, SILENCE_S) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("before", [0, 1, 4])
-async def test_silence_ends_the_wait_wherever_it_falls(
+async def test_a_late_message_ends_the_wait_wherever_it_is(
     monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     pauses = [0.8 * SILENCE_S] * before + [1.2 * SILENCE_S]
-    answer = spoken(Clock(monkeypatch), pauses)
+    answer = answers(Clock(monkeypatch), pauses)
     with pytest.raises(TimeoutError):
         await base._collect(answer, SILENCE_S)

@@ -1,4 +1,4 @@
-"""Every error of the mesh survives the wire, and what gRPC says by itself becomes one of them."""
+"""Every error of the mesh arrives unchanged over gRPC, and gRPC's own errors become one of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from meshrl.rpc.errors import DETAIL_KEY, STATUS, from_rpc, status_of, to_detail
 EVERY_ERROR = sorted(errors.BY_CODE.values(), key=lambda kind: kind.code)
 
 
-def arrived(code: grpc.StatusCode, said: str = "", detail: bytes | None = None) -> errors.MeshError:
+def arrived(
+    code: grpc.StatusCode, reason: str = "", detail: bytes | None = None
+) -> errors.MeshError:
     trailing = grpc.aio.Metadata(*([(DETAIL_KEY, detail)] if detail is not None else []))
-    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, said, None)
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, reason, None)
     return from_rpc(error, "queue at host:1")
 
 
 @pytest.mark.parametrize("kind", EVERY_ERROR)
-def test_every_error_arrives_as_itself_with_its_details(kind: type[errors.MeshError]) -> None:
+def test_every_error_arrives_as_its_own_class_with_its_details(
+    kind: type[errors.MeshError],
+) -> None:
     sent = kind("what happened", uid="r/t/0.0", size=7)
     received = arrived(status_of(sent), detail=to_detail(sent))
     assert type(received) is kind
@@ -44,7 +48,7 @@ def test_two_errors_that_call_for_different_answers_have_different_statuses() ->
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.CapacityError),
     ],
 )
-def test_a_status_without_a_detail_is_named(
+def test_a_status_without_a_detail_becomes_an_error_that_names_the_service(
     code: grpc.StatusCode, kind: type[errors.MeshError]
 ) -> None:
     received = arrived(code, "words of gRPC")
@@ -53,13 +57,13 @@ def test_a_status_without_a_detail_is_named(
 
 
 def test_a_message_that_is_too_large_names_both_sizes() -> None:
-    said = "SERVER: Received message larger than max (5000000 vs. 4194304)"
-    received = arrived(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
+    reason = "SERVER: Received message larger than max (5000000 vs. 4194304)"
+    received = arrived(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
     assert received.details == {"size": "5000000", "limit": "4194304"}
     assert "5000000" in received.message
 
 
-def test_a_detail_that_cannot_be_read_leaves_the_status() -> None:
+def test_with_an_unreadable_detail_the_status_decides() -> None:
     received = arrived(grpc.StatusCode.UNAVAILABLE, "gone", detail=b"\xff\xff\xff")
     assert type(received) is errors.UnavailableError
 

@@ -1,4 +1,4 @@
-"""A server binds, becomes ready, is watched, drains and ends; and says in one line why it cannot."""
+"""A server binds, becomes ready, is watched, drains and ends, and reports a failure in one line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshrl.rpc.servicers import RewardServicer, TrainerServicer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-DOORS = ("meshrl.v1.Reward", "meshrl.v1.Trainer")
+SERVICES = ("meshrl.v1.Reward", "meshrl.v1.Trainer")
 
 
 def serve(**settings: object) -> GrpcServer:
-    # The doors are never opened here: health, reflection and metrics are the runtime's own.
+    # The servicers are never called: health, reflection and metrics belong to the server.
     servicers = [RewardServicer(None), TrainerServicer(None)]  # type: ignore[arg-type]
     return GrpcServer(ServerSettings.model_validate({"drain_grace_s": 1} | settings), servicers)
 
@@ -36,10 +36,10 @@ async def health_of(channel: grpc.aio.Channel, service: str) -> int:
 
 async def test_health_follows_ready_and_stop() -> None:
     async with serve() as server, grpc.aio.insecure_channel(server.address) as channel:
-        for service in ("", *DOORS):
+        for service in ("", *SERVICES):
             assert await health_of(channel, service) == NOT_SERVING
         await server.ready()
-        for service in ("", *DOORS):
+        for service in ("", *SERVICES):
             assert await health_of(channel, service) == SERVING
         server.stop()
         await server.until_stopped()
@@ -56,7 +56,7 @@ async def test_reflection_lists_the_services() -> None:
             async for answer in answers
             for service in answer.list_services_response.service
         ]
-    assert {*DOORS, "grpc.health.v1.Health"} <= set(names)
+    assert {*SERVICES, "grpc.health.v1.Health"} <= set(names)
 
 
 async def test_metrics_count_calls_by_method_and_status() -> None:
@@ -73,7 +73,7 @@ async def test_metrics_count_calls_by_method_and_status() -> None:
     assert f"meshrl_rpc_seconds_count{{{check}}} 2.0" in text
 
 
-async def test_a_watcher_of_health_does_not_hold_the_drain_up() -> None:
+async def test_a_watcher_of_health_does_not_delay_the_drain() -> None:
     server = await serve(drain_grace_s=60, metrics_port=None).__aenter__()
     async with grpc.aio.insecure_channel(server.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -93,18 +93,18 @@ async def test_a_port_in_use_is_one_line_that_names_it() -> None:
             await serve(metrics_port=port).__aenter__()
 
 
-async def test_a_host_that_is_not_ours_is_refused_in_words() -> None:
+async def test_an_address_of_another_host_is_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"192\.0\.2\.1:0: Cannot assign"):
         await serve(host="192.0.2.1", allow_insecure_bind=True).__aenter__()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "example.org", "10.0.0.1"])
-async def test_other_machines_are_let_in_only_on_request(host: str) -> None:
+async def test_an_address_that_other_machines_reach_needs_permission(host: str) -> None:
     with pytest.raises(UserError, match="allow_insecure_bind"):
         await serve(host=host).__aenter__()
 
 
-async def test_a_server_on_every_address_is_possible_on_request() -> None:
+async def test_a_server_may_listen_on_every_address_with_permission() -> None:
     everywhere = serve(host="0.0.0.0", allow_insecure_bind=True, metrics_port=None)
     async with everywhere, grpc.aio.insecure_channel(f"127.0.0.1:{everywhere.port}") as channel:
         assert await health_of(channel, "") == NOT_SERVING

@@ -1,4 +1,4 @@
-"""What the tests of the client share: a queue process, a run with one stage, rows that can be told apart."""
+"""Shared by the tests of the client: a queue process, a run with one stage, rows that differ from each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGE = StageSpec(name="rollout", reads=(), writes=("tokens", "loss_mask", "rewa
 
 @contextmanager
 def queue_process(directory: Path, *arguments: str) -> Iterator[str]:
-    """The address of a disk queue in a process of its own."""
+    """The address of a disk queue in another process."""
     command = [sys.executable, str(Path(__file__).with_name("queue_host.py")), str(directory)]
     with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -55,7 +55,7 @@ def tasks(count: int, run: str = "run") -> list[Task]:
 
 
 def answer(row: LeasedRow) -> RowWrite:
-    """Rows of different lengths, whose every token is the number of their task."""
+    """A row whose every token is the number of its task. Lengths differ."""
     length = 2 + (7 * int(row.task.prompt_ids[0]) + 3 * row.uid.index) % 11
     return RowWrite(
         uid=row.uid,
@@ -71,16 +71,16 @@ def answer(row: LeasedRow) -> RowWrite:
 
 
 def fill(address: str, count: int, **changes: Any) -> None:
-    """Open the run, put tasks, answer them all, close the feed."""
+    """Open a run, put tasks, answer all of them, close the feed."""
     from meshrl.client.sync import Queue
 
     with Queue.connect(address) as queue:
         run = queue.open_run(spec(**changes))
         run.put(tasks(count))
         run.close_feed()
-        left = count * GROUP
-        while left:
+        remaining = count * GROUP
+        while remaining:
             with run.lease("rollout", limit=64) as lease:
                 run_rows = [answer(row) for row in lease.rows]
                 assert lease.write(run_rows) == ()
-                left -= len(run_rows)
+                remaining -= len(run_rows)

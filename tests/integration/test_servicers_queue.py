@@ -1,4 +1,4 @@
-"""The transfer queue through its door and its wire: one life of a batch, its errors, and a queue that is killed."""
+"""The transfer queue through its servicer and client: the life of a batch, errors, a killed queue."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def task(name: str) -> Task:
     )
 
 
-def answered(lease: Lease, tokens: int = 8) -> list[RowWrite]:
+def answers(lease: Lease, tokens: int = 8) -> list[RowWrite]:
     return [
         rollout_write(
             Row(
@@ -75,116 +75,118 @@ def tokens_of(lease: Lease) -> dict[Uid, int]:
 
 
 @asynccontextmanager
-async def queue_elsewhere() -> AsyncIterator[QueueClient]:
+async def remote_queue() -> AsyncIterator[QueueClient]:
     queue = await TransferQueue.open(build(QueueConfig(store="memory"), Path()))
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     try:
         async with (
             GrpcServer(settings, [QueueServicer(queue)]) as server,
-            QueueClient(server.address, retry_s=1) as wire,
+            QueueClient(server.address, retry_s=1) as client,
         ):
-            yield wire
+            yield client
     finally:
         await queue.close()
 
 
-async def leased(wire: QueueClient, worker: str = "worker", wait_s: float = 5) -> Lease:
-    return await wire.lease(["run"], "rollout", worker=worker, limit=8, version=NOW, wait_s=wait_s)
+async def leased(client: QueueClient, worker: str = "worker", wait_s: float = 5) -> Lease:
+    return await client.lease(
+        ["run"], "rollout", worker=worker, limit=8, version=NOW, wait_s=wait_s
+    )
 
 
-async def begun(wire: QueueClient) -> int:
-    """Open the run and take it over; the epoch, whose version 0 every engine has."""
-    await wire.open_run(SPEC)
-    state = await wire.acquire("run", "trainer")
-    await wire.publish("run", NOW)
+async def start_run(client: QueueClient) -> int:
+    """Open the run and take it over. Returns the epoch, whose version 0 every engine has."""
+    await client.open_run(SPEC)
+    state = await client.acquire("run", "trainer")
+    await client.publish("run", NOW)
     return state.epoch
 
 
-async def settled(wire: QueueClient, tokens: int) -> Sequence[np.ndarray]:
-    """One batch from prompt to trained; the tokens that the trainer saw."""
-    epoch = await begun(wire)
-    assert await wire.admit("run", [task("a")], cursor="1", wait_s=5) == 1
-    lease = await leased(wire)
+async def train_one_batch(client: QueueClient, tokens: int) -> Sequence[np.ndarray]:
+    """Train one batch. Returns the tokens that the trainer saw."""
+    epoch = await start_run(client)
+    assert await client.admit("run", [task("a")], cursor="1", wait_s=5) == 1
+    lease = await leased(client)
     assert [row.task.ground_truth for row in lease.rows] == [{"answer": 4}] * 2
-    await wire.write("run", "rollout", tokens_of(lease), answered(lease, tokens))
-    batch = await wire.take("run", epoch=epoch, step=0, groups=1, batch_id="b0", wait_s=5)
+    await client.write("run", "rollout", tokens_of(lease), answers(lease, tokens))
+    batch = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="b0", wait_s=5)
     uids = [row.uid for row in batch.rows]
-    rows = await wire.fetch("run", uids, ["tokens", "rollout_logprobs"])
-    await wire.settle("run", epoch=epoch, step=0, batch_id="b0")
-    await wire.publish("run", Version(epoch, 1))
-    await wire.commit("run", epoch=epoch, step=1)
+    rows = await client.fetch("run", uids, ["tokens", "rollout_logprobs"])
+    await client.settle("run", epoch=epoch, step=0, batch_id="b0")
+    await client.publish("run", Version(epoch, 1))
+    await client.commit("run", epoch=epoch, step=1)
     return [row["tokens"] for row in rows]
 
 
 @pytest.mark.parametrize("tokens", [8, 700_000])
-async def test_a_batch_goes_from_prompt_to_trained_through_the_wire(tokens: int) -> None:
-    async with queue_elsewhere() as wire:
-        assert (await wire.open_run(SPEC)).spec == SPEC
-        seen = await settled(wire, tokens)
-        ledger = await wire.ledger("run")
-        state = await wire.run_state("run")
+async def test_a_batch_goes_from_prompt_to_trained_over_grpc(tokens: int) -> None:
+    async with remote_queue() as client:
+        assert (await client.open_run(SPEC)).spec == SPEC
+        seen = await train_one_batch(client, tokens)
+        ledger = await client.ledger("run")
+        state = await client.run_state("run")
     assert [row.tolist() == list(range(tokens)) for row in seen] == [True, True]
     assert (ledger.admitted, ledger.trained, ledger.balanced) == (2, 2, True)
     assert (state.cursor, state.committed_step) == ("1", 1)
 
 
-async def test_the_rest_of_the_port_answers_too() -> None:
-    async with queue_elsewhere() as wire:
-        epoch = await begun(wire)
-        await wire.admit("run", [task("a")], cursor="1", wait_s=5)
-        lease = await leased(wire)
+async def test_the_other_methods_of_the_port_work_too() -> None:
+    async with remote_queue() as client:
+        epoch = await start_run(client)
+        await client.admit("run", [task("a")], cursor="1", wait_s=5)
+        lease = await leased(client)
         uids = [row.uid for row in lease.rows]
-        assert await wire.renew("run", "rollout", "worker", uids) == []
-        assert await wire.renew("run", "rollout", "somebody else", uids) == uids
-        await wire.release("run", "rollout", tokens_of(lease))
+        assert await client.renew("run", "rollout", "worker", uids) == []
+        assert await client.renew("run", "rollout", "somebody else", uids) == uids
+        await client.release("run", "rollout", tokens_of(lease))
         for delivery in (1, 2, 3):
-            lease = await leased(wire)
+            lease = await leased(client)
             assert {row.delivery for row in lease.rows} == {delivery}
-            # The third failure gives the group up, the sibling included.
+            # The third failure ends the group, the other row included.
             for row in lease.rows[: 1 if delivery == 3 else 2]:
-                await wire.fail(
+                await client.fail(
                     "run", "rollout", row.uid, row.token, Outcome.INFRA_FAULT, "bad \ud83d disk"
                 )
-        letters = await wire.dead_letters("run")
+        letters = await client.dead_letters("run")
         assert {letter.reason for letter in letters} == {"bad ? disk"}
-        assert await wire.replay("run", [letter.uid for letter in letters]) == len(letters)
-        lease = await leased(wire)
-        await wire.write("run", "rollout", tokens_of(lease), answered(lease))
-        batch = await wire.take("run", epoch=epoch, step=0, groups=1, batch_id="b", wait_s=5)
-        again = await wire.take("run", epoch=epoch, step=0, groups=1, batch_id="b", wait_s=5)
+        assert await client.replay("run", [letter.uid for letter in letters]) == len(letters)
+        lease = await leased(client)
+        await client.write("run", "rollout", tokens_of(lease), answers(lease))
+        batch = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="b", wait_s=5)
+        again = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="b", wait_s=5)
         assert batch == again
-        await wire.settle("run", epoch=epoch, step=0, batch_id="b")
-        assert await wire.rewind("run", epoch=epoch, step=0) == 2
-        batch = await wire.take("run", epoch=epoch, step=0, groups=1, batch_id="c", wait_s=5)
-        await wire.filter(
+        await client.settle("run", epoch=epoch, step=0, batch_id="b")
+        assert await client.rewind("run", epoch=epoch, step=0) == 2
+        batch = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="c", wait_s=5)
+        await client.filter(
             "run", epoch=epoch, uids=[row.uid for row in batch.rows], reason="no spread"
         )
-        await wire.close_feed("run")
-        waits = await wire.why_waiting("run")
+        await client.close_feed("run")
+        waits = await client.why_waiting("run")
         assert all(wait.since_s >= 0 for wait in waits)
-        ledger = await wire.ledger("run")
+        ledger = await client.ledger("run")
     assert ledger.filtered["no spread"] == 2
     assert ledger.balanced
 
 
 async def test_the_queues_errors_arrive_with_their_values() -> None:
-    async with queue_elsewhere() as wire:
+    async with remote_queue() as client:
         with pytest.raises(errors.NotFoundError):
-            await wire.run_state("nowhere")
-        await begun(wire)
+            await client.run_state("nowhere")
+        await start_run(client)
         with pytest.raises(errors.ConflictError, match="group_size"):
-            await wire.open_run(
+            await client.open_run(
                 RunSpec(
                     run="run", group_size=4, batch_groups=1, max_staleness=1, stages=SPEC.stages
                 )
             )
         with pytest.raises(errors.WaitTimeoutError):
-            await leased(wire, wait_s=0.05)
-        await wire.admit("run", [task("a")], cursor="1", wait_s=5)
-        lease = await leased(wire)
+            await leased(client, wait_s=0.05)
+        await client.admit("run", [task("a")], cursor="1", wait_s=5)
+        lease = await leased(client)
         stale = {uid: token - 1 for uid, token in tokens_of(lease).items()}
         with pytest.raises(errors.FencedError) as raised:
-            await wire.write("run", "rollout", stale, answered(lease))
+            await client.write("run", "rollout", stale, answers(lease))
         assert Uid.parse(raised.value.details["uid"]) in stale
         wrong = RowWrite(
             uid=lease.rows[0].uid,
@@ -192,15 +194,15 @@ async def test_the_queues_errors_arrive_with_their_values() -> None:
             facts=RowFacts(outcome=Outcome.OK, num_tokens=1, oldest=NOW, newest=NOW),
         )
         with pytest.raises(errors.UserError):
-            await wire.write("run", "rollout", tokens_of(lease), [wrong])
+            await client.write("run", "rollout", tokens_of(lease), [wrong])
 
 
 async def test_a_lease_waits_for_a_task_that_comes_later() -> None:
-    async with queue_elsewhere() as wire:
-        await begun(wire)
-        waiting = asyncio.create_task(leased(wire, wait_s=60))
+    async with remote_queue() as client:
+        await start_run(client)
+        waiting = asyncio.create_task(leased(client, wait_s=60))
         await asyncio.sleep(0)
-        await wire.admit("run", [task("late")], cursor="1", wait_s=5)
+        await client.admit("run", [task("late")], cursor="1", wait_s=5)
         lease = await waiting
     assert {row.uid.task for row in lease.rows} == {"late"}
 
@@ -244,33 +246,33 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_a_queue_that_is_ended_during_a_long_poll_and_comes_back_is_never_missed(
+async def test_calls_survive_a_queue_that_ends_during_a_long_poll_and_restarts(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     port = free_port()
     process = await start(tmp_path, port)
-    async with QueueClient(f"127.0.0.1:{port}", retry_s=100) as wire:
-        await begun(wire)
-        waiting = asyncio.create_task(leased(wire, wait_s=100))
+    async with QueueClient(f"127.0.0.1:{port}", retry_s=100) as client:
+        await start_run(client)
+        waiting = asyncio.create_task(leased(client, wait_s=100))
         async with asyncio.timeout(120):
-            while not await wire.why_waiting("run"):  # noqa: ASYNC110 - another process' state
+            while not await client.why_waiting("run"):  # noqa: ASYNC110 - another process' state
                 await asyncio.sleep(0.01)
         process.send_signal(number)
         await process.wait()
-        admitting = asyncio.create_task(wire.admit("run", [task("a")], cursor="1", wait_s=100))
+        admitting = asyncio.create_task(client.admit("run", [task("a")], cursor="1", wait_s=100))
         process = await start(tmp_path, port)
         try:
             assert await admitting == 1
             lease = await waiting
-            await wire.write("run", "rollout", tokens_of(lease), answered(lease))
+            await client.write("run", "rollout", tokens_of(lease), answers(lease))
             process.kill()
             await process.wait()
             writing = asyncio.create_task(
-                wire.write("run", "rollout", tokens_of(lease), answered(lease))
+                client.write("run", "rollout", tokens_of(lease), answers(lease))
             )
             process = await start(tmp_path, port)
             await writing
-            ledger = await wire.ledger("run")
+            ledger = await client.ledger("run")
         finally:
             process.terminate()
             await process.wait()

@@ -1,4 +1,4 @@
-"""Every port but the queue's, through its door and its wire, over a real server on loopback."""
+"""Every port but the queue's, through its servicer and client, over a real server on loopback."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
 
 
 @asynccontextmanager
-async def serving(door: Servicer, port: int = 0) -> AsyncIterator[GrpcServer]:
-    async with GrpcServer(SETTINGS.model_copy(update={"port": port}), [door]) as server:
+async def serving(servicer: Servicer, port: int = 0) -> AsyncIterator[GrpcServer]:
+    async with GrpcServer(SETTINGS.model_copy(update={"port": port}), [servicer]) as server:
         await server.ready()
         yield server
 
@@ -82,73 +82,77 @@ class LengthJudge:
         self.error = None
 
 
-async def test_a_judge_scores_through_the_wire_as_it_does_at_home() -> None:
+async def test_a_judge_scores_over_grpc_as_it_does_locally() -> None:
     judge = LengthJudge()
     samples = [sample(number, "x" * number) for number in range(5)]
-    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as wire:
-        assert wire.reward_hash == "abc123"
-        assert list(await wire.score(samples)) == list(await judge.score(samples))
-        assert await wire.score([]) == []
+    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as client:
+        assert client.reward_hash == "abc123"
+        assert list(await client.score(samples)) == list(await judge.score(samples))
+        assert await client.score([]) == []
 
 
 async def test_many_samples_are_scored_in_messages_of_a_mebibyte_and_come_back_in_order() -> None:
     judge = LengthJudge()
     samples = [sample(number, "x" * 300_000) for number in range(10)]
-    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as wire:
-        scores = await wire.score(samples)
+    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as client:
+        scores = await client.score(samples)
     assert [score.uid for score in scores] == [s.uid for s in samples]
     assert judge.calls == 4
 
 
 @pytest.mark.parametrize("kind", sorted(set(errors.BY_CODE.values()), key=lambda k: k.code))
-async def test_an_error_is_raised_here_as_it_was_there(kind: type[errors.MeshError]) -> None:
+async def test_an_error_of_the_service_is_raised_unchanged_by_the_client(
+    kind: type[errors.MeshError],
+) -> None:
     judge = LengthJudge(kind("what was wrong", uid="run/t/0.0", wanted=3))
     async with (
         serving(RewardServicer(judge)) as server,
-        JudgeClient(server.address, retry_s=0) as wire,
+        JudgeClient(server.address, retry_s=0) as client,
     ):
         with pytest.raises(kind, match="what was wrong") as raised:
-            await wire.score([sample(0)])
+            await client.score([sample(0)])
     assert type(raised.value) is kind
     assert raised.value.details == {"uid": "run/t/0.0", "wanted": "3"}
 
 
-async def test_a_crash_there_is_an_infra_error_here_and_ends_nothing_else() -> None:
+async def test_a_crash_in_the_service_is_an_infra_error_in_the_client_and_later_calls_work() -> (
+    None
+):
     judge = LengthJudge(ZeroDivisionError("division by zero"))
-    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as wire:
+    async with serving(RewardServicer(judge)) as server, JudgeClient(server.address) as client:
         with pytest.raises(errors.InfraError, match="ZeroDivisionError: division by zero"):
-            await wire.score([sample(0)])
+            await client.score([sample(0)])
         judge.error = None
-        assert len(await wire.score([sample(0)])) == 1
+        assert len(await client.score([sample(0)])) == 1
 
 
-async def test_a_mistake_of_the_caller_is_said_before_anything_is_sent() -> None:
-    async with nobody() as wire:
+async def test_a_mistake_of_the_caller_is_raised_before_anything_is_sent() -> None:
+    async with client_of_no_service() as client:
         with pytest.raises(errors.UserError, match="this sample cannot travel"):
-            await wire.score([replace(sample(0), ground_truth=object())])
+            await client.score([replace(sample(0), ground_truth=object())])
 
 
 @asynccontextmanager
-async def nobody() -> AsyncIterator[JudgeClient]:
-    wire = JudgeClient("127.0.0.1:1", retry_s=0.2)
+async def client_of_no_service() -> AsyncIterator[JudgeClient]:
+    client = JudgeClient("127.0.0.1:1", retry_s=0.2)
     try:
-        yield wire
+        yield client
     finally:
-        await wire.close()
+        await client.close()
 
 
-async def test_a_service_that_is_not_there_is_named_once_patience_is_over() -> None:
-    async with nobody() as wire:
+async def test_a_missing_service_is_named_when_the_retry_budget_is_used_up() -> None:
+    async with client_of_no_service() as client:
         with pytest.raises(errors.UnavailableError, match=r"reward at 127\.0\.0\.1:1"):
-            await wire.open()
+            await client.open()
 
 
-async def test_a_wire_to_another_service_says_so() -> None:
+async def test_a_client_of_another_service_says_so() -> None:
     async with serving(ReferenceServicer(ShiftedModel())) as server:
-        wire = JudgeClient(server.address)
+        client = JudgeClient(server.address)
         with pytest.raises(errors.InfraError, match="is it that service"):
-            await wire.open()
-        await wire.close()
+            await client.open()
+        await client.close()
 
 
 async def status_of_call(server: GrpcServer, method: str, data: bytes) -> grpc.StatusCode:
@@ -188,16 +192,16 @@ async def test_a_message_that_is_too_large_names_the_sizes() -> None:
     huge = sample(0, "x" * (MAX_MESSAGE_BYTES + 1))
     async with (
         serving(RewardServicer(LengthJudge())) as server,
-        JudgeClient(server.address) as wire,
+        JudgeClient(server.address) as client,
     ):
         with pytest.raises(errors.CapacityError, match=str(MAX_MESSAGE_BYTES)) as raised:
-            await wire.score([huge])
+            await client.score([huge])
         assert int(raised.value.details["size"]) > MAX_MESSAGE_BYTES
-        assert len(await wire.score([sample(0)])) == 1
+        assert len(await client.score([sample(0)])) == 1
 
 
 class ShiftedModel:
-    """Says the token's number divided by the temperature."""
+    """Returns the token's number divided by the temperature."""
 
     async def logprobs(
         self, rows: Sequence[Int32], *, temperature: float = 1.0
@@ -209,12 +213,12 @@ async def test_log_probabilities_come_back_row_by_row() -> None:
     rows = [np.arange(size, dtype=np.int32) for size in (0, 1, 7, 400_000, 3)]
     async with (
         serving(ReferenceServicer(ShiftedModel())) as server,
-        LogProbsClient(server.address) as wire,
+        LogProbsClient(server.address) as client,
     ):
-        found = await wire.logprobs(rows, temperature=2.0)
-    assert [row.dtype for row in found] == [np.float32] * len(rows)
-    for row, logprobs in zip(rows, found, strict=True):
-        np.testing.assert_array_equal(logprobs, row / 2)
+        logprobs = await client.logprobs(rows, temperature=2.0)
+    assert [row.dtype for row in logprobs] == [np.float32] * len(rows)
+    for row, values in zip(rows, logprobs, strict=True):
+        np.testing.assert_array_equal(values, row / 2)
 
 
 class CountingEngine:
@@ -253,25 +257,25 @@ class CountingEngine:
         )
 
 
-QUESTION = GenerateRequest(
+REQUEST = GenerateRequest(
     request_id="q", prompt_ids=np.array([7], np.int32), sampling=SamplingParams()
 )
 
 
 async def test_generation_streams_its_deltas() -> None:
     engine = CountingEngine()
-    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as wire:
-        deltas = [delta async for delta in wire.generate(QUESTION)]
-        assert await wire.stats() == engine.stats()
+    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as client:
+        deltas = [delta async for delta in client.generate(REQUEST)]
+        assert await client.stats() == engine.stats()
     assert [int(delta.tokens[0]) for delta in deltas] == [7, 8, 9, 10, 11]
     assert [delta.version.step for delta in deltas] == [0, 1, 2, 3, 4]
     assert deltas[-1].finish_reason == "length"
 
 
-async def test_closing_the_iterator_aborts_the_request_there() -> None:
+async def test_closing_the_iterator_aborts_the_request_in_the_engine() -> None:
     engine = CountingEngine(limit=10**9)
-    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as wire:
-        async with aclosing(wire.generate(QUESTION)) as deltas:
+    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as client:
+        async with aclosing(client.generate(REQUEST)) as deltas:
             await anext(deltas)
         async with asyncio.timeout(120):
             await engine.aborted.wait()
@@ -279,16 +283,16 @@ async def test_closing_the_iterator_aborts_the_request_there() -> None:
 
 async def test_an_error_in_the_middle_of_a_stream_arrives_after_the_deltas() -> None:
     engine = CountingEngine(limit=2, error=errors.CapacityError("no blocks left", blocks=0))
-    got = []
-    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as wire:
+    deltas = []
+    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as client:
         with pytest.raises(errors.CapacityError, match="no blocks left"):
-            async for delta in wire.generate(QUESTION):
-                got.append(delta)
-    assert len(got) == 2
+            async for delta in client.generate(REQUEST):
+                deltas.append(delta)
+    assert len(deltas) == 2
 
 
 class SteppingTrainer:
-    """Takes one step per status that is watched; a checkpoint is durable once `saved` is set."""
+    """Takes one step per watched status. A checkpoint is durable once `saved` is set."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -333,56 +337,56 @@ class SteppingTrainer:
         return self.step
 
 
-async def test_a_trainer_is_asked_watched_and_stopped_from_elsewhere() -> None:
+async def test_a_remote_trainer_is_asked_watched_and_stopped() -> None:
     trainer = SteppingTrainer(total=3)
     trainer.saved.set()
-    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as wire:
-        assert await wire.status() == await trainer.status()
-        assert [status.step async for status in wire.watch()] == [0, 1, 2, 3]
-        await wire.stop("enough")
+    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as client:
+        assert await client.status() == await trainer.status()
+        assert [status.step async for status in client.watch()] == [0, 1, 2, 3]
+        await client.stop("enough")
         assert trainer.stopped == "enough"
-        assert await wire.save_checkpoint(wait_s=5) == 3
+        assert await client.save_checkpoint(wait_s=5) == 3
 
 
-async def test_a_long_wait_is_cut_into_long_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_wait_is_cut_into_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "POLL_S", 0.05)
     trainer = SteppingTrainer(total=3)
-    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as wire:
+    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as client:
         with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
-            await wire.save_checkpoint(wait_s=0.2)
+            await client.save_checkpoint(wait_s=0.2)
         polls = trainer.asked.qsize()
         assert polls > 2
-        waiting = asyncio.create_task(wire.save_checkpoint(wait_s=60))
+        waiting = asyncio.create_task(client.save_checkpoint(wait_s=60))
         for _ in range(polls + 3):
             assert await trainer.asked.get() <= 0.05
         trainer.saved.set()
         assert await waiting == 0
 
 
-async def test_a_service_that_drains_ends_long_waits_and_a_watcher_finds_the_next_one() -> None:
+async def test_a_draining_service_ends_long_waits_and_a_watcher_finds_its_successor() -> None:
     trainer = SteppingTrainer(total=3)
     seen: list[int] = []
 
-    async def watch(wire: TrainerClient) -> None:
-        async for status in wire.watch():
+    async def watch(client: TrainerClient) -> None:
+        async for status in client.watch():
             seen.append(status.step)
 
     async with serving(TrainerServicer(trainer)) as server:
-        wire = TrainerClient(server.address, retry_s=60)
-        watching = asyncio.create_task(watch(wire))
+        client = TrainerClient(server.address, retry_s=60)
+        watching = asyncio.create_task(watch(client))
         await trainer.at_the_end.wait()
     trainer.saved.set()
     async with serving(TrainerServicer(trainer), port=server.port), asyncio.timeout(120):
         await watching
-    await wire.close()
+    await client.close()
     assert seen == [0, 1, 2, 3]
 
 
 async def test_a_negative_wait_is_refused() -> None:
     trainer = SteppingTrainer(total=3)
-    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as wire:
+    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as client:
         with pytest.raises(errors.UserError, match="wait_s is -1"):
-            async for _ in wire.watch(every_s=-1):
+            async for _ in client.watch(every_s=-1):
                 pass
 
 
@@ -395,7 +399,7 @@ async def test_a_service_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPat
             raise AssertionError
 
     async with serving(TrainerServicer(Hanging(total=1))) as server:
-        wire = TrainerClient(server.address, retry_s=0.2)
+        client = TrainerClient(server.address, retry_s=0.2)
         with pytest.raises(errors.UnavailableError, match="has not answered within"):
-            await wire.status()
-        await wire.close()
+            await client.status()
+        await client.close()

@@ -1,4 +1,4 @@
-"""What a handler runs in: metrics, errors and draining, whatever its shape; and what gRPC waits for between calls."""
+"""Metrics, errors and draining around handlers of every arity, and what gRPC waits for between calls."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def parse(data: bytes) -> bytes:
     return data
 
 
-class EchoDoor:
-    """One method of each shape; what is asked for is answered, "fail" with an error."""
+class EchoServicer:
+    """One method of each arity. It answers with the request, and with an error for "fail"."""
 
     service = "test.Echo"
     waits = frozenset({"Wait"})
@@ -79,15 +79,15 @@ class EchoDoor:
 
 @asynccontextmanager
 async def echoing(
-    door: EchoDoor | None = None, drain_grace_s: float = 1
-) -> AsyncIterator[tuple[EchoDoor, GrpcServer, grpc.aio.Channel]]:
-    door = door or EchoDoor()
+    servicer: EchoServicer | None = None, drain_grace_s: float = 1
+) -> AsyncIterator[tuple[EchoServicer, GrpcServer, grpc.aio.Channel]]:
+    servicer = servicer or EchoServicer()
     settings = ServerSettings(metrics_port=None, drain_grace_s=drain_grace_s)
     async with (
-        GrpcServer(settings, [door]) as server,
+        GrpcServer(settings, [servicer]) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        yield door, server, channel
+        yield servicer, server, channel
 
 
 async def say(channel: grpc.aio.Channel, data: bytes) -> Any:
@@ -107,7 +107,7 @@ async def each(channel: grpc.aio.Channel, data: bytes) -> Any:
     return [answer async for answer in call]
 
 
-SHAPES = pytest.mark.parametrize(
+ARITIES = pytest.mark.parametrize(
     ("call", "answer"),
     [(say, b"b"), (repeat, [b"first", b"b"]), (join, b"ab"), (each, [b"a", b"b"])],
     ids=["unary", "answers", "requests", "both"],
@@ -119,8 +119,8 @@ def counted(server: GrpcServer, name: str, **labels: str) -> float | None:
     return server.registry.get_sample_value(name, labels)
 
 
-@SHAPES
-async def test_every_shape_of_method_is_answered_and_counted(call: Call, answer: Any) -> None:
+@ARITIES
+async def test_every_arity_is_answered_and_counted(call: Call, answer: Any) -> None:
     async with echoing() as (_, server, channel):
         assert await call(channel, b"b") == answer
         method = f"/test.Echo/{call.__name__.title()}"
@@ -129,8 +129,8 @@ async def test_every_shape_of_method_is_answered_and_counted(call: Call, answer:
     assert counted(server, "meshrl_rpc_running", method=method) == 0
 
 
-@SHAPES
-async def test_every_shape_of_method_may_raise(call: Call, answer: Any) -> None:
+@ARITIES
+async def test_every_arity_may_raise(call: Call, answer: Any) -> None:
     async with echoing() as (_, server, channel):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call(channel, b"fail")
@@ -141,8 +141,8 @@ async def test_every_shape_of_method_may_raise(call: Call, answer: Any) -> None:
     assert counted(server, "meshrl_rpc_running", method=method) == 0
 
 
-@SHAPES
-async def test_what_cannot_be_parsed_is_the_callers_mistake_in_every_shape(
+@ARITIES
+async def test_what_cannot_be_parsed_is_the_callers_mistake_in_every_arity(
     call: Call, answer: Any
 ) -> None:
     async with echoing() as (_, server, channel):
@@ -158,28 +158,28 @@ async def test_what_cannot_be_parsed_is_the_callers_mistake_in_every_shape(
 async def test_a_caller_who_leaves_in_the_middle_of_an_answer_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with echoing() as (door, server, channel):
+    async with echoing() as (servicer, server, channel):
         call = channel.unary_stream("/test.Echo/Wait")(b"")
         assert len(await call.read()) == 1 << 20
         call.cancel()
         async with asyncio.timeout(60):
-            await door.left.wait()
+            await servicer.left.wait()
         assert await say(channel, b"b") == b"b"
     assert counted(server, "meshrl_rpc_total", method="/test.Echo/Wait", status="CANCELLED") == 1
     assert counted(server, "meshrl_rpc_running", method="/test.Echo/Wait") == 0
-    # gRPC itself may say that its write failed, where it has not heard yet that the caller is gone.
-    said = [each for each in caplog.records if each.name.startswith("meshrl")]
-    assert [each for each in said if each.levelno >= logging.ERROR] == []
+    # gRPC itself may log that its write failed if it does not know yet that the caller has left.
+    records = [each for each in caplog.records if each.name.startswith("meshrl")]
+    assert [each for each in records if each.levelno >= logging.ERROR] == []
 
 
 async def test_draining_ends_an_answer_that_is_being_written() -> None:
-    async with echoing(drain_grace_s=60) as (door, server, channel):
+    async with echoing(drain_grace_s=60) as (servicer, server, channel):
         call = channel.unary_stream("/test.Echo/Wait")(b"")
         async with asyncio.timeout(60):
-            await door.waiting.wait()
-            # Nobody reads yet: the door is in the middle of a write, behind the window of HTTP/2.
+            await servicer.waiting.wait()
+            # Nobody reads yet, so the servicer waits in a write for the HTTP/2 window.
             draining = asyncio.create_task(server.drain())
-            await door.left.wait()
+            await servicer.left.wait()
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 async for _ in call:
                     pass
@@ -191,9 +191,9 @@ async def test_an_answer_that_cannot_be_serialized_arrives_as_its_error() -> Non
     def refuse(_: object) -> bytes:
         raise CapacityError("too much")
 
-    door = EchoDoor()
-    door.serializers = {"Repeat": refuse}
-    async with echoing(door) as (_, server, channel):
+    servicer = EchoServicer()
+    servicer.serializers = {"Repeat": refuse}
+    async with echoing(servicer) as (_, server, channel):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await repeat(channel, b"b")
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
