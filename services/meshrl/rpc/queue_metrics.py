@@ -110,7 +110,7 @@ class _FleetGauges:
     def add(self, run: Run) -> None:
         """Add the numbers of one run. Reads only single numbers, because another thread calls it."""
         stage = next(stage for stage in run.stages if stage.first)
-        workers = run.fair_share.heard_of(now=run.clock(), silence_s=run.spec.lease_ttl_s)
+        workers = run.fair_share.recent_workers(now=run.clock(), silence_s=run.spec.lease_ttl_s)
         ready, held = run.num_ready(stage), sum(holder.rows for holder in workers)
         slots = sum(holder.slots for holder in workers)
         headroom = 0 if run.feed_closed else admission.free_groups(run) * run.spec.group_size

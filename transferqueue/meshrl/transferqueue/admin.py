@@ -1,4 +1,4 @@
-"""What an operator may ask of a queue that serves: all of its store as of one moment, and an audit of it."""
+"""Operations for an operator of a running queue: export its store as of one commit, and audit it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from meshrl.transferqueue.store import Operation, Store
 
 
 class QueueAdmin:
-    """Belongs to the process that owns the queue."""
+    """Exports and audits the store of a queue of this process."""
 
     def __init__(self, queue: TransferQueue, store: Store) -> None:
         self._queue = queue
         self._store = store
 
     def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """See Store."""
+        """Every record as of one commit; see Store."""
         return self._store.export()
 
     async def verify(self) -> Audit:
-        """Audit the store, and compare it with what the queue tells of runs that stood still meanwhile."""
-        before = await self._told()
+        """Audit the store; compare the ledgers of runs that did not change meanwhile with those of the queue."""
+        before = await self._ledgers()
         async with aclosing(self._store.export()) as pieces:
             found = await audit(pieces)
-        after = await self._told()
-        still = {name for name in before if before[name] == after.get(name)}
-        derived = {name: ledger for name, ledger in found.ledgers.items() if name in still}
+        after = await self._ledgers()
+        unchanged = {name for name in before if before[name] == after.get(name)}
+        derived = {name: ledger for name, ledger in found.ledgers.items() if name in unchanged}
         if not found.problems:
-            found.tell(compare(derived, {name: after[name] for name in still}))
+            found.add_problems(compare(derived, {name: after[name] for name in unchanged}))
         return found
 
-    async def _told(self) -> dict[str, Ledger]:
+    async def _ledgers(self) -> dict[str, Ledger]:
         return {name: await self._queue.ledger(name) for name in self._queue.runs}

@@ -1,17 +1,17 @@
-"""Group commit: transitions are staged as they happen and acknowledged once the store has them.
+"""Group commit: transitions are staged as they happen, and acknowledged when the store has made them durable.
 
     transition (synchronous) ──touch / put / delete──▶ staged ──cut──▶ in flight ──apply──▶ durable
                                                          ▲                                   │
-                       callers wait in `flush` ──────────┴──────── woken together ◀──────────┘
+                       callers wait in `flush` ──────────┴──────── all resume ◀──────────────┘
 
-One commit is in flight at a time; whatever is staged meanwhile makes up the next one, so many concurrent transitions
+One commit is in flight at a time. What is staged meanwhile makes up the next one, so many concurrent transitions
 share one fsync, in order. A record that was touched ten times is encoded once.
 
 consumes: transitions. waits for: the store. unblocked by: `apply`'s return. produces: acknowledgements.
 
-A commit that fails is a crash in small: nothing that was not acknowledged survives. Everything staged is refused and
-`recover` puts the state of the last commit back into RAM; callers repeat, as every write is idempotent. A store that
-another queue owns by now ends the journal: everything is refused from then on, and `ended` says why.
+A failed commit is like a crash: nothing that was not acknowledged survives. All that is staged is refused, and
+`recover` reads the state of the last commit back into RAM. Callers repeat their calls, as every write is idempotent.
+When another queue has taken the store over, the commit log ends: it refuses everything, and `ended` says why.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
 log = logging.getLogger(__name__)
 
 RECOVERY_PAUSE_S = 1.0
-"""Between two tries to read back a store that cannot even be read."""
+"""The pause between two attempts to read back a store that cannot be read."""
 
 
 class Record(Protocol):
-    """Something in RAM with a record in META."""
+    """An object in RAM that has a record in META."""
 
     @property
     def key(self) -> bytes:
-        """Where it is stored."""
+        """The key of the record."""
         ...
 
     def encode(self) -> bytes:
-        """As it is now, sealed."""
+        """The record as of now, with its checksum."""
         ...
 
 
 class _Commit:
-    """What one transaction will hold; a key that changes twice keeps the last change."""
+    """The changes of one transaction; of two changes of one key, the last one counts."""
 
     def __init__(self) -> None:
         self.records: dict[bytes, Record] = {}
         self.values: dict[tuple[Table, bytes], bytes | None] = {}
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # A commit that nobody waits for (an expired lease) may fail without anybody asking.
+        # Nobody waits for the commit of an expired lease: its exception must not be reported as unretrieved.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     @property
@@ -60,13 +60,13 @@ class _Commit:
         return not self.records and not self.values
 
     def operations(self) -> list[Operation]:
-        found = [Operation(table, key, value) for (table, key), value in self.values.items()]
-        found += [Operation(Table.META, key, r.encode()) for key, r in self.records.items()]
-        return found
+        operations = [Operation(table, key, value) for (table, key), value in self.values.items()]
+        operations += [Operation(Table.META, key, r.encode()) for key, r in self.records.items()]
+        return operations
 
 
 class CommitLog:
-    """Owned by the queue; `run` is its one task."""
+    """The commit log of one queue; `run` is its one task."""
 
     def __init__(self, store: Store, recover: Callable[[], Awaitable[None]]) -> None:
         self._store = store
@@ -76,7 +76,7 @@ class CommitLog:
         self._work = asyncio.Event()
         self._closing = False
         self._refusal: MeshError | None = None
-        """Why the last commit that failed did."""
+        """Why the last failed commit failed."""
         self._broken: MeshError | None = None
         """Set while the store cannot be read back."""
         self.ended: asyncio.Future[OwnerLostError] = asyncio.get_running_loop().create_future()
@@ -85,18 +85,18 @@ class CommitLog:
         """From the start of a commit to its acknowledgement."""
 
     def touch(self, record: Record) -> None:
-        """`record` changed."""
+        """Stage the record of `record`, encoded when the commit starts."""
         self._staged.values.pop((Table.META, record.key), None)
         self._staged.records[record.key] = record
         self._work.set()
 
     def put(self, table: Table, key: bytes, value: bytes) -> None:
-        """Store `value` under `key`."""
+        """Stage `value` under `key`."""
         self._staged.values[table, key] = value
         self._work.set()
 
     def delete(self, table: Table, key: bytes) -> None:
-        """Forget `key`."""
+        """Stage the deletion of `key`."""
         self._staged.records.pop(key, None)
         self._staged.values[table, key] = None
         self._work.set()
@@ -105,8 +105,8 @@ class CommitLog:
         """Return when everything that was staged until now is durable.
 
         Raises:
-            CapacityError: the disk is full; nothing of what was staged happened.
-            InfraError: the store broke, likewise.
+            CapacityError: the disk is full; nothing that was staged happened.
+            InfraError: the store failed; nothing that was staged happened.
         """
         if self._broken is not None:
             raise _fresh(self._broken)
@@ -119,7 +119,7 @@ class CommitLog:
             raise _fresh(error) from error
 
     async def run(self) -> None:
-        """Commit until `close`; what is staged by then is committed first."""
+        """Commit until `close`, including what is staged by then."""
         while not (self._closing and self._staged.empty):
             await self._work.wait()
             self._work.clear()
@@ -149,14 +149,14 @@ class CommitLog:
             self._in_flight = None
 
     async def _fail(self, commit: _Commit, error: MeshError) -> None:
-        """Go back to the last commit, then tell: whoever repeats the call finds a queue that works."""
+        """Go back to the last commit, then raise in the callers: when they repeat their calls, the queue works."""
         log.error("a commit failed, the queue goes back to the last one: %s", error)
         self._refusal = error
         while True:
             try:
                 await self._recover()
-            except Exception as caught:
-                problem = _as_mesh_error(caught)
+            except Exception as failure:
+                problem = _as_mesh_error(failure)
                 log.error("queue store cannot be read back: %s", problem)
                 self._broken = self._refusal = problem
                 _refuse(commit, problem)
@@ -172,7 +172,7 @@ class CommitLog:
         _refuse(commit, error)
 
     def restarted(self) -> None:
-        """RAM is back at the last commit: refuse what was staged on the state that is gone."""
+        """RAM is back at the last commit: refuse what was staged on the discarded state."""
         self._refuse_staged()
 
     def _refuse_staged(self) -> None:
@@ -188,10 +188,10 @@ def _refuse(commit: _Commit, error: MeshError) -> None:
 def _as_mesh_error(error: Exception) -> MeshError:
     if isinstance(error, MeshError):
         return error
-    log.exception("the queue's store failed in a way it does not name", exc_info=error)
+    log.exception("the queue's store failed with an unexpected error", exc_info=error)
     return InfraError(f"queue store: {type(error).__name__}: {error}")
 
 
 def _fresh(error: MeshError) -> MeshError:
-    """A copy: one exception raised in many tasks would collect all their tracebacks."""
+    """A copy, since one exception that is raised in many tasks would collect all their tracebacks."""
     return type(error)(error.message, **dict(error.details))

@@ -1,4 +1,4 @@
-"""Records at rest: JSON with its checksum in front (contract/frames.py)."""
+"""The encoding of stored records: JSON behind its checksum (contract/frames.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshrl.contract.types import Json
 
 
 def fragment(value: Json) -> orjson.Fragment:
-    """A JSON value as a part of others, encoded once for all of them."""
+    """A JSON value that is part of others, encoded once for all of them."""
     return orjson.Fragment(to_json(value))
 
 
 def to_json(value: Json) -> bytes:
-    """JSON, also of text that UTF-8 cannot say (reasons may be) and of integers beyond 64 bits."""
+    """JSON; also takes integers beyond 64 bits, and text that UTF-8 cannot encode (reasons may hold some)."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -24,7 +24,7 @@ def to_json(value: Json) -> bytes:
 
 
 def encode_record(value: Json) -> bytes:
-    """A JSON value, sealed."""
+    """The record of a JSON value, with its checksum."""
     return with_checksum(to_json(value))
 
 

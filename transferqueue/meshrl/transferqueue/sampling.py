@@ -1,4 +1,4 @@
-"""What a sampler is: it keeps the complete groups of a run in the order in which they are to be taken."""
+"""The sampler port: a sampler keeps the complete groups of a run in the order in which `take` gives them out."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PACKAGE = "meshrl.transferqueue.samplers"
 
 
 class CompleteGroup(NamedTuple):
-    """What a sampler may know of a group."""
+    """What a sampler knows about a group."""
 
     number: int
-    """Grows with admission: the first admitted has the lowest."""
+    """The order of admission: the first group has the lowest number."""
     task_id: str
     priority: int
     num_tokens: tuple[int, ...]
@@ -28,9 +28,10 @@ class CompleteGroup(NamedTuple):
 
 
 class Sampler(Protocol):
-    """One per run, in RAM; filled anew, in order of `number`, when the queue opens.
+    """One per run, in RAM; filled again, in order of `number`, when the queue opens.
 
-    Deterministic, so that the same feed gives the same batches. No method costs more than O(log n) per group.
+    It must be deterministic, so that the same feed gives the same batches. No method may cost more than O(log n) per
+    group.
     """
 
     def add(self, group: CompleteGroup) -> None:
@@ -49,5 +50,5 @@ class Sampler(Protocol):
 
 
 def build(name: str) -> Sampler:
-    """The `Sampler` of module `samplers.<name>` or of a dotted path. Raises ConfigError."""
+    """An instance of class `Sampler` of module `samplers.<name>` or of a dotted path. Raises ConfigError."""
     return cast(Sampler, load(PACKAGE, name, "Sampler")())

@@ -1,11 +1,11 @@
-"""Who should hold how many of the rows that are left: as many as each can finish in the same time.
+"""Fair share: divides the rows at the end of a batch so that all workers finish at about the same time.
 
-A worker that samples slowly and leases whatever its slots hold is the last one to finish at the end of a batch, with
-rows that others could have had. So the rows that are out or ready are divided by measured speed, up to each one's
-slots (water-filling), and nobody is granted more than its share. Rows enough for all slots bound nothing.
+A slow worker that leases as many rows as it has slots finishes last, with rows that faster workers could have
+sampled. So the rows that are leased or ready are divided in proportion to measured speed, up to each worker's slots
+(water-filling), and no worker is granted more than its share. While there are rows for all slots, nothing is limited.
 
-Speed is a *row's* tokens a second, not the worker's: a worker with few rows looks no slower for it, and one with many
-looks slower than it is, so the division settles where all finish together.
+Speed is the tokens per second of one *row*, not of the worker: a worker with few rows does not look slower, and one
+with many rows looks slower than it is, so the division converges to one where all finish together.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WEIGHT = 0.1
-"""Of the newest row in the moving average of speeds."""
+"""The weight of the newest row in the moving average of speeds."""
 
 BETWEEN_S = 2.0
-"""So long after its last sign a worker that holds nothing may be about to ask again: a publish ends waits."""
+"""A worker that holds nothing counts for so long after its last call: a publish ends its wait, and it asks again."""
 
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """One worker, as its leases show it."""
+    """What the leases of one worker show about it."""
 
     rows: int = 0
-    """Held now."""
+    """Rows that it holds."""
     slots: int = 0
-    """Held when it last asked, and what it asked for."""
+    """Rows that it held when it last asked, plus those that it asked for."""
     speed: float = 0.0
-    """Tokens a second of one row; 0 before the first one is finished."""
+    """Tokens per second of one row; 0 before it has finished its first one."""
     seen: float = 0.0
     """When it last asked, renewed or stopped waiting."""
     waiting: int = 0
-    """Leases that it waits for now."""
+    """Leases that it waits for."""
 
     def finished(self, tokens: Sequence[int], seconds: float) -> None:
-        """It wrote rows of so many tokens each, which it had for so long."""
+        """It wrote rows of so many `tokens` each, `seconds` after they were granted."""
         took = max(seconds, 1e-3)
         for of_row in tokens:
             self.speed += (of_row / took - self.speed) * (WEIGHT if self.speed else 1.0)
@@ -50,7 +50,7 @@ class FairShare:
         self._holders: dict[str, Holder] = {}
 
     def holder(self, worker: str, now: float) -> Holder:
-        """The books of `worker`, which was heard of now."""
+        """The entry of `worker`, which called at `now`."""
         holder = self._holders.setdefault(worker, Holder())
         holder.seen = now
         return holder
@@ -60,16 +60,18 @@ class FairShare:
         self.holder(worker, now).waiting += change
 
     def share(self, worker: str, ready: int, limit: int, *, now: float, silence_s: float) -> int:
-        """How many of `ready` rows `worker`, which wants `limit`, should be granted; at least one if it has none.
+        """How many of `ready` rows `worker`, which asks for `limit`, is granted; at least one if it holds none.
 
-        Workers that neither hold rows nor wait for some (nor did a moment ago), or have finished nothing yet, are not
-        reckoned with.
+        Workers that have finished nothing yet, or that neither hold rows nor wait for some (nor did a moment ago), do
+        not count.
         """
         mine = self.holder(worker, now)
         mine.slots = mine.rows + limit
-        here = self.heard_of(now=now, silence_s=silence_s)
-        self._holders = {name: h for name, h in self._holders.items() if h in here}
-        known = [h for h in here if h.speed and (h.rows or h.waiting or now - h.seen <= BETWEEN_S)]
+        recent = self.recent_workers(now=now, silence_s=silence_s)
+        self._holders = {name: h for name, h in self._holders.items() if h in recent}
+        known = [
+            h for h in recent if h.speed and (h.rows or h.waiting or now - h.seen <= BETWEEN_S)
+        ]
         if not mine.speed or len(known) < 2:
             return limit
         shares = divide(
@@ -80,14 +82,14 @@ class FairShare:
         wanted = math.ceil(shares[known.index(mine)]) - mine.rows
         return min(limit, max(wanted, 0 if mine.rows else 1))
 
-    def heard_of(self, *, now: float, silence_s: float) -> list[Holder]:
-        """The workers that are there, as far as leases tell."""
+    def recent_workers(self, *, now: float, silence_s: float) -> list[Holder]:
+        """The workers that wait for a lease or called within the last `silence_s`."""
         holders = list(self._holders.values())
         return [h for h in holders if h.waiting or now - h.seen <= silence_s]
 
 
 def divide(rows: int, speeds: Sequence[float], slots: Sequence[int]) -> list[float]:
-    """`rows` in proportion to `speeds`, nobody above its `slots`; what one cannot take goes to the others."""
+    """Divide `rows` in proportion to `speeds`, at most `slots` each; what one cannot take goes to the others."""
     shares = [0.0] * len(speeds)
     left, open_ = float(rows), set(range(len(speeds)))
     while open_ and left > 0:

@@ -1,4 +1,4 @@
-"""The books of one run: every admitted row is in exactly one place, and each move is one entry."""
+"""The ledger of one run: counts in which state every admitted row is, or how it left."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from meshrl.contract.types import Json, Ledger
 
 REASON_CHARS = 120
 REASONS = 64
-"""Distinct reasons that one exit keeps; the rest are counted together, so that the books stay small."""
+"""Distinct reasons that one exit keeps; the others are counted together, so that the ledger stays small."""
 OTHER = "other reasons"
 
 
 class State(StrEnum):
-    """Where a resident row is."""
+    """The state of a resident row."""
 
     QUEUED = "queued"
-    """No column yet, held by nobody."""
+    """No column yet, leased by no worker."""
     LEASED = "leased"
-    """No column yet, held by a worker of a first stage."""
+    """No column yet, leased by a worker of a first stage."""
     PENDING = "pending"
-    """Between stages: has some columns and lacks some."""
+    """It has some columns and lacks some."""
     READY = "ready"
-    """Has every column."""
+    """It has every column."""
     TAKEN = "taken"
-    """In a trainer's batch."""
+    """It is in a batch that a trainer took."""
     SETTLED = "settled"
-    """In an optimizer step that no checkpoint covers yet."""
+    """It is in an optimizer step that no checkpoint covers yet."""
 
 
 class Exit(StrEnum):
@@ -42,17 +42,17 @@ class Exit(StrEnum):
 
 
 class RunLedger:
-    """Counts rows.
+    """Counts the rows that came in, that are resident and that left.
 
-    What left is stored with every transition; what is resident is counted anew from the rows themselves when the
-    queue opens, so `balanced` compares two independent sources.
+    The counts of what came in and left are stored with every transition. The resident rows are counted again from the
+    rows themselves when the queue opens, so `balanced` compares two independent sources.
     """
 
     def __init__(self) -> None:
         self.admitted = 0
         self.exits: dict[Exit, Counter[str]] = {exit_: Counter() for exit_ in Exit}
         self.resident = [0] * len(State)
-        """In the order of State."""
+        """Rows by state, in the order of State."""
 
     @property
     def unstarted(self) -> int:
@@ -65,17 +65,17 @@ class RunLedger:
         self.admitted += rows
 
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
-        """A group's rows by state, as they were counted and as they are."""
+        """A group's rows change from the counts `old` to `new`, by state."""
         self.resident = list(map(add, self.resident, map(sub, new, old)))
 
     def leave(self, rows: int, exit_: Exit, reason: str) -> None:
-        """`rows` left; where they were resident is told by `move`."""
+        """`rows` left; `move` says in which state they were."""
         reasons = self.exits[exit_]
         key = reason[:REASON_CHARS]
         reasons[key if key in reasons or len(reasons) < REASONS else OTHER] += rows
 
     def snapshot(self, run: str) -> Ledger:
-        """The ledger as it is now."""
+        """The counts now."""
         return Ledger(
             run=run,
             admitted=self.admitted,
@@ -87,15 +87,15 @@ class RunLedger:
         )
 
     def totals(self) -> Json:
-        """What is stored: everything but the resident rows."""
+        """As stored: everything but the resident rows."""
         exits = {exit_.value: dict(reasons) for exit_, reasons in self.exits.items()}
         return {"admitted": self.admitted, **exits}
 
     @classmethod
     def restored(cls, totals: Json) -> RunLedger:
-        """RunLedger from stored totals; the rows that are there are counted as they are filed."""
-        books = cls()
-        books.admitted = totals["admitted"]
+        """From stored totals; the resident rows are counted as their groups are restored."""
+        ledger = cls()
+        ledger.admitted = totals["admitted"]
         for exit_ in Exit:
-            books.exits[exit_].update(totals[exit_.value])
-        return books
+            ledger.exits[exit_].update(totals[exit_.value])
+        return ledger

@@ -1,4 +1,4 @@
-"""Sets of the rows of a group as integers: bit i is the row at index i."""
+"""Sets of rows of a group as integers: bit i is the row at index i."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def bits(mask: int) -> tuple[int, ...]:
-    """The indices in `mask`, lowest first. Remembered: nearly all masks are of whole groups."""
-    found = []
+    """The indices in `mask`, lowest first. Cached, since nearly all masks are of complete groups."""
+    indices = []
     while mask:
         low = mask & -mask
-        found.append(low.bit_length() - 1)
+        indices.append(low.bit_length() - 1)
         mask ^= low
-    return tuple(found)
+    return tuple(indices)
 
 
 @lru_cache(maxsize=4096)
 def hexed(mask: int) -> str:
-    """`mask` as it is stored. Remembered, for the same reason."""
+    """`mask` as it is stored. Cached for the same reason."""
     return f"{mask:x}"
 
 
@@ -26,9 +26,9 @@ def lowest(mask: int, count: int) -> int:
     """The `count` lowest bits of `mask`; all of them if it has fewer."""
     if mask.bit_count() <= count:
         return mask
-    found = 0
+    result = 0
     for _ in range(count):
         low = mask & -mask
-        found |= low
+        result |= low
         mask ^= low
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""Numbers in the order of their keys: a heap whose dead entries are dropped when they come up."""
+"""A set of numbers in the order of their keys: a heap whose outdated entries are dropped when they reach the top."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class OrderedNumbers:
         self._keys: dict[int, Key] = {}
 
     def add(self, number: int, key: Key) -> None:
-        """Put `number` in, or move it to `key`. O(log n)."""
+        """Add `number`, or move it to `key`. O(log n)."""
         self._keys[number] = key
         heapq.heappush(self._heap, (key, number))
 
     def discard(self, number: int) -> None:
-        """Take `number` out, if it is in. O(1): its heap entry goes when it comes up."""
+        """Remove `number` if it is in the set. O(1): its heap entry is dropped when it reaches the top."""
         self._keys.pop(number, None)
 
     def first(self, count: int) -> list[int]:
@@ -29,7 +29,7 @@ class OrderedNumbers:
         found: list[tuple[Key, int]] = []
         while self._heap and len(found) < count:
             entry = heapq.heappop(self._heap)
-            # A number that left and came back under its old key has two equal entries: they come up in a row.
+            # A number that left and came back under its old key has two equal entries, one after the other.
             if self._keys.get(entry[1]) == entry[0] and (not found or found[-1] != entry):
                 found.append(entry)
         for entry in found:

@@ -1,4 +1,4 @@
-"""The stages of a run: which columns each adds, and which stages must be done before it."""
+"""The stages of a run: which columns each one writes, and which stages must have written before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshrl.contract.types import StageSpec
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage; `number` is its place in every list that has an entry per stage."""
+    """One stage; `number` is its index in every list that has an entry per stage."""
 
     number: int
     name: str
@@ -27,10 +27,10 @@ class Stage:
 
 
 class Stages:
-    """All stages of a run, checked once.
+    """All stages of a run; the constructor checks them.
 
     Raises:
-        UserError: names the stage and the column that make no sense.
+        UserError: names the stage and the column that are wrong.
     """
 
     def __init__(self, specs: Sequence[StageSpec]) -> None:
@@ -48,7 +48,7 @@ class Stages:
             self._by_name[spec.name] = Stage(number, spec.name, spec.reads, spec.writes, after)
         self._ordered = tuple(self._by_name.values())
         self.writes = tuple(stage.writes for stage in self._ordered)
-        """By stage number: its columns."""
+        """By stage number: the columns that it writes."""
         if not any(stage.first for stage in self):
             raise UserError("a run needs a stage that reads nothing: the one that samples")
 
@@ -75,7 +75,7 @@ class Stages:
         return len(self._ordered)
 
     def get(self, name: str) -> Stage | None:
-        """The stage named so, if the run has it."""
+        """The stage with this name, if the run has it."""
         return self._by_name.get(name)
 
     def __getitem__(self, name: str) -> Stage:
@@ -85,18 +85,18 @@ class Stages:
         return stage
 
     def depending_on(self, stage: Stage) -> set[int]:
-        """Numbers of `stage` and of all that read, directly or not, what it writes."""
-        found = {stage.number}
+        """Numbers of `stage` and of all stages that read what it writes, directly or not."""
+        numbers = {stage.number}
         for other in self._ordered[stage.number + 1 :]:
-            if found & set(other.after):
-                found.add(other.number)
-        return found
+            if numbers & set(other.after):
+                numbers.add(other.number)
+        return numbers
 
     def of_columns(self, columns: Sequence[str]) -> list[Stage]:
         """The stages that write `columns`, each once.
 
         Raises:
-            UserError: no stage of the run writes such a column.
+            UserError: no stage of the run writes one of the columns.
         """
         for column in columns:
             if column not in self._of_column:

@@ -1,4 +1,4 @@
-"""Waiting without polling: signals that changes ring, and the record of who waits for what."""
+"""Waiting without polling: signals, the list of calls that wait, and the timer of all leases."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from meshrl.contract.errors import WaitTimeoutError
 from meshrl.transferqueue.model.group import Grant
 
 TICK_S = 0.25
-"""The longest time that may pass unwatched while leases are out."""
+"""The longest time between two ticks while leases are out."""
 FINEST_TICK_S = 0.01
-"""Deadlines are no more exact than this."""
+"""The shortest time between two ticks: deadlines are no more exact than this."""
 SWEPT_GRANTS = 256
-"""Up to so many grants nobody asks which of them have ended."""
+"""With at most so many grants in the heap, those that have ended are not swept out."""
 RETURN_S = 2.0
-"""So soon a worker whose connection broke must be heard of again: a dead one never is, a live one at once."""
+"""A worker whose connection broke must renew within this time. One that lives does at once, one that died never."""
 
 
 class Signal:
-    """Wakes everybody who waits for one kind of change, in the order in which they came."""
+    """Wakes all callers that wait for one kind of change, in the order in which they came."""
 
     def __init__(self) -> None:
         self._listeners: dict[asyncio.Future[None], None] = {}
 
     def notify(self) -> None:
-        """Something changed; listeners look again."""
+        """Something changed: wake every listener."""
         if self._listeners:
             listeners, self._listeners = self._listeners, {}
             for listener in listeners:
@@ -37,7 +37,7 @@ class Signal:
                     listener.set_result(None)
 
     def join(self, listener: asyncio.Future[None]) -> None:
-        """Complete `listener` at the next ring."""
+        """Complete `listener` at the next `notify`."""
         self._listeners[listener] = None
 
     def leave(self, listener: asyncio.Future[None]) -> None:
@@ -46,10 +46,10 @@ class Signal:
 
 
 async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:
-    """Return when one of `signals` rings.
+    """Return when one of `signals` is notified.
 
     Raises:
-        WaitTimeoutError: `deadline` (loop time) passed; says `what()` was waited for.
+        WaitTimeoutError: `deadline` (loop time) passed; the message names `what()`.
     """
     loop = asyncio.get_running_loop()
     if loop.time() >= deadline:
@@ -69,7 +69,7 @@ async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A call that waits now."""
+    """One call that waits."""
 
     kind: str
     """take | admit | lease"""
@@ -80,7 +80,7 @@ class Wait:
 
 
 class Waits:
-    """Everybody who waits, for `why_waiting`."""
+    """All calls that wait, for `why_waiting`."""
 
     def __init__(self) -> None:
         self._waits: dict[int, Wait] = {}
@@ -88,7 +88,7 @@ class Waits:
 
     @contextmanager
     def tracked(self, wait: Wait) -> Iterator[None]:
-        """Registered for as long as the block runs."""
+        """Register `wait` for as long as the block runs."""
         number = next(self._numbers)
         self._waits[number] = wait
         try:
@@ -97,20 +97,20 @@ class Waits:
             del self._waits[number]
 
     def of(self, run: str) -> list[Wait]:
-        """Those that concern `run`."""
+        """The waits for `run`."""
         return [wait for wait in self._waits.values() if run in wait.runs]
 
 
 class Expiry:
-    """One timer for all leases, on a clock of its own: seconds in which renewals could be heard.
+    """One timer for all leases, on a clock of its own: seconds in which the queue could receive renewals.
 
-    The timer ticks while leases are out, and a tick that comes late counts for no more than it was meant to take. So
-    time in which this process was stopped, swapped out or starved ends no lease: the renewals of that time are read
-    before the clock has gone on for long.
+    The timer ticks while leases are out. A tick that comes late advances the clock only by the time that was planned
+    for it. So time in which this process was stopped, swapped out or starved expires no lease: the renewals of that
+    time are read before the clock has advanced far.
 
-    A renewal only moves `held.deadline`; the heap's entry finds that out when it comes up, so renewing is free here.
-    Grants that ended are swept out before they are more than those that have not: a fast run ends thousands in the
-    time to live of one, and each would keep its group in memory until then.
+    A renewal only moves `grant.deadline`. The heap's entry is compared with it when it reaches the top, so a renewal
+    costs nothing here. Ended grants are swept out before they outnumber the others: a fast run ends thousands in the
+    time to live of one lease, and each would keep its group in memory until then.
     """
 
     def __init__(self, expired: Callable[[Grant], None]) -> None:
@@ -119,46 +119,46 @@ class Expiry:
         self._sweep_at = SWEPT_GRANTS
         self._numbers = itertools.count()
         self._timer: asyncio.Handle | None = None
-        self._heard_s = 0.0
+        self._clock_s = 0.0
         self._read_at = 0.0
         self._tick_s = TICK_S
-        self._deaf = False
+        self._stopped = False
 
     def now(self) -> float:
-        """Seconds in which renewals could be heard; the clock of all deadlines."""
+        """Seconds in which the queue could receive renewals; the clock of all deadlines."""
         at = asyncio.get_running_loop().time()
-        self._heard_s += min(at - self._read_at, self._tick_s)
+        self._clock_s += min(at - self._read_at, self._tick_s)
         self._read_at = at
-        return self._heard_s
+        return self._clock_s
 
-    def watch(self, held: Grant) -> None:
-        """Call `expired(held)` when its deadline passes, unless it was given back by then."""
-        heapq.heappush(self._heap, (held.deadline, next(self._numbers), held))
+    def watch(self, grant: Grant) -> None:
+        """Call `expired(grant)` when its deadline passes, unless it has ended by then."""
+        heapq.heappush(self._heap, (grant.deadline, next(self._numbers), grant))
         if len(self._heap) > self._sweep_at:
             self._sweep()
         self._arm()
 
     def hasten(self, worker: str, before: float) -> None:
-        """The connection of `worker` broke: what it was granted `before` (loop time) ends soon if it stays silent."""
+        """The connection of `worker` broke: its grants up to `before` (loop time) expire soon unless it renews."""
         deadline = self.now() + RETURN_S
-        for _, _, held in list(self._heap):
-            silent = held.mask and held.worker == worker and held.since <= before
-            if silent and deadline < held.deadline:
-                held.deadline = deadline
-                self.watch(held)
+        for _, _, grant in list(self._heap):
+            affected = grant.mask and grant.worker == worker and grant.since <= before
+            if affected and deadline < grant.deadline:
+                grant.deadline = deadline
+                self.watch(grant)
 
     def stop(self) -> None:
-        """End no lease any more: from now on renewals cannot be heard."""
-        self._deaf = True
+        """Expire no lease any more: from now on the queue cannot receive renewals."""
+        self._stopped = True
         self._disarm()
 
     def clear(self) -> None:
-        """Watch nothing any more."""
+        """Forget every grant."""
         self._heap.clear()
         self._disarm()
 
     def _sweep(self) -> None:
-        """Forget the grants that ended; O(1) for each that was watched since the last time."""
+        """Drop the grants that ended; O(1) for each grant that was added since the last sweep."""
         self._heap = [entry for entry in self._heap if entry[2].mask]
         heapq.heapify(self._heap)
         self._sweep_at = max(SWEPT_GRANTS, 2 * len(self._heap))
@@ -169,7 +169,7 @@ class Expiry:
             self._timer = None
 
     def _arm(self) -> None:
-        if self._timer is None and self._heap and not self._deaf:
+        if self._timer is None and self._heap and not self._stopped:
             left = self._heap[0][0] - self.now()
             self._tick_s = min(TICK_S, max(FINEST_TICK_S, left / 2))
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
@@ -178,12 +178,12 @@ class Expiry:
         self._timer = None
         now = self.now()
         while self._heap and self._heap[0][0] <= now:
-            _, number, held = heapq.heappop(self._heap)
-            if not held.mask:
+            _, number, grant = heapq.heappop(self._heap)
+            if not grant.mask:
                 continue
-            if held.deadline > now:
-                # Hastened and heard of again, it has another entry.
-                heapq.heappush(self._heap, (held.deadline, number, held))
+            if grant.deadline > now:
+                # It was renewed since this entry was made.
+                heapq.heappush(self._heap, (grant.deadline, number, grant))
             else:
-                self._expired(held)
+                self._expired(grant)
         self._arm()

@@ -1,10 +1,10 @@
-"""The audit: stored bytes against their checksums, the ledger derived anew from the rows, rows against their payload.
+"""The audit: checks stored bytes against checksums, the ledger against the rows, the rows against their payload.
 
-    store ──export (one commit)──▶ META ──restore──▶ runs in RAM ──▶ ledger, wanted payload ─┐
-                                   PAYLOAD ──checksums──▶ payload that is there ─────────────┴─▶ problems
+    store ──export (one commit)──▶ META ──restore──▶ runs in RAM ──▶ ledger, needed payload ─┐
+                                   PAYLOAD ──checksums──▶ stored payload ────────────────────┴─▶ problems
 
-Three records that no code derives from each other must agree: the books (counters), the rows that are here, and the
-trail (each transition with its task; see trail.py).
+Three records that no code derives from each other must agree: the ledger (counters), the resident rows, and the audit
+log (each transition with its task; see model/audit_log.py).
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from meshrl.transferqueue.operations.recovery import restore
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-PROBLEMS_TOLD = 20
-"""Problems of one kind that are named one by one; the rest are counted."""
+PROBLEMS_NAMED = 20
+"""Problems of one kind that are named singly; the others are counted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Audit:
-    """What was looked at, and what is wrong with it."""
+    """What was checked, and what is wrong with it."""
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     """Derived from the stored records, by run."""
     records: int = 0
     values: int = 0
-    """In PAYLOAD."""
+    """Entries of PAYLOAD."""
     nbytes: int = 0
     """Keys and values of both tables."""
     problems: list[str] = field(default_factory=list)
 
-    def tell(self, problems: Iterable[str]) -> None:
+    def add_problems(self, problems: Iterable[str]) -> None:
         """Add problems of one kind."""
-        found = list(problems)
-        self.problems += found[:PROBLEMS_TOLD]
-        if len(found) > PROBLEMS_TOLD:
-            self.problems.append(f"… and {len(found) - PROBLEMS_TOLD} more like the last one")
+        new = list(problems)
+        self.problems += new[:PROBLEMS_NAMED]
+        if len(new) > PROBLEMS_NAMED:
+            self.problems.append(f"… and {len(new) - PROBLEMS_NAMED} more like the last one")
 
 
 async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
-    """Look at everything that a store exports. Nothing in there makes it raise."""
+    """Check everything that a store exports. Wrong contents never raise; they are reported as problems."""
     found = Audit()
     meta: list[tuple[bytes, bytes]] = []
     payload: set[bytes] = set()
@@ -74,33 +74,35 @@ async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
         # A large store takes a while, and the queue that serves it lives in this loop.
         await asyncio.sleep(0)
     found.records, found.values = len(meta), len(payload)
-    found.tell(broken)
+    found.add_problems(broken)
     try:
         runs = _restored(meta)
     except CorruptError as error:
-        found.tell([str(error)])
+        found.add_problems([str(error)])
         return found
     unclaimed = payload
     for run in runs.values():
         found.ledgers[run.name] = run.ledger.snapshot(run.name)
-        found.tell(_of_books(run))
-        wanted = _wanted(run)
-        found.tell(f"{what}: not stored" for key, what in wanted.items() if key not in payload)
-        unclaimed -= wanted.keys()
-    found.tell(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
+        found.add_problems(_ledger_problems(run))
+        needed = _needed(run)
+        found.add_problems(
+            f"{what}: not stored" for key, what in needed.items() if key not in payload
+        )
+        unclaimed -= needed.keys()
+    found.add_problems(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
     return found
 
 
-def compare(derived: Mapping[str, Ledger], told: Mapping[str, Ledger]) -> Iterator[str]:
-    """What a queue tells of its runs, against what its store says."""
-    for name in sorted(derived.keys() | told.keys()):
-        if derived.get(name) != told.get(name):
-            yield f"run {name}: the queue tells {told.get(name)}, its store {derived.get(name)}"
+def compare(derived: Mapping[str, Ledger], reported: Mapping[str, Ledger]) -> Iterator[str]:
+    """Problems of the ledgers that a queue reports, against those derived from its store."""
+    for name in sorted(derived.keys() | reported.keys()):
+        if derived.get(name) != reported.get(name):
+            yield f"run {name}: the queue tells {reported.get(name)}, its store {derived.get(name)}"
 
 
 def _restored(meta: Sequence[tuple[bytes, bytes]]) -> dict[str, Run]:
-    """Runs as a queue would open them, with a commit log that commits nothing and leases that never end."""
-    expiry = Expiry(lambda held: None)
+    """Runs as a queue would open them, with a commit log that commits nothing and leases that never expire."""
+    expiry = Expiry(lambda grant: None)
 
     async def nowhere() -> None:
         raise AssertionError("an audit commits nothing")
@@ -116,19 +118,18 @@ def _restored(meta: Sequence[tuple[bytes, bytes]]) -> dict[str, Run]:
         expiry.clear()
 
 
-def _of_books(run: Run) -> Iterator[str]:
+def _ledger_problems(run: Run) -> Iterator[str]:
     ledger = run.ledger.snapshot(run.name)
     if not ledger.balanced:
         yield f"run {run.name}: the ledger does not balance: {ledger}"
-    left = run.ledger.totals()
     if any(count < 0 for exit_ in run.ledger.exits.values() for count in exit_.values()):
-        yield f"run {run.name}: less than nothing left: {left}"
+        yield f"run {run.name}: a negative number of rows left: {run.ledger.totals()}"
     if len(run.dead_letters) > sum(ledger.dead_lettered.values()):
         yield (
-            f"run {run.name}: {len(run.dead_letters)} dead letters are stored, the books know of"
+            f"run {run.name}: {len(run.dead_letters)} dead letters are stored, the ledger has"
             f" {sum(ledger.dead_lettered.values())}"
         )
-    yield from _of_trail(run)
+    yield from _audit_log_problems(run)
     for group in run.groups.values():
         if group.task_id not in run.known_tasks:
             yield f"run {run.name}: task {group.task_id} is resident and was never admitted"
@@ -147,34 +148,34 @@ def _of_books(run: Run) -> Iterator[str]:
                 )
 
 
-def _of_trail(run: Run) -> Iterator[str]:
-    """The books against the sum of all transitions, and each task's rows against its own."""
+def _audit_log_problems(run: Run) -> Iterator[str]:
+    """The ledger against the sum of all transitions, and each task's resident rows against those of its own."""
     sums = run.audit_log.sums()
-    books = {exit_.value: left.total() for exit_, left in run.ledger.exits.items()}
-    books[ADMITTED] = run.ledger.admitted
-    for way, rows in books.items():
-        if rows != sums[way]:
-            yield f"run {run.name}: {way}: {rows} rows in the books, {sums[way]} in the trail"
-    here = Counter({task: group.present.bit_count() for task, group in run.by_task.items()})
+    totals = {exit_.value: left.total() for exit_, left in run.ledger.exits.items()}
+    totals[ADMITTED] = run.ledger.admitted
+    for exit_, rows in totals.items():
+        if rows != sums[exit_]:
+            yield f"run {run.name}: {exit_}: {rows} rows in the ledger, {sums[exit_]} in the audit log"
+    resident = Counter({task: group.present.bit_count() for task, group in run.by_task.items()})
     wanted = run.audit_log.open_rows()
-    if wanted is not None and wanted != +here:
-        for task in sorted(wanted.keys() | here.keys()):
-            if wanted[task] != here[task]:
-                yield f"run {run.name}: task {task} has {here[task]} rows, by the trail {wanted[task]}"
+    if wanted is not None and wanted != +resident:
+        for task in sorted(wanted.keys() | resident.keys()):
+            if wanted[task] != resident[task]:
+                yield f"run {run.name}: task {task} has {resident[task]} rows, {wanted[task]} in the audit log"
 
 
-def _wanted(run: Run) -> dict[bytes, str]:
-    """The payload that the run's records speak of, by key, with a name for people."""
-    wanted: dict[bytes, str] = {}
+def _needed(run: Run) -> dict[bytes, str]:
+    """The payload that the run's records refer to: key to a description."""
+    needed: dict[bytes, str] = {}
     for group in run.groups.values():
-        wanted[group.task_key] = f"task {run.name}/{group.task_id}"
+        needed[group.task_key] = f"task {run.name}/{group.task_id}"
         for frame in group.frames:
             stage = run.spec.stages[frame.stage].name
-            wanted[group.frame_key(frame.number)] = (
+            needed[group.frame_key(frame.number)] = (
                 f"columns of {run.name}/{group.task_id}, {stage}"
             )
     for dead in run.dead_letters.values():
-        wanted[task_key(run.number, dead.group)] = f"task of dead letter {dead.letter.uid}"
+        needed[task_key(run.number, dead.group)] = f"task of dead letter {dead.letter.uid}"
     for batch in run.batches.values():
-        wanted[batch.manifest_key] = f"manifest of batch {batch.batch_id}"
-    return wanted
+        needed[batch.manifest_key] = f"manifest of batch {batch.batch_id}"
+    return needed

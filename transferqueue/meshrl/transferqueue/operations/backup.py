@@ -1,9 +1,9 @@
-"""Backup and restore: a backup is a disk store of its own, which any store can be filled from.
+"""Backup and restore: a backup is a disk store, from which any store can be filled.
 
     store ──export (one commit)──▶ FOLDER.partial ──synced, renamed──▶ FOLDER ──▶ an empty store
 
-A backup that was interrupted leaves only a folder that nobody takes for one. A restore writes the payload first and
-all records in its last commit, so one that was interrupted leaves an empty store.
+An interrupted backup leaves only a folder `.partial`, which no command takes for a backup. A restore writes the
+payload first and all records in its last commit, so an interrupted one leaves an empty store.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PARTIAL = ".partial"
 
 @dataclass(slots=True, kw_only=True)
 class Copied:
-    """What a backup or a restore has copied."""
+    """How much a backup or a restore has copied."""
 
     records: int = 0
     values: int = 0
-    """Of PAYLOAD."""
+    """Entries of PAYLOAD."""
     nbytes: int = 0
     """Keys and values."""
 
     def add(self, piece: Sequence[Operation]) -> None:
-        """Count it."""
+        """Count `piece`."""
         for table, key, value in piece:
             self.records += table is Table.META
             self.values += table is Table.PAYLOAD
@@ -44,7 +44,7 @@ async def back_up(pieces: AsyncIterator[Sequence[Operation]], folder: Path) -> C
     """Write what a store exports to `folder`.
 
     Raises:
-        ConflictError: `folder` exists. CapacityError: the disk is full. UserError: it cannot be made.
+        ConflictError: `folder` exists. CapacityError: the disk is full. UserError: the folder cannot be created.
     """
     partial = _begin(folder)
     copied = Copied()
@@ -79,17 +79,17 @@ def _begin(folder: Path) -> Path:
 
 
 def opened(folder: Path) -> DiskStore:
-    """The store of a backup, to be loaded and closed. Raises NotFoundError."""
+    """The store of a backup; the caller loads and closes it. Raises NotFoundError."""
     if not (folder / "data.mdb").is_file():
         raise NotFoundError(f"{folder} holds no backup of a queue (no data.mdb in it)")
     return DiskStore(folder)
 
 
 async def restore_backup(folder: Path, store: Store) -> Copied:
-    """Fill an empty store, which is opened here and left open.
+    """Fill an empty `store`, which is opened here and stays open.
 
     Raises:
-        NotFoundError: no backup is in `folder`. ConflictError: the store holds a queue.
+        NotFoundError: `folder` holds no backup. ConflictError: the store holds a queue.
         UserError: the backup has another format, or the store is owned. CorruptError: it cannot be read.
         CapacityError: it does not fit.
     """

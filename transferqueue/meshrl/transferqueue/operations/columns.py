@@ -1,4 +1,4 @@
-"""What may be written into rows: the columns of the stage, in the types of contract/rows.py."""
+"""Checks of the columns that a stage writes: names, types (contract/rows.py), lengths, finite numbers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     "token_rewards": (_F4, 1),
     "ref_logprobs": (_F4, 1),
 }
-"""Name to (dtype, rank); a column that is not named here may have any storable type."""
+"""Name to (dtype, rank); any other column may have any storable type."""
 PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs", "token_rewards"})
 
 
 class _Refused(Exception):
-    """Why, and at which position of the frame."""
+    """Why a write is refused, and for which position of the frame."""
 
     def __init__(self, problem: str, position: int = 0) -> None:
         super().__init__(problem)
@@ -43,10 +43,10 @@ class _Refused(Exception):
 
 
 def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group | None) -> None:
-    """Refuse a write that does not fit `stage`, for all rows of the frame at once.
+    """Check a write to `stage`, for all rows of the frame at once.
 
     Raises:
-        UserError: with `uid`; names the column, what it is and what would be right.
+        UserError: with `uid`; names the column, what it is and what it must be.
     """
     try:
         _check_names(frame, stage)
@@ -86,7 +86,7 @@ def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
 
 
 def _lengths_in(group: Group | None, write: PackedGroup) -> tuple[int, ...]:
-    """T of each row; 0 where no stage has given its facts."""
+    """Tokens (T) of each row; 0 for a row without facts."""
     if group is None:
         return (0,) * len(write.indices)
     known = map(group.facts.__getitem__, write.indices)
@@ -102,7 +102,7 @@ def _check_column(name: str, column: Column, num_tokens: tuple[int, ...]) -> Non
         return
     if name in PER_TOKEN and column.lengths != num_tokens:
         pairs = enumerate(zip(column.lengths, num_tokens, strict=True))
-        position, (length, wanted) = next(found for found in pairs if found[1][0] != found[1][1])
+        position, (length, wanted) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         raise _Refused(f"column {name} has {length} entries, the row {wanted} tokens", position)
     if name == "token_rewards":
         _check_finite(name, column)
@@ -114,7 +114,7 @@ def _check_column(name: str, column: Column, num_tokens: tuple[int, ...]) -> Non
 
 def _check_reward(column: Column) -> None:
     lengths, values = column.lengths or (), column.values
-    # A few numbers: numpy would take longer to begin than this takes.
+    # For a few numbers, this takes less time than one call of numpy.
     if lengths.count(1) == len(lengths) and all(map(math.isfinite, values.tolist())):
         return
     at = 0

@@ -20,7 +20,7 @@ EXPIRED = "lease expired"
 
 
 class Granted(NamedTuple):
-    """Rows of one group as they were granted; their payload is read once the grant is durable."""
+    """Rows of one group that were granted; their payload is read when the grant is durable."""
 
     extract: Extract
     token: int
@@ -28,39 +28,39 @@ class Granted(NamedTuple):
 
 
 class CheckedWrite(NamedTuple):
-    """Columns that may be added, for rows that are held under one token."""
+    """Checked columns of rows that are held under one token."""
 
     group: Group
     token: int
     rows: tuple[int, ...]
-    """Indices, in the order in which they lie in the frame."""
+    """Row indices, in the order in which they lie in the frame."""
     mask: int
     facts: tuple[RowFacts, ...]
     frame: bytes
 
 
 def leasable(runs: Mapping[str, Run], names: Sequence[str], stage: str) -> list[tuple[Run, Stage]]:
-    """Those of `names` that are open and have the stage, highest priority first.
+    """The runs of `names` that are open and have the stage, highest priority first.
 
     Raises:
-        EndOfDataError: nothing is left in any of them and nothing will come.
-        UserError: all are open and none has such a stage.
+        EndOfDataError: no run has rows left, and no run will get any.
+        UserError: all runs are open and none has the stage.
     """
     opened = [run for name in names if (run := runs.get(name)) is not None]
-    found = [(run, spec) for run in opened if (spec := run.stages.get(stage)) is not None]
+    candidates = [(run, spec) for run in opened if (spec := run.stages.get(stage)) is not None]
     if len(opened) == len(names):
-        if not found:
+        if not candidates:
             raise UserError(
                 f"no stage named {stage!r} in {', '.join(names)} (run {names[0]} has"
                 f" {', '.join(spec.name for spec in opened[0].stages)})"
             )
         if all(run.feed_closed and not run.groups for run in opened):
             raise EndOfDataError(f"nothing is left to lease in {', '.join(names)}")
-    return sorted(found, key=lambda pair: -pair[0].spec.priority)
+    return sorted(candidates, key=lambda pair: -pair[0].spec.priority)
 
 
 def open_to(run: Run, stage: Stage, version: Version | None) -> bool:
-    """May an engine of `version` be given rows? Only sampling under a gated run asks this."""
+    """True if an engine at `version` may get rows; only stages that sample for a gated run depend on it."""
     if not (run.spec.gated and stage.first):
         return True
     if version is None:
@@ -72,10 +72,10 @@ def open_to(run: Run, stage: Stage, version: Version | None) -> bool:
 
 
 def enough(run: Run, stage: Stage, at_least: int) -> bool:
-    """True when the lease can be answered: `at_least` rows are there, or some are and no more can come.
+    """True when the lease can be answered: `at_least` rows are ready, or some are and no more can come.
 
-    Fixed partitions are for training; an evaluation's feed stays open between evaluations, so waiting for
-    `at_least` there would be waiting for the next one.
+    `at_least` applies to gated runs only. The feed of an evaluation stays open between evaluations, so there a lease
+    would wait for the next evaluation.
     """
     available = run.num_ready(stage)
     if available == 0 or available >= at_least or not run.spec.gated:
@@ -102,7 +102,7 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
 
 
 def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]:
-    """Extend; returns what `worker` holds no longer. Deadlines are not stored, so nothing is."""
+    """Extend leases; returns the rows that `worker` does not hold any more. Deadlines are not stored."""
     lost: list[Uid] = []
     named: dict[int, int] = {}
     for uid in uids:
@@ -131,13 +131,13 @@ def _held_by(group: Group, stage: Stage, worker: str) -> int:
 
 
 def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[CheckedWrite]:
-    """The writes that are still to be done; rows written before under the same token are passed over.
+    """The checked writes; rows that were written before under the same token are skipped.
 
     Raises:
-        FencedError: with `uid`; somebody else has the row, or the lease ended.
+        FencedError: with `uid`; another worker holds the row, or the lease ended.
         UserError: with `uid`; a column is wrong, or a row is named twice.
     """
-    found: list[CheckedWrite] = []
+    checked_writes: list[CheckedWrite] = []
     named: dict[int, int] = {}
     for write in writes:
         group, mask = _rows_to_write(run, stage, write)
@@ -149,27 +149,27 @@ def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[Check
             uid = group.uid(bits(named[group.number] & mask)[0])
             raise UserError(f"row {uid} is written twice in one call", uid=uid)
         named[group.number] = named.get(group.number, 0) | mask
-        found.append(_what_is_new(group, write, mask, frame))
-    return found
+        checked_writes.append(_new_rows(group, write, mask, frame))
+    return checked_writes
 
 
-def _what_is_new(group: Group, write: PackedGroup, mask: int, frame: Frame) -> CheckedWrite:
-    """Of a write, the rows in `mask`."""
+def _new_rows(group: Group, write: PackedGroup, mask: int, frame: Frame) -> CheckedWrite:
+    """The part of a write that is about the rows in `mask`."""
     if mask.bit_count() == len(write.indices):
         return CheckedWrite(group, write.token, write.indices, mask, write.facts, write.frame)
-    kept = [at for at, index in enumerate(write.indices) if mask >> index & 1]
+    positions = [at for at, index in enumerate(write.indices) if mask >> index & 1]
     return CheckedWrite(
         group,
         write.token,
-        tuple([write.indices[at] for at in kept]),
+        tuple([write.indices[at] for at in positions]),
         mask,
-        tuple([write.facts[at] for at in kept]) if write.facts else (),
-        frame.select(frame.columns, kept),
+        tuple([write.facts[at] for at in positions]) if write.facts else (),
+        frame.select(frame.columns, positions),
     )
 
 
 def _rows_to_write(run: Run, stage: Stage, write: PackedGroup) -> tuple[Group | None, int]:
-    """The group, and the mask of the rows that are held under the write's token and not written yet."""
+    """The group, and the mask of the rows to write: held under the write's token and not written yet."""
     group = run.by_task.get(write.task)
     held = group.held_under(stage.number, write.token) if group else 0
     if group is not None and (all_of := group.mask_of(write)) and all_of & held == all_of:
@@ -188,7 +188,7 @@ def _rows_to_write(run: Run, stage: Stage, write: PackedGroup) -> tuple[Group | 
 
 
 def read_frame(run: Run, write: PackedGroup) -> Frame:
-    """The frame, with as many rows as are named. Raises UserError, with `uid`."""
+    """The frame of a write, which must have as many rows as the write names. Raises UserError, with `uid`."""
     if not write.indices:
         raise UserError(f"a write to task {write.task!r} names no row", task=write.task)
     uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
@@ -204,7 +204,7 @@ def read_frame(run: Run, write: PackedGroup) -> Frame:
 
 
 def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
-    """Add the columns."""
+    """Add the columns of checked writes."""
     for item in writes:
         run.write(
             *(stage, item.group, item.rows, item.mask),
@@ -218,7 +218,7 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
 
 
 def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int:
-    """How many rows `worker` should be granted now. Callers that want a fixed number have their reasons."""
+    """How many rows `worker` is granted now: its fair share, or `limit` if the caller asked for a fixed number."""
     if not stage.first or at_least > 1:
         return limit
     return run.fair_share.share(
@@ -244,7 +244,7 @@ def waiting(candidates: Sequence[tuple[Run, Stage]], worker: str) -> Iterator[No
 
 
 def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason: str) -> None:
-    """A worker gives a row up. Raises FencedError, with `uid`."""
+    """A worker reports that it cannot finish a row. Raises FencedError, with `uid`."""
     group = run.find(uid)
     if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
         raise fenced(run, stage, uid, token)
@@ -264,14 +264,14 @@ def release(run: Run, stage: Stage, token_of: Mapping[Uid, int]) -> None:
         run.save([run.groups[number] for number in masks])
 
 
-def expired(run: Run, held: Grant, *, attended: bool) -> None:
+def expired(run: Run, grant: Grant, *, attended: bool) -> None:
     """The worker was silent for `lease_ttl_s`: its rows go to another one.
 
     If the worker is `attended` and never renewed the rows, they never reached it: that does not count as an attempt.
     """
-    stage = next(stage for stage in run.stages if stage.number == held.stage)
-    run.count_expiry(stage, held, delivered=held.renewed or not attended)
-    _redeliver(run, stage, held.group, held.mask, Outcome.INFRA_FAULT, EXPIRED)
+    stage = next(stage for stage in run.stages if stage.number == grant.stage)
+    run.count_expiry(stage, grant, delivered=grant.renewed or not attended)
+    _redeliver(run, stage, grant.group, grant.mask, Outcome.INFRA_FAULT, EXPIRED)
 
 
 def _redeliver(
@@ -288,7 +288,7 @@ def _redeliver(
 
 
 def fenced(run: Run, stage: Stage, uid: Uid, token: int) -> FencedError:
-    """Why a write under `token` is refused."""
+    """The error for a write under `token`: it names the worker that holds the row now."""
     group = run.find(uid)
     holders = [
         f"{held.worker} holds it under token {held.token}"

@@ -1,4 +1,4 @@
-"""Payload read back from the store: the frames of rows, as they were written, and the tasks of leased ones."""
+"""Reads payload back from the store: the frames of rows as they were written, and the tasks of leased rows."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ TASKS_CACHED = 4096
 """Packed tasks kept in RAM: siblings and later stages read the same one."""
 
 
-class Wanted(NamedTuple):
-    """One stored frame, and which of its rows are wanted."""
+class NeededFrame(NamedTuple):
+    """A stored frame, and which of its rows are needed."""
 
     key: bytes
     stage: int
     rows: tuple[int, ...]
-    """For each wanted row, its place among the rows that were asked for."""
+    """For each needed row, its position among the rows of the request."""
     positions: tuple[int, ...] | None
-    """For each wanted row, its place in the frame; None: every row of the frame, in order."""
+    """For each needed row, its position in the frame; None: every row of the frame, in order."""
     checksum: int
     """The checksum that the frame must have: it detects a store that returns the frame of another row."""
 
 
 class Extract(NamedTuple):
-    """What to read for some rows of one group; it stays right whatever becomes of the group meanwhile."""
+    """What to read for some rows of one group; it stays valid whatever happens to the group meanwhile."""
 
     task: str
     indices: tuple[int, ...]
     attempts: tuple[int, ...]
     task_key: bytes
-    frames: tuple[Wanted, ...]
-    progress: tuple[Wanted, ...] = ()
-    """What was appended of the rows, in order."""
+    frames: tuple[NeededFrame, ...]
+    progress: tuple[NeededFrame, ...] = ()
+    """The progress that was appended for the rows, in order."""
 
     @property
     def rows(self) -> GroupRows:
-        """Their names."""
+        """The names of the rows."""
         return GroupRows(task=self.task, indices=self.indices, attempts=self.attempts)
 
 
 def extract(
     group: Group, rows: GroupRows, mask: int, stages: Sequence[Stage], names: Sequence[str]
 ) -> Extract:
-    """Where the columns `names`, which `stages` write, lie for `rows`, whose set is `mask`; all are here.
+    """Where the columns `names`, which `stages` write, lie for resident `rows`, whose set is `mask`.
 
     Raises:
         NotFoundError: with `uid`; a stage has not written a row yet.
@@ -77,23 +77,25 @@ def located(
     *,
     progress_of: int = -1,
 ) -> Extract:
-    """Where what `stages` (numbers) have written of the rows lies, and what was appended for `progress_of`."""
-    found: list[Wanted] = []
-    progress: list[Wanted] = []
+    """Where the columns of `stages` (numbers) and the progress of stage `progress_of` lie for the rows."""
+    frames: list[NeededFrame] = []
+    progress: list[NeededFrame] = []
     for frame in group.frames:
         wanted = frame.stage == progress_of if frame.partial else frame.stage in stages
         if wanted and frame.live & mask:
             rows_, positions = _overlap(indices, frame, mask)
-            (progress if frame.partial else found).append(
-                Wanted(group.frame_key(frame.number), frame.stage, rows_, positions, frame.checksum)
+            (progress if frame.partial else frames).append(
+                NeededFrame(
+                    group.frame_key(frame.number), frame.stage, rows_, positions, frame.checksum
+                )
             )
-    return Extract(group.task_id, indices, attempts, group.task_key, tuple(found), tuple(progress))
+    return Extract(group.task_id, indices, attempts, group.task_key, tuple(frames), tuple(progress))
 
 
 def _overlap(
     indices: tuple[int, ...], frame: StoredFrame, mask: int
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """What of a frame belongs to `indices` (whose set is `mask`), as Wanted has it."""
+    """`rows` and `positions` of NeededFrame for those rows of a frame that are in `indices`, whose set is `mask`."""
     if frame.rows == indices and frame.live & mask == mask:
         return bits((1 << len(indices)) - 1), None
     place = {index: at for at, index in enumerate(indices)}
@@ -102,23 +104,23 @@ def _overlap(
         for position, index in enumerate(frame.rows)
         if index in place and frame.live >> index & 1
     ]
-    whole = len(pairs) == len(frame.rows)
-    return tuple([at for at, _ in pairs]), None if whole else tuple([at for _, at in pairs])
+    all_rows = len(pairs) == len(frame.rows)
+    return tuple([at for at, _ in pairs]), None if all_rows else tuple([at for _, at in pairs])
 
 
 class PayloadReader:
-    """Reads what is durable; it holds nothing that cannot be read again."""
+    """Reads durable payload, and caches packed tasks."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._tasks: OrderedDict[bytes, PackedTask] = OrderedDict()
 
     def forget(self) -> None:
-        """The store was read back: what is cached may never have been."""
+        """Empty the cache: after a failed commit it may hold tasks that were never stored."""
         self._tasks.clear()
 
     def remember(self, task_key: bytes, task: PackedTask) -> None:
-        """A task that is being stored: it need not be read back to be leased."""
+        """Cache a task that is being stored, so that a lease need not read it back."""
         self._tasks[task_key] = task
         if len(self._tasks) > TASKS_CACHED:
             self._tasks.popitem(last=False)
@@ -133,13 +135,13 @@ class PayloadReader:
         """
         stored = await self._stored([frame.key for each in extracts for frame in each.frames])
         wanted = frozenset(names)
-        found: list[PayloadGroup] = []
+        groups: list[PayloadGroup] = []
         for each in extracts:
             parts = _parts(each.frames, stored, wanted, writes)
             if parts is None:
                 task = each.task
                 raise NotFoundError(f"rows of task {task} left while they were read", task=task)
-            found.append(
+            groups.append(
                 PayloadGroup(
                     task=each.task,
                     indices=each.indices,
@@ -147,7 +149,7 @@ class PayloadReader:
                     parts=parts,
                 )
             )
-        return found
+        return groups
 
     async def leased(
         self,
@@ -156,19 +158,19 @@ class PayloadReader:
         writes: Sequence[Sequence[str]],
         held: Sequence[tuple[int, tuple[int, ...]]],
     ) -> list[LeasedGroup]:
-        """The same with the tasks, tokens and deliveries; groups that left in the meantime are left out."""
+        """Like `read`, with tasks, progress, tokens and deliveries; groups that left in the meantime are left out."""
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
         keys = [*missing, *[f.key for each in extracts for f in (*each.frames, *each.progress)]]
         stored = await self._stored(keys)
         wanted = frozenset(names)
-        found: list[LeasedGroup] = []
+        groups: list[LeasedGroup] = []
         for each, (token, deliveries) in zip(extracts, held, strict=True):
             task = self._task(each, stored.get(each.task_key))
             parts = _parts(each.frames, stored, wanted, writes)
             progress = _parts(each.progress, stored, None, writes)
             if task is None or parts is None or progress is None:
                 continue
-            found.append(
+            groups.append(
                 LeasedGroup(
                     task=each.task,
                     indices=each.indices,
@@ -180,7 +182,7 @@ class PayloadReader:
                     progress=progress,
                 )
             )
-        return found
+        return groups
 
     async def _stored(self, keys: Sequence[bytes]) -> dict[bytes, bytes | None]:
         return dict(zip(keys, await self._store.read(keys), strict=True)) if keys else {}
@@ -197,12 +199,12 @@ class PayloadReader:
 
 
 def _parts(
-    frames: Sequence[Wanted],
+    frames: Sequence[NeededFrame],
     stored: Mapping[bytes, bytes | None],
     names: frozenset[str] | None,
     writes: Sequence[Sequence[str]],
 ) -> tuple[Part, ...] | None:
-    """None when one of the frames left while they were read."""
+    """The parts of a row group; None if one of the frames was deleted while they were read."""
     parts: list[Part] = []
     for frame in frames:
         value = stored[frame.key]
@@ -213,17 +215,17 @@ def _parts(
 
 
 def _part(
-    frame: Wanted, value: bytes, names: frozenset[str] | None, written: Sequence[str]
+    frame: NeededFrame, value: bytes, names: frozenset[str] | None, written: Sequence[str]
 ) -> Part:
-    """The frame as it lies in the store, where nothing is to be left out of it; no names are all names.
+    """The needed rows and columns of a stored frame; the frame itself if it has no others. `names` None: all columns.
 
     Raises:
-        CorruptError: it is not the frame that was written there.
+        CorruptError: it is not the frame that was written under this key.
     """
     if checksum_of(value) != frame.checksum:
         raise CorruptError(f"frame {frame.key.hex()}: the store returns another one")
     if frame.positions is None and (names is None or names.issuperset(written)):
         return Part(rows=frame.rows, frame=value)
     read = Frame(value, f"frame {frame.key.hex()}")
-    kept = [name for name in read.columns if names is None or name in names]
-    return Part(rows=frame.rows, frame=read.select(kept, frame.positions))
+    columns = [name for name in read.columns if names is None or name in names]
+    return Part(rows=frame.rows, frame=read.select(columns, frame.positions))

@@ -1,8 +1,8 @@
-"""Work in progress: what a stage has made of a row that it has not written yet, kept for whoever holds the row next.
+"""Progress: what a stage has made so far of a row that it has not written yet; the next worker continues from it.
 
-    lease ──▶ append [0, 32) ──▶ append [32, 64) ──▶ (the holder dies) ──▶ lease: prefix of 64 entries ──▶ write
+    lease ──▶ append [0, 32) ──▶ append [32, 64) ──▶ (the worker dies) ──▶ lease: prefix of 64 entries ──▶ write
 
-A frame per append; the stage's write, or the end of the row's attempt, drops them all.
+Each append is a frame; the stage's write, or the end of the row's attempt, deletes them all.
 """
 
 from __future__ import annotations
@@ -20,83 +20,85 @@ from meshrl.transferqueue.operations import leases
 
 
 class CheckedAppend(NamedTuple):
-    """Entries that are new."""
+    """Checked entries that are new."""
 
     group: Group
     rows: tuple[int, ...]
     entries: tuple[int, ...]
-    """Per row: entries with these."""
+    """Per row: the number of entries including these."""
     frame: bytes
 
 
 def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[CheckedAppend]:
-    """What is to be kept; entries that were appended before are passed over.
+    """The checked appends; entries that were appended before are skipped.
 
     Raises:
-        FencedError: with `uid`; somebody else has the row, or the lease ended.
-        ConflictError: with `uid`; entries before these are missing.
-        UserError: with `uid`; columns of unequal length, or a stage that reads columns.
+        FencedError: with `uid`; another worker holds the row, or the lease ended.
+        ConflictError: with `uid`; the entries before these are missing.
+        UserError: columns of unequal length (with `uid`), or a stage that reads columns.
     """
     if not stage.first:
         raise UserError(f"stage {stage.name} reads columns: only a stage that samples can append")
-    found: list[CheckedAppend] = []
-    for given in groups:
-        frame = leases.read_frame(run, given)
-        lengths = _lengths(run, given, frame)
-        group = run.by_task.get(given.task)
-        held = group.held_under(stage.number, given.token) if group else 0
-        kept: list[int] = []
-        for at, (index, attempt) in enumerate(zip(given.indices, given.attempts, strict=True)):
+    appends: list[CheckedAppend] = []
+    for group_rows in groups:
+        frame = leases.read_frame(run, group_rows)
+        lengths = _lengths(run, group_rows, frame)
+        group = run.by_task.get(group_rows.task)
+        held = group.held_under(stage.number, group_rows.token) if group else 0
+        new: list[int] = []
+        for at, (index, attempt) in enumerate(
+            zip(group_rows.indices, group_rows.attempts, strict=True)
+        ):
             if group is None or not (group.has(index, attempt) and held >> index & 1):
                 raise leases.fenced(
-                    run, stage, Uid(run.name, given.task, index, attempt), given.token
+                    run, stage, Uid(run.name, group_rows.task, index, attempt), group_rows.token
                 )
             known = group.recorded_progress[index] if group.recorded_progress else 0
-            if given.starts[at] > known:
+            if group_rows.starts[at] > known:
                 raise ConflictError(
-                    f"row {group.uid(index)}: entries {known} to {given.starts[at]} were never"
+                    f"row {group.uid(index)}: entries {known} to {group_rows.starts[at]} were never"
                     f" appended",
                     uid=group.uid(index),
                 )
-            if given.starts[at] == known and lengths[at]:
-                kept.append(at)
-        if group is not None and kept:
-            found.append(
+            if group_rows.starts[at] == known and lengths[at]:
+                new.append(at)
+        if group is not None and new:
+            appends.append(
                 CheckedAppend(
                     group,
-                    tuple([given.indices[at] for at in kept]),
-                    tuple([given.starts[at] + lengths[at] for at in kept]),
-                    frame.select(frame.columns, kept),
+                    tuple([group_rows.indices[at] for at in new]),
+                    tuple([group_rows.starts[at] + lengths[at] for at in new]),
+                    frame.select(frame.columns, new),
                 )
             )
-    return found
+    return appends
 
 
-def _lengths(run: Run, given: ProgressGroup, frame: Frame) -> list[int]:
+def _lengths(run: Run, group_rows: ProgressGroup, frame: Frame) -> list[int]:
     lengths = {
         column.lengths if column.lengths is not None else () for column in frame.columns.values()
     }
     if len(lengths) != 1 or len(next(iter(lengths))) != frame.rows:
-        uid = Uid(run.name, given.task, given.indices[0], given.attempts[0])
+        uid = Uid(run.name, group_rows.task, group_rows.indices[0], group_rows.attempts[0])
         raise UserError(f"row {uid}: appended columns must have equally many entries", uid=uid)
     return list(lengths.pop())
 
 
 def append(run: Run, stage: Stage, appends: Sequence[CheckedAppend]) -> None:
-    """Keep what was checked."""
+    """Store checked appends."""
     for item in appends:
         run.append(stage, item.group, item.rows, item.entries, item.frame)
     run.save([item.group for item in appends])
 
 
 def redo(run: Run, stage: Stage, uids: Sequence[Uid]) -> int:
-    """Rows of groups that are in no batch go back to before `stage`; no uids mean all. Returns how many did.
+    """Rows of groups that are in no batch go back to before `stage`; no uids means all rows. Returns how many did.
 
     Raises:
-        UserError: a stage that samples; what it made cannot be made again.
+        UserError: `stage` samples; its columns cannot be made again.
     """
     if stage.first:
-        raise UserError(f"stage {stage.name} samples: what it made cannot be made again")
+        raise UserError(f"stage {stage.name} samples: its columns cannot be made again")
     masks: dict[int, int] = {}
     for uid in uids:
         if (group := run.find(uid)) is not None:

@@ -1,8 +1,8 @@
-"""From the records of a store back to runs in RAM: what happens when a queue opens.
+"""Rebuilds the runs in RAM from the records of a store, when a queue opens.
 
-Keys of META, all with the run's number:  r spec · s state and books · g group with its rows · b batch · d dead letter
-· n task that was admitted · x trail
-· y trail, folded.  Keys of PAYLOAD:  t task · c frame of columns of one stage · m manifest of a batch.
+Keys of META, each with the run's number:  r spec · s state and ledger · g group with its rows · b batch
+· d dead letter · n task that was admitted · x audit log · y sum of older audit log records.
+Keys of PAYLOAD:  t task · c frame of columns of one stage · m manifest of a batch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Sorted: TypeAlias = dict[bytes, list[tuple[bytes, bytes]]]
 
 
 def restore(items: Sequence[tuple[bytes, bytes]], make_run: MakeRun) -> dict[str, Run]:
-    """The runs, by name. Leases go on under their tokens, each with a full time to live.
+    """The runs by name. Leases go on under their tokens, each with a full time to live.
 
     Raises:
-        CorruptError: a record is not what was written.
+        CorruptError: a record differs from what was written.
     """
     by_run: defaultdict[bytes, Sorted] = defaultdict(lambda: defaultdict(list))
     for key, value in items:
@@ -51,8 +51,8 @@ def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
     run = make_run(decode_spec(_single(records[b"r"])), number)
     run.decode(_single(records[b"s"]))
     run.known_tasks.restore(_items(records[b"n"]))
-    folded: Json = next(_values(records[b"y"]), {})
-    run.audit_log.restore(folded, list(_items(records[b"x"])))
+    older: Json = next(_values(records[b"y"]), {})
+    run.audit_log.restore(older, list(_items(records[b"x"])))
     batches = {
         batch.number: batch
         for batch in (TakenBatch.restored(number, stored) for stored in _values(records[b"b"]))

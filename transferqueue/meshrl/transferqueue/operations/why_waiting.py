@@ -1,4 +1,4 @@
-"""`why_waiting`: who waits for what, and who has it. For people: it walks over groups, so no hot path calls it."""
+"""`why_waiting`: which calls wait, for what, and who has it. It visits many groups, so no hot path calls it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from meshrl.transferqueue.model.waiting import Wait
 from meshrl.transferqueue.operations import admission
 
 UIDS = 16
-"""At most so many rows are named in one line."""
+"""At most so many rows are named in one entry."""
 GROUPS = 10_000
-"""At most so many unfinished groups are looked at."""
+"""At most so many unfinished groups are visited."""
 
 
 def why_waiting(run: Run, waits: Iterable[Wait]) -> list[Waiting]:
     """Everything that blocks now, the longest wait first."""
     now = run.clock()
     unfinished = list(islice(_unfinished(run), GROUPS))
-    found = [_call(run, wait, now, unfinished) for wait in waits]
-    found += _held(run, unfinished, now)
-    found += _unheld(run, unfinished, now)
-    return sorted(found, key=lambda waiting: -waiting.since_s)
+    entries = [_call(run, wait, now, unfinished) for wait in waits]
+    entries += _held(run, unfinished, now)
+    entries += _unheld(run, unfinished, now)
+    return sorted(entries, key=lambda waiting: -waiting.since_s)
 
 
 def _unfinished(run: Run) -> Iterator[Group]:
@@ -34,12 +34,12 @@ def _unfinished(run: Run) -> Iterator[Group]:
 
 
 def _uids(rows: Iterable[tuple[Group, int]]) -> tuple[Uid, ...]:
-    """The first rows' names."""
+    """The names of the first rows."""
     return tuple(islice((g.uid(index) for g, mask in rows for index in bits(mask)), UIDS))
 
 
 def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
-    """One call; a take is blamed on whoever holds what the oldest groups miss."""
+    """The entry of one call; a take waits for the workers that hold rows of the oldest groups."""
     what = f"{wait.kind} waits for {wait.reason()}"
     owners: set[str] = set()
     uids: tuple[Uid, ...] = ()
@@ -56,7 +56,7 @@ def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
 
 
 def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
-    """Rows in somebody's hands, one line per stage and worker."""
+    """Rows that workers hold, one entry per stage and worker."""
     names = {stage.number: stage.name for stage in run.stages}
     by_holder: defaultdict[tuple[int, str], list[Grant]] = defaultdict(list)
     for group in unfinished:
@@ -75,7 +75,7 @@ def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
 
 
 def _unheld(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
-    """Rows that a stage could work on and that nobody holds, one line per stage and reason."""
+    """Rows that a stage could lease and no worker holds, one entry per stage and reason."""
     for stage in run.stages:
         by_reason: defaultdict[str, list[tuple[Group, int]]] = defaultdict(list)
         for group in unfinished:
@@ -93,7 +93,7 @@ def _unheld(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
 
 
 def take_reason(run: Run, count: int, step: int) -> str:
-    """What a take waits for."""
+    """What a take waits for, with the numbers."""
     open_groups = len(run.groups) - run.in_batches
     reason = (
         f"{count} complete groups for step {step}: {len(run.complete)} are, of {open_groups} open"

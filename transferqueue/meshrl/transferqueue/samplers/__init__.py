@@ -1,1 +1,1 @@
-"""Which complete group is taken next: one module each, its name is the config value, each defines `Sampler`."""
+"""Samplers decide which complete group is taken next. A module's name is its config value; it defines `Sampler`."""

@@ -13,7 +13,7 @@ class OrderedSampler:
         self._groups = OrderedNumbers()
 
     def key(self, group: CompleteGroup) -> Key:
-        """What to order by; the lowest is taken first."""
+        """The key of a group; the lowest is taken first."""
         return (group.number,)
 
     def add(self, group: CompleteGroup) -> None:

@@ -1,4 +1,4 @@
-"""Easiest first: by the task's `extra_info["difficulty"]`, a number; without one a task counts as 0."""
+"""Easiest first: by the number in the task's `extra_info["difficulty"]`, 0 if there is none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshrl.transferqueue.sampling import CompleteGroup
 
 
 class Sampler(OrderedSampler):
-    """Ties by admission. What is admitted, and so what is there to choose from, follows the order of the data."""
+    """Ties by admission. It chooses among the admitted groups, which follow the order of the data."""
 
     def key(self, group: CompleteGroup) -> Key:
         """Lowest difficulty first."""

@@ -1,4 +1,4 @@
-"""First admitted, first taken."""
+"""The group that was admitted first is taken first."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from meshrl.transferqueue.samplers._ordered import OrderedSampler
 
 
 class Sampler(OrderedSampler):
-    """The default: with `max_staleness=0` it makes batches that depend on nothing but the feed."""
+    """The default. With `max_staleness=0`, its batches depend on the feed alone."""

@@ -1,4 +1,4 @@
-"""The newest policy's groups first: least staleness, at the price of old groups that may grow too old."""
+"""Groups of the newest policy first: least staleness, but old groups may grow too old."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of one data source together: the source whose oldest group waits longest goes first, while it has groups."""
+"""Groups of one data source together, beginning with the source that has the oldest group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshrl.transferqueue.sampling import CompleteGroup
 
 
 class Sampler:
-    """A batch mixes sources only where one has too few groups to fill it."""
+    """A batch mixes sources only if one source has too few groups to fill it."""
 
     def __init__(self) -> None:
         self._by_source: dict[str, OrderedNumbers] = {}
@@ -30,13 +30,13 @@ class Sampler:
 
     def first(self, count: int) -> list[int]:
         """The next `count` groups; they stay. O(count log n + sources)."""
-        found: list[int] = []
+        chosen: list[int] = []
         oldest_first = sorted(self._by_source.values(), key=lambda numbers: numbers.first(1))
         for numbers in oldest_first:
-            found += numbers.first(count - len(found))
-            if len(found) == count:
+            chosen += numbers.first(count - len(chosen))
+            if len(chosen) == count:
                 break
-        return found
+        return chosen
 
     def __len__(self) -> int:
         return len(self._source_of)

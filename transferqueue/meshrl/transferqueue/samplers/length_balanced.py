@@ -1,4 +1,4 @@
-"""Batches of about the same number of tokens: every second, by length, of twice as many oldest groups as wanted."""
+"""Batches of about equal tokens: sort twice as many of the oldest groups by length, and take every second one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from meshrl.transferqueue.sampling import CompleteGroup
 
 
 class Sampler:
-    """Pairs neighbours in length and takes the older of each pair, so a batch gets half of the window's tokens.
+    """Pairs groups of similar length and takes the older of each pair, so a batch gets half of the window's tokens.
 
-    The oldest group is the older of its pair: it is always taken, so none waits for ever.
+    The oldest group is the older one of its pair and always taken, so no group waits for ever.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Sampler:
         extra = len(window) - count
         if extra <= 0:
             return window
-        # With fewer than twice as many, the oldest come without a partner.
+        # With fewer than twice as many groups, the oldest are taken without a partner.
         alone, paired = window[: count - extra], window[count - extra :]
         by_length = sorted(paired, key=lambda number: (self._tokens[number], number))
         chosen = [min(pair) for pair in zip(by_length[::2], by_length[1::2], strict=True)]
