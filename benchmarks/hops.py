@@ -44,7 +44,7 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.testing.engines.echo import build
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.stores import build as build_store
 
 RUN = "hops"

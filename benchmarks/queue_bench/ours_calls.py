@@ -24,7 +24,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.shard import ShardClient
-from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding import ShardedQueue
 
 ROLLOUT = StageSpec(name="rollout", reads=(), writes=("tokens", "loss_mask", "rollout_logprobs"))
 ANNOTATE = StageSpec(name="annotate", reads=("tokens",), writes=("reward", "ref_logprobs"))

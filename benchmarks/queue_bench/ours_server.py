@@ -20,7 +20,7 @@ from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardQueue
 
 
 async def main(path: Path, section: str) -> None:

@@ -18,9 +18,7 @@ from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.sharding.port import Shard
-from meshrl.transferqueue.sharding.router import ShardedQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import Shard, ShardedQueue, ShardQueue
 
 from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite

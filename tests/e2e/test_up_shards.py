@@ -14,7 +14,7 @@ from meshrl.config import load_recipe
 from meshrl.contract.types import Ledger
 from meshrl.launcher.shards import grown
 from meshrl.rpc.queue_connection import build_store, open_stored_queue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardQueue
 
 from ..mesh import Mesh, make_mesh
 

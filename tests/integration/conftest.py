@@ -11,7 +11,7 @@ import pytest
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..talking import write_talking_model

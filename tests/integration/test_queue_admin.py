@@ -26,7 +26,7 @@ from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardQueue
 
 from ..contract.queue_actors import Actors, spec, tasks
 from ..unit.transferqueue.rewritten import rewrite

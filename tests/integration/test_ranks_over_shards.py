@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.transferqueue.sharding.batch_plan import Plan
+from meshrl.transferqueue.sharding.batch_plan import BatchPlan
 from meshrl.transferqueue.sharding.batches import ShardedBatches
 
 from ..contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
@@ -61,5 +61,5 @@ async def test_a_rank_that_has_planned_otherwise_is_told_of_the_plan_on_record(
         await first.feed(tasks(9))
         await first.work()
         given = await first.take(0, GROUPS)
-        monkeypatch.setattr(ShardedBatches, "_plan", lambda *_: Plan(9, ((1, GROUPS),)))
+        monkeypatch.setattr(ShardedBatches, "_plan", lambda *_: BatchPlan(9, ((1, GROUPS),)))
         assert batch_uids(await second.take(0, GROUPS)) == batch_uids(given)

@@ -13,8 +13,7 @@ from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_connection import build_store, connect_queue
 from meshrl.transferqueue.operations.audit import Audit, audit
-from meshrl.transferqueue.sharding.merging import add
-from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding import ShardedQueue, total_ledger
 from meshrl.transferqueue.store import Operation, Store
 
 Answer = TypeVar("Answer")
@@ -115,7 +114,7 @@ def merged(audits: Sequence[Audit]) -> Audit:
     names = dict.fromkeys(name for one in audits for name in one.ledgers)
     return Audit(
         ledgers={
-            name: add([one.ledgers[name] for one in audits if name in one.ledgers])
+            name: total_ledger([one.ledgers[name] for one in audits if name in one.ledgers])
             for name in names
         },
         records=sum(one.records for one in audits),

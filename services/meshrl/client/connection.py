@@ -67,7 +67,7 @@ async def connected(
             return
         # Imported here, so that clients of a queue without shards need not load the router.
         from meshrl.rpc.clients.shard import ShardClient
-        from meshrl.transferqueue.sharding.router import ShardedQueue
+        from meshrl.transferqueue.sharding import ShardedQueue
 
         async def dial(address: str) -> ShardClient:
             client = ShardClient(address, retry_s=retry_s, compression=compression)

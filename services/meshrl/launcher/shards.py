@@ -21,7 +21,7 @@ from meshrl.launcher.control import Answer, Verb
 from meshrl.launcher.plan import LaunchPlan, ProbeOf
 from meshrl.launcher.supervisor import Supervisor
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding import ShardedQueue
 
 NOTE_NAME: Final = "queue.shards"
 PATIENCE_S: Final = 30.0

@@ -15,8 +15,7 @@ from meshrl.rpc.process_memory import freeze_startup_objects
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.service_context import ServiceContext
-from meshrl.transferqueue.sharding import membership
-from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding import ShardedQueue, check_alone
 
 STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
@@ -88,7 +87,7 @@ async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
             " give the addresses of all shards, in order, separated by commas"
         )
     if given == 1:
-        await membership.check_alone(queue, spec.run)
+        await check_alone(queue, spec.run)
     try:
         await queue.open_run(spec)
     except ConflictError as error:

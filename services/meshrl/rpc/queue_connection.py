@@ -17,8 +17,7 @@ from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.transferqueue import stores
-from meshrl.transferqueue.sharding.router import ShardedQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.store import Store
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from meshrl.contract.errors import ConflictError
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import run_service
-from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding import ShardedQueue
 
 from .actors import actor
 from .events import EventLog

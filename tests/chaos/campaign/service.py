@@ -9,9 +9,7 @@ from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.sharding import shard_list
-from meshrl.transferqueue.sharding.router import ShardedQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue, shard_list
 
 from .bugs import planted
 from .plan import RUN, Plan

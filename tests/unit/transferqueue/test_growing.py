@@ -20,10 +20,8 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.types import Version
-from meshrl.transferqueue.sharding import membership, shard_list
-from meshrl.transferqueue.sharding.placement import Members, owner
-from meshrl.transferqueue.sharding.router import ShardedQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue, run_shards, shard_list
+from meshrl.transferqueue.sharding.run_shards import RunShards, owner
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks, uids
@@ -94,7 +92,7 @@ async def begun(queue: ShardedQueue, groups: int = 12) -> Actors:
 async def deaf(queue: ShardedQueue) -> ShardedQueue:
     """A router that knows the run and hears of no roll: only what shard 0 answers can tell it of a shard."""
     await queue.ledger("run")
-    queue._roster.watch.due = lambda: False  # type: ignore[method-assign]
+    queue._directory.watcher.has_news = lambda: False  # type: ignore[method-assign]
     return queue
 
 
@@ -302,7 +300,7 @@ async def test_a_kill_at_any_write_leaves_a_queue_that_works_and_can_be_added_to
     batch = await actors.take(0, groups=36)
     assert sorted({row.group for row in batch.rows}) == sorted(f"t{n}" for n in range(36))
     assert (await actors.ledger()).resident["taken"] == 72
-    assert await membership.recorded(shards[0], "run") == Members(2, 3)
+    assert await run_shards.recorded(shards[0], "run") == RunShards(2, 3)
 
 
 async def test_whoever_starts_after_all_were_killed_finds_every_shard_and_every_group(

@@ -11,7 +11,7 @@ from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_leases import HeldLeases
 from meshrl.contract.types import LeasedRow, Uid
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding.renewals import Agreement
+from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import WAIT_S, Actors, spec, tasks
@@ -106,8 +106,8 @@ def row(name: str, token: int) -> LeasedRow:
 def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
     lost: list[Mapping[Uid, int]] = []
     held_leases = HeldLeases("rollout", "w", lost.append)
-    agreement = Agreement(held_leases)
-    here, there, elsewhere = (agreement.part(has) for has in (bool, bool, lambda run: run == "x"))
+    sharded = ShardedHeldLeases(held_leases)
+    here, there, elsewhere = (sharded.part(has) for has in (bool, bool, lambda run: run == "x"))
     a, b = row("a", 1), row("b", 1)
     held_leases.add([a, b], 5.0)
     assert here.by_run() == there.by_run() == {"run": {a.uid: 1, b.uid: 1}}
@@ -122,8 +122,8 @@ def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
 def test_what_was_said_of_an_earlier_lease_does_not_count() -> None:
     lost: list[Mapping[Uid, int]] = []
     held_leases = HeldLeases("rollout", "w", lost.append)
-    agreement = Agreement(held_leases)
-    here, there = agreement.part(bool), agreement.part(bool)
+    sharded = ShardedHeldLeases(held_leases)
+    here, there = sharded.part(bool), sharded.part(bool)
     old, new = row("a", 1), row("a", 2)
     held_leases.add([old], 5.0)
     here.lost({old.uid: 1})

@@ -12,9 +12,8 @@ import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.transferqueue.model import fair_share
-from meshrl.transferqueue.sharding.placement import owner
-from meshrl.transferqueue.sharding.router import ShardedQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
+from meshrl.transferqueue.sharding.run_shards import owner
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import WAIT_S, Actors, spec, tasks, tokens_of

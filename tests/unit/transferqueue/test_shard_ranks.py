@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import EndOfDataError
-from meshrl.transferqueue.sharding.router import ShardedQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks

@@ -13,13 +13,11 @@ import pytest
 
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec
+from meshrl.transferqueue.sharding import GroupCounts, ShardedQueue, ShardQueue
 from meshrl.transferqueue.sharding import admission as feeding
-from meshrl.transferqueue.sharding.batch_plan import Plan, planned
-from meshrl.transferqueue.sharding.batches import split
-from meshrl.transferqueue.sharding.placement import Members, owner
-from meshrl.transferqueue.sharding.port import Groups
-from meshrl.transferqueue.sharding.router import ShardedQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding.batch_plan import BatchPlan, parse_batch_name
+from meshrl.transferqueue.sharding.batches import plan_batch
+from meshrl.transferqueue.sharding.run_shards import RunShards, owner
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -80,20 +78,20 @@ def test_a_shard_more_moves_its_share_of_tasks_and_only_to_itself() -> None:
 
 
 def test_a_task_is_looked_for_wherever_it_may_have_been_admitted() -> None:
-    members = Members(2, 4)
+    members = RunShards(2, 4)
     for task in TASKS[:200]:
         homes = list(members.homes(task))
         assert homes[0] == members.home(task) == owner(task, 4)
         assert homes[-1] == owner(task, 2)
         assert len(set(homes)) == len(homes)
-    assert Members.parse(str(members)) == members
+    assert RunShards.parse(str(members)) == members
 
 
 # --- what a batch is made of
 
 
-def told(fresh: int, *replays: tuple[int, int]) -> Groups:
-    return Groups(
+def told(fresh: int, *replays: tuple[int, int]) -> GroupCounts:
+    return GroupCounts(
         plan="",
         replays=replays,
         fresh=fresh,
@@ -118,17 +116,17 @@ def told(fresh: int, *replays: tuple[int, int]) -> Groups:
     ],
 )
 def test_replays_come_first_by_round_then_even_shares(
-    shards: list[Groups], count: int, expected: str
+    shards: list[GroupCounts], count: int, expected: str
 ) -> None:
-    assert str(split(shards, count, step=1)) == expected
+    assert str(plan_batch(shards, count, step=1)) == expected
 
 
 def test_a_plan_is_read_back_from_the_id_of_its_batch() -> None:
-    plan = Plan(7, ((1, 3), (0, 2), (1, 1)))
-    assert planned(plan.name("run/1.2#x")) == ("run/1.2#x", plan)
+    plan = BatchPlan(7, ((1, 3), (0, 2), (1, 1)))
+    assert parse_batch_name(plan.name("run/1.2#x")) == ("run/1.2#x", plan)
     assert plan.shares == {1: 4, 0: 2}
     assert plan.in_order({0: "ab", 1: "uvwx"}) == tuple("uvwabx")
-    assert planned("run/1.2#x") == ("run/1.2#x", None)
+    assert parse_batch_name("run/1.2#x") == ("run/1.2#x", None)
 
 
 # --- somebody dies between two shards
@@ -404,8 +402,8 @@ async def test_two_feeders_at_once_admit_exactly_as_many_groups_as_there_are_cre
 async def test_an_admission_of_a_turn_that_is_over_is_refused(shards: list[ShardQueue]) -> None:
     actors = Actors(ShardedQueue(shards))
     await actors.start()
-    await shards[0].room("run", turn="old")
-    await shards[0].room("run", turn="new")
+    await shards[0].capacity("run", turn="old")
+    await shards[0].capacity("run", turn="new")
     with pytest.raises(FencedError, match="another feeder"):
         await shards[0].admit_in_turn("run", tasks(1), cursor="", turn="old")
     assert (await actors.ledger()).admitted == 0
@@ -414,21 +412,21 @@ async def test_an_admission_of_a_turn_that_is_over_is_refused(shards: list[Shard
 async def test_a_turn_waits_for_the_one_before_it(shards: list[ShardQueue]) -> None:
     actors = Actors(ShardedQueue(shards))
     await actors.start()
-    await shards[0].room("run", turn="mine")
-    waiting = asyncio.create_task(shards[0].room("run", turn="yours", wait_s=60))
+    await shards[0].capacity("run", turn="mine")
+    waiting = asyncio.create_task(shards[0].capacity("run", turn="yours", wait_s=60))
     await asyncio.sleep(0)
     assert not waiting.done()
     assert await shards[0].admit_in_turn("run", tasks(1), cursor="", turn="mine") == 1
     assert (await waiting).open_groups == 1
     assert await shards[0].admit_in_turn("run", [], cursor=None, turn="yours") == 0
-    await shards[0].room("run", turn="third", wait_s=60)
+    await shards[0].capacity("run", turn="third", wait_s=60)
 
 
 async def test_the_turn_of_a_feeder_that_died_is_taken_from_it(shards: list[ShardQueue]) -> None:
     actors = Actors(ShardedQueue(shards))
     await actors.start()
-    await shards[0].room("run", turn="dead")
-    await shards[0].room("run", turn="mine", wait_s=0.01)
+    await shards[0].capacity("run", turn="dead")
+    await shards[0].capacity("run", turn="mine", wait_s=0.01)
     assert await shards[0].admit_in_turn("run", tasks(1), cursor="", turn="mine") == 1
 
 

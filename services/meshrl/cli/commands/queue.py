@@ -31,7 +31,7 @@ from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store, connect_queue
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.operations.backup import Copied, back_up, opened, restore_backup
-from meshrl.transferqueue.sharding.router import ShardedQueue
+from meshrl.transferqueue.sharding import ShardedQueue
 
 ADD_SHARD_S = 120.0
 """For a process to start, and for shards that restart meanwhile."""

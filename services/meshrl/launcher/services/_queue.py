@@ -18,7 +18,7 @@ from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding import ShardQueue
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:

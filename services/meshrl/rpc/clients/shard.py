@@ -9,7 +9,7 @@ from meshrl.contract import codec
 from meshrl.contract.types import RunState, Task, Version
 from meshrl.rpc.clients.base import discard
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
-from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
+from meshrl.transferqueue.sharding import GroupCounts, RowCounts, ShardCapacity, ShardNote
 from meshrl.v1 import queue_pb2
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
@@ -22,10 +22,12 @@ class ShardClient(QueueClient):
         super().__init__(address, **options)
         self._shard = rpc.ShardStub(self._connection.channel)
 
-    async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
+    async def note(
+        self, name: str, *, other_than: str | None = None, wait_s: float = 0.0
+    ) -> ShardNote:
         """See Shard."""
 
-        async def attempt(seconds: float) -> Note:
+        async def attempt(seconds: float) -> ShardNote:
             request = pb.NoteRequest(name=name, other_than=other_than, wait_s=seconds)
             return await self._connection.call(self._shard.Note, request, _note, wait_s=seconds)
 
@@ -41,7 +43,7 @@ class ShardClient(QueueClient):
         request = pb.FollowRequest(state=codec.encode_run_state(state), owner=owner)
         await self._connection.call(self._shard.Follow, request, discard)
 
-    async def room(
+    async def capacity(
         self,
         run: str,
         *,
@@ -50,10 +52,10 @@ class ShardClient(QueueClient):
         fewer_than: int = -1,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Room:
+    ) -> ShardCapacity:
         """See Shard."""
 
-        async def attempt(seconds: float) -> Room:
+        async def attempt(seconds: float) -> ShardCapacity:
             request = pb.RoomRequest(
                 run=run, turn=turn, tasks=tasks, fewer_than=fewer_than, why=why, wait_s=seconds
             )
@@ -86,10 +88,10 @@ class ShardClient(QueueClient):
         done: bool = False,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Groups:
+    ) -> GroupCounts:
         """See Shard."""
 
-        async def attempt(seconds: float) -> Groups:
+        async def attempt(seconds: float) -> GroupCounts:
             request = pb.GroupsRequest(
                 run=run,
                 epoch=epoch,
@@ -151,13 +153,13 @@ class ShardClient(QueueClient):
         stage: str,
         *,
         worker: str,
-        unlike: Sequence[Rows] | None = None,
+        unlike: Sequence[RowCounts] | None = None,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Sequence[Rows]:
+    ) -> Sequence[RowCounts]:
         """See Shard."""
 
-        async def attempt(seconds: float) -> Sequence[Rows]:
+        async def attempt(seconds: float) -> Sequence[RowCounts]:
             request = pb.RowsRequest(
                 runs=runs,
                 stage=stage,
@@ -173,16 +175,16 @@ class ShardClient(QueueClient):
         return await self._connection.poll(wait_s, attempt)
 
 
-def _note(answer: pb.NoteResponse) -> Note:
-    return Note(text=answer.text, runs=tuple(answer.runs))
+def _note(answer: pb.NoteResponse) -> ShardNote:
+    return ShardNote(text=answer.text, runs=tuple(answer.runs))
 
 
 def _members(answer: pb.ToldResponse) -> str:
     return answer.members
 
 
-def _room(answer: pb.RoomResponse) -> Room:
-    return Room(
+def _room(answer: pb.RoomResponse) -> ShardCapacity:
+    return ShardCapacity(
         open_groups=answer.open_groups,
         open_bytes=answer.open_bytes,
         feed_closed=answer.feed_closed,
@@ -191,8 +193,8 @@ def _room(answer: pb.RoomResponse) -> Room:
     )
 
 
-def _groups(answer: pb.GroupsResponse) -> Groups:
-    return Groups(
+def _groups(answer: pb.GroupsResponse) -> GroupCounts:
+    return GroupCounts(
         plan=answer.plan,
         replays=tuple((replay.round, replay.groups) for replay in answer.replays),
         fresh=answer.fresh,
@@ -203,7 +205,7 @@ def _groups(answer: pb.GroupsResponse) -> Groups:
     )
 
 
-def encode_rows(rows: Sequence[Rows]) -> pb.RowsResponse:
+def encode_rows(rows: Sequence[RowCounts]) -> pb.RowsResponse:
     """Encode the figures of several runs."""
     return pb.RowsResponse(
         runs=[
@@ -222,10 +224,10 @@ def encode_rows(rows: Sequence[Rows]) -> pb.RowsResponse:
     )
 
 
-def decode_rows(message: pb.RowsResponse) -> list[Rows]:
+def decode_rows(message: pb.RowsResponse) -> list[RowCounts]:
     """The inverse of `encode_rows`."""
     return [
-        Rows(
+        RowCounts(
             run=row.run,
             ready=row.ready,
             upstream=row.upstream,

@@ -13,7 +13,7 @@ from meshrl.contract.errors import UserError
 from meshrl.rpc.clients.shard import decode_rows, encode_rows
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import bounded, collected, full_name
-from meshrl.transferqueue.sharding.port import Shard
+from meshrl.transferqueue.sharding import Shard
 from meshrl.v1 import queue_pb2
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
@@ -49,7 +49,7 @@ class ShardServicer(rpc.ShardServicer):
         return Ack()
 
     async def Room(self, request: pb.RoomRequest, context: Context) -> pb.RoomResponse:
-        room = await self._shard.room(
+        capacity = await self._shard.capacity(
             request.run,
             turn=request.turn,
             tasks=list(request.tasks),
@@ -58,11 +58,11 @@ class ShardServicer(rpc.ShardServicer):
             wait_s=bounded(request.wait_s),
         )
         return pb.RoomResponse(
-            open_groups=room.open_groups,
-            open_bytes=room.open_bytes,
-            feed_closed=room.feed_closed,
-            known=room.known,
-            members=room.members,
+            open_groups=capacity.open_groups,
+            open_bytes=capacity.open_bytes,
+            feed_closed=capacity.feed_closed,
+            known=capacity.known,
+            members=capacity.members,
         )
 
     async def AdmitInTurn(

@@ -2,7 +2,7 @@
 
     turn begins on shard 0 once the one before it is over, then on every other shard; each tells its open groups and
     the tasks it knows
-      └▶ room = limit - sum of open groups; the longest prefix of unknown tasks that fits
+      └▶ capacity = limit - sum of open groups; the longest prefix of unknown tasks that fits
            └▶ admitted on their shards under this turn ──▶ shard 0 last, with the cursor
 
 **The bound is exact.** Let `limit = (max_staleness + 1) x batch_groups` (see ../admission.py). A shard admits under a
@@ -39,15 +39,18 @@ from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
 from meshrl.contract.types import RunSpec, Task
 from meshrl.transferqueue.operations import admission
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of, by_key
-from meshrl.transferqueue.sharding.placement import Grown, Members
-from meshrl.transferqueue.sharding.port import Room, Rows, Shard
+from meshrl.transferqueue.sharding.port import RowCounts, Shard, ShardCapacity
+from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
 
 TURN_S = 2.0
 """A turn that lasts longer is taken away: its feeder is slow or dead, and if it comes back it is fenced."""
 
 
 def free(
-    spec: RunSpec, told: Sequence[Room] | Sequence[Rows], groups: int = 0, size: int = 0
+    spec: RunSpec,
+    told: Sequence[ShardCapacity] | Sequence[RowCounts],
+    groups: int = 0,
+    size: int = 0,
 ) -> int:
     """Groups that may come in now (`admission.free_groups`, over all shards), beside `groups` of `size` bytes."""
     limit = spec.admission_groups
@@ -61,18 +64,18 @@ class ShardedAdmission:
     """One run's admission."""
 
     shards: Sequence[Shard]
-    members: Members
+    members: RunShards
     spec: RunSpec
 
     async def admit(self, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
-        """See Queue. Raises Grown."""
+        """See Queue. Raises ShardsAdded."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + max(0.0, wait_s)
         asked = self._asked(tasks)
         while True:
             turn = uuid.uuid4().hex
-            rooms = await self._begin(turn, asked)
-            prefix, new = self._fitting(tasks, rooms)
+            capacities = await self._begin(turn, asked)
+            prefix, new = self._fitting(tasks, capacities)
             try:
                 admitted = await self._spend(tasks[:prefix], new, turn, cursor, len(tasks))
             except FencedError:
@@ -80,24 +83,24 @@ class ShardedAdmission:
             if admitted or not tasks:
                 return admitted
             if not prefix:
-                await self._until_room(rooms, deadline - clock())
+                await self._until_capacity(capacities, deadline - clock())
 
-    async def _begin(self, turn: str, asked: Mapping[int, Sequence[str]]) -> list[Room]:
-        """What every shard tells as the turn begins there. Raises Grown."""
+    async def _begin(self, turn: str, asked: Mapping[int, Sequence[str]]) -> list[ShardCapacity]:
+        """What every shard tells as the turn begins there. Raises ShardsAdded."""
         first, *others = self.shards
         run = self.spec.run
-        room = await first.room(run, turn=turn, tasks=asked.get(0, ()), wait_s=TURN_S)
+        capacity = await first.capacity(run, turn=turn, tasks=asked.get(0, ()), wait_s=TURN_S)
         try:
-            self.members.check(room.members)
-        except Grown:
+            self.members.check(capacity.members)
+        except ShardsAdded:
             with suppress(FencedError):
                 await first.admit_in_turn(run, [], cursor=None, turn=turn)
             raise
-        rooms = await all_of(
-            shard.room(run, turn=turn, tasks=asked.get(number, ()))
+        capacities = await all_of(
+            shard.capacity(run, turn=turn, tasks=asked.get(number, ()))
             for number, shard in enumerate(others, start=1)
         )
-        return [room, *rooms]
+        return [capacity, *capacities]
 
     def _asked(self, tasks: Sequence[Task]) -> Mapping[int, Sequence[str]]:
         """Which shards may know which tasks."""
@@ -105,24 +108,26 @@ class ShardedAdmission:
             (number, task.task_id) for task in tasks for number in self.members.homes(task.task_id)
         )
 
-    def _fitting(self, tasks: Sequence[Task], rooms: Sequence[Room]) -> tuple[int, list[Task]]:
+    def _fitting(
+        self, tasks: Sequence[Task], capacities: Sequence[ShardCapacity]
+    ) -> tuple[int, list[Task]]:
         """How many of the first tasks can be in after this call, and which of them are new.
 
         Raises:
             UserError: a task can never be answered. ConflictError: the feed is closed and a task is unknown.
         """
-        known = set().union(*(room.known for room in rooms))
+        known = set().union(*(capacity.known for capacity in capacities))
         packed = admission.packed(self.spec, known, tasks)
         new: dict[str, Task] = {}
         size = 0
         for count, task in enumerate(tasks):
             if task.task_id not in packed or task.task_id in new:
                 continue
-            if any(room.feed_closed for room in rooms):
+            if any(capacity.feed_closed for capacity in capacities):
                 raise ConflictError(
                     f"run {self.spec.run}: the feed is closed, {task.task_id} is too late"
                 )
-            if not free(self.spec, rooms, len(new), size):
+            if not free(self.spec, capacities, len(new), size):
                 return count, list(new.values())
             new[task.task_id] = task
             size += len(packed[task.task_id].data)
@@ -157,17 +162,17 @@ class ShardedAdmission:
             (count for count, task in enumerate(prefix) if task.task_id in lost), len(prefix)
         )
 
-    async def _until_room(self, rooms: Sequence[Room], wait_s: float) -> None:
+    async def _until_capacity(self, capacities: Sequence[ShardCapacity], wait_s: float) -> None:
         """Wait until a group leaves or is consumed anywhere. Raises WaitTimeoutError."""
         spec = self.spec
         why = (
-            f"room: {sum(room.open_groups for room in rooms)} of {spec.admission_groups:g} groups are admitted"
-            f" and not consumed on {len(rooms)} shards,"
-            f" {sum(room.open_bytes for room in rooms)} of {spec.resident_bytes} bytes"
+            f"room: {sum(one.open_groups for one in capacities)} of {spec.admission_groups:g} groups are admitted"
+            f" and not consumed on {len(capacities)} shards,"
+            f" {sum(one.open_bytes for one in capacities)} of {spec.resident_bytes} bytes"
         )
         if wait_s <= 0:
             raise WaitTimeoutError(f"timed out waiting for {why}")
         await any_of(
-            shard.room(spec.run, fewer_than=room.open_groups, why=why, wait_s=wait_s)
-            for shard, room in zip(self.shards, rooms, strict=True)
+            shard.capacity(spec.run, fewer_than=capacity.open_groups, why=why, wait_s=wait_s)
+            for shard, capacity in zip(self.shards, capacities, strict=True)
         )

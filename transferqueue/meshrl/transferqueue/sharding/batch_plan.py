@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """One batch, spread over shards."""
 
     round: int
@@ -65,10 +65,10 @@ class Plan:
         return cls(int(round_), tuple((int(shard), int(groups)) for shard, groups in pairs))
 
 
-def planned(name: str) -> tuple[str, Plan | None]:
+def parse_batch_name(name: str) -> tuple[str, BatchPlan | None]:
     """The batch id and the plan in the id of a batch on a shard; no plan in one that no router made."""
     batch_id, _, text = name.rpartition("#")
     try:
-        return batch_id, Plan.parse(text)
+        return batch_id, BatchPlan.parse(text)
     except ValueError:
         return name, None

@@ -26,17 +26,17 @@ from typing import Any, NamedTuple
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, BatchGroup
-from meshrl.transferqueue.sharding.batch_plan import Plan
+from meshrl.transferqueue.sharding.batch_plan import BatchPlan
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of
-from meshrl.transferqueue.sharding.placement import Grown, Members
-from meshrl.transferqueue.sharding.port import Groups, Shard
-from meshrl.transferqueue.sharding.watcher import Watch
+from meshrl.transferqueue.sharding.port import GroupCounts, Shard
+from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
+from meshrl.transferqueue.sharding.watcher import ShardWatcher
 
 PLANS = 64
 """Plans that a router keeps in mind; older ones are asked for again."""
 
 
-def split(told: Sequence[Groups], count: int, step: int) -> Plan:
+def plan_batch(told: Sequence[GroupCounts], count: int, step: int) -> BatchPlan:
     """`count` groups, fewer only when there are fewer. Who gives one more of what is new changes with `step`."""
     runs: list[tuple[int, int]] = []
     left = count
@@ -52,10 +52,10 @@ def split(told: Sequence[Groups], count: int, step: int) -> Plan:
             if left and fresh[shard] < told[shard].fresh:
                 fresh[shard] += 1
                 left -= 1
-    return Plan.of(max(one.next_round for one in told), [*runs, *enumerate(fresh)])
+    return BatchPlan.of(max(one.next_round for one in told), [*runs, *enumerate(fresh)])
 
 
-class Wanted(NamedTuple):
+class BatchRequest(NamedTuple):
     """The batch that is asked for, as shards are asked for it."""
 
     epoch: int
@@ -70,11 +70,11 @@ class ShardedBatches:
 
     run: str
     shards: Sequence[Shard]
-    members: Members
-    watch: Watch
+    members: RunShards
+    watcher: ShardWatcher
     since: str
     """The roll that was learned when this was made."""
-    plans: OrderedDict[str, Plan] = field(default_factory=OrderedDict)
+    plans: OrderedDict[str, BatchPlan] = field(default_factory=OrderedDict)
     """Of batches whose shares are all taken."""
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held from the look at the shards until the batch is taken, so that no two plans count on the same groups; never
@@ -83,7 +83,7 @@ class ShardedBatches:
     async def take(
         self, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
-        """See Queue; also which shard gave which groups. Raises Grown.
+        """See Queue; also which shard gave which groups. Raises ShardsAdded.
 
         A shard is heard of again when it has its share of what is missing: when enough have come in, some shard has.
         """
@@ -91,24 +91,24 @@ class ShardedBatches:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
         clock = asyncio.get_running_loop().time
         deadline = clock() + max(0.0, wait_s)
-        wanted = Wanted(epoch, step, groups, batch_id)
-        asked = wanted._asdict()
+        request = BatchRequest(epoch, step, groups, batch_id)
+        asked = request._asdict()
         while True:
-            told: Sequence[Groups] = ()
+            told: Sequence[GroupCounts] = ()
             async with self.planning:
                 plan = self.plans.get(batch_id)
                 if plan is None:
                     told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)
-                    plan = self._plan(told, wanted)
+                    plan = self._plan(told, request)
                 if plan is not None:
-                    plan, first = await self._record(plan, wanted)
+                    plan, first = await self._record(plan, request)
                     with suppress(WaitTimeoutError):
-                        return await self._taken(plan, first, wanted)
+                        return await self._taken(plan, first, request)
             left = deadline - clock()
             if plan is not None:
                 # There is no other plan to be made: rows of a share that are being done again are waited for.
-                return await self._taken(plan, first, wanted, max(0.0, left))
-            why = self._why(told, wanted)
+                return await self._taken(plan, first, request, max(0.0, left))
+            why = self._why(told, request)
             if left <= 0:
                 raise WaitTimeoutError(f"timed out waiting for {why}")
             share = -(-(groups - sum(one.complete for one in told)) // len(told))
@@ -123,56 +123,56 @@ class ShardedBatches:
                 )
                 for shard, one in zip(self.shards, told, strict=True)
             )
-            await any_of([*questions, self.watch.news(self.since)])
+            await any_of([*questions, self.watcher.until_shards_added(self.since)])
 
-    def _plan(self, told: Sequence[Groups], wanted: Wanted) -> Plan | None:
+    def _plan(self, told: Sequence[GroupCounts], request: BatchRequest) -> BatchPlan | None:
         """The plan on record, or a new one if there are enough groups.
 
         Raises:
-            EndOfDataError. Grown: the run is on more shards.
+            EndOfDataError. ShardsAdded: the run is on more shards.
         """
         self.members.check(told[0].members)
         recorded = next((one.plan for one in told if one.plan), "")
         if recorded:
-            return Plan.parse(recorded)
+            return BatchPlan.parse(recorded)
         complete = sum(one.complete for one in told)
         done = all(one.done for one in told)
-        if complete >= wanted.groups or (done and complete):
-            return split(told, wanted.groups, wanted.step)
+        if complete >= request.groups or (done and complete):
+            return plan_batch(told, request.groups, request.step)
         if done:
             raise EndOfDataError(
                 f"run {self.run}: the feed is closed and every group is taken or has left"
             )
         return None
 
-    async def _record(self, plan: Plan, wanted: Wanted) -> tuple[Plan, Batch]:
-        """The plan that shard 0 has on record, this one or another's, and its share. Raises Grown."""
+    async def _record(self, plan: BatchPlan, request: BatchRequest) -> tuple[BatchPlan, Batch]:
+        """The plan that shard 0 has on record, this one or another's, and its share. Raises ShardsAdded."""
         try:
-            return plan, await self._share(0, plan, wanted)
+            return plan, await self._share(0, plan, request)
         except ConflictError as error:
             if "plan" not in error.details:
                 raise
-            plan = Plan.parse(error.details["plan"])
-            return plan, await self._share(0, plan, wanted)
+            plan = BatchPlan.parse(error.details["plan"])
+            return plan, await self._share(0, plan, request)
 
     async def _taken(
-        self, plan: Plan, first: Batch, wanted: Wanted, wait_s: float = 0.0
+        self, plan: BatchPlan, first: Batch, request: BatchRequest, wait_s: float = 0.0
     ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
         """The batch: shard 0's share and those of the others. Raises WaitTimeoutError where rows are lacking."""
         others = [shard for shard in self._shares(plan) if shard]
-        parts = await all_of(self._share(shard, plan, wanted, wait_s) for shard in others)
-        self._keep(wanted.batch_id, plan)
+        parts = await all_of(self._share(shard, plan, request, wait_s) for shard in others)
+        self._keep(request.batch_id, plan)
         taken = {0: first.groups}
         taken.update((shard, part.groups) for shard, part in zip(others, parts, strict=True))
         in_order = plan.in_order(taken)
-        batch = Batch(batch_id=wanted.batch_id, run=self.run, step=wanted.step, groups=in_order)
+        batch = Batch(batch_id=request.batch_id, run=self.run, step=request.step, groups=in_order)
         return batch, taken
 
     def _share(
-        self, shard: int, plan: Plan, wanted: Wanted, wait_s: float = 0.0
+        self, shard: int, plan: BatchPlan, request: BatchRequest, wait_s: float = 0.0
     ) -> Coroutine[Any, Any, Batch]:
-        share = wanted._replace(
-            groups=self._shares(plan)[shard], batch_id=plan.name(wanted.batch_id)
+        share = request._replace(
+            groups=self._shares(plan)[shard], batch_id=plan.name(request.batch_id)
         )
         return self.shards[shard].take(self.run, **share._asdict(), wait_s=wait_s)
 
@@ -190,28 +190,28 @@ class ShardedBatches:
             for shard in self._shares(plan)
         )
 
-    def _shares(self, plan: Plan) -> Mapping[int, int]:
-        """Raises Grown when the plan was made by somebody who knew of more shards."""
+    def _shares(self, plan: BatchPlan) -> Mapping[int, int]:
+        """Raises ShardsAdded when the plan was made by somebody who knew of more shards."""
         if any(shard >= len(self.shards) for shard, _ in plan.runs):
-            raise Grown
+            raise ShardsAdded
         return plan.shares
 
-    async def _recorded(self, batch_id: str) -> Plan | None:
+    async def _recorded(self, batch_id: str) -> BatchPlan | None:
         plans = await all_of(shard.plan_of(self.run, batch_id) for shard in self.shards)
-        return next((Plan.parse(plan) for plan in plans if plan), None)
+        return next((BatchPlan.parse(plan) for plan in plans if plan), None)
 
-    def _keep(self, batch_id: str, plan: Plan) -> None:
+    def _keep(self, batch_id: str, plan: BatchPlan) -> None:
         self.plans[batch_id] = plan
         while len(self.plans) > PLANS:
             self.plans.popitem(last=False)
 
     @staticmethod
-    def _why(told: Sequence[Groups], wanted: Wanted) -> str:
+    def _why(told: Sequence[GroupCounts], request: BatchRequest) -> str:
         complete = sum(one.complete for one in told)
         open_groups = complete + sum(one.unfinished for one in told)
         feeds = "closed" if all(one.feed_closed for one in told) else "open"
         shards = ", ".join(str(one.complete) for one in told)
         return (
-            f"{wanted.groups} complete groups for step {wanted.step}: {complete} are (by shard: {shards}),"
+            f"{request.groups} complete groups for step {request.step}: {complete} are (by shard: {shards}),"
             f" of {open_groups} open; the feed is {feeds}"
         )

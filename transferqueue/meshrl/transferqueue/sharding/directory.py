@@ -1,7 +1,7 @@
 """What a router knows: the shards, which of them each run is on, where tasks are; and how it learns of more.
 
-    watch.py ── the roll is another one ──▶ learn: reach the shards that were added, bring every known run to them
-    a call that meets Grown ──────────────▶ catch_up ──▶ the call is made anew
+    watcher.py ── the roll is another one ──▶ learn: reach the shards that were added, bring every known run to them
+    a call that meets ShardsAdded ──────────────▶ catch_up ──▶ the call is made anew
 
 **A router uses a shard only after it has brought it up to what shard 0 said once the run was on it; whoever tells
 shard 0 something looks afterwards whether the run is on more shards.** So each shard of a run has heard of everything
@@ -20,48 +20,88 @@ from typing import TypeAlias, TypeVar
 
 from meshrl.contract.errors import FencedError, InfraError, NotFoundError, UserError
 from meshrl.contract.types import RunSpec, RunState
-from meshrl.transferqueue.sharding import membership, shard_list
+from meshrl.transferqueue.sharding import run_shards, shard_list
 from meshrl.transferqueue.sharding.batches import ShardedBatches
-from meshrl.transferqueue.sharding.fan_out import all_of
-from meshrl.transferqueue.sharding.placement import Grown, Members
+from meshrl.transferqueue.sharding.fan_out import all_of, by_key
 from meshrl.transferqueue.sharding.port import Shard
+from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
 from meshrl.transferqueue.sharding.shard_list import ShardList
-from meshrl.transferqueue.sharding.task_places import TaskPlaces
-from meshrl.transferqueue.sharding.watcher import Watch
+from meshrl.transferqueue.sharding.watcher import ShardWatcher
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Dial: TypeAlias = Callable[[str], Awaitable[Shard]]
+PLACES = 1 << 18
+"""Tasks whose place is kept in mind."""
+
+
+class TaskPlaces:
+    """What one router knows. A place never changes: a task stays where it is until it has left."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._places: dict[tuple[str, str], int] = {}
+
+    def note(self, run: str, tasks: Iterable[str], number: int) -> None:
+        """A shard has handed these tasks out."""
+        if len(self._places) > PLACES:
+            self._places.clear()
+        self._places.update(((run, task), number) for task in tasks)
+
+    async def by_shard(
+        self, run: str, members: RunShards, items: Sequence[Item], task_of: Callable[[Item], str]
+    ) -> Mapping[int, Sequence[Item]]:
+        """`items` by the shard that has their task; one that no shard knows belongs where it would be admitted."""
+        if not members.grown:
+            return by_key((members.home(task_of(item)), item) for item in items)
+        found = await self._located(run, members, {task_of(item) for item in items})
+        return by_key((found[task_of(item)], item) for item in items)
+
+    async def _located(
+        self, run: str, members: RunShards, tasks: Iterable[str]
+    ) -> Mapping[str, int]:
+        found = {task: self._places.get((run, task), -1) for task in tasks}
+        unknown = [task for task, number in found.items() if number < 0]
+        asked = by_key((number, task) for task in unknown for number in members.homes(task))
+        capacities = await all_of(
+            self._shards[number].capacity(run, tasks=part) for number, part in asked.items()
+        )
+        for number, capacity in zip(asked, capacities, strict=True):
+            self.note(run, capacity.known, number)
+            found.update(dict.fromkeys(capacity.known, number))
+        return {
+            task: members.home(task) if number < 0 else number for task, number in found.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownRun:
     """What is known of an open run."""
 
     spec: RunSpec
-    members: Members
-    taking: ShardedBatches
+    members: RunShards
+    batches: ShardedBatches
 
     @property
     def shards(self) -> Sequence[Shard]:
         """Those of the run."""
-        return self.taking.shards
+        return self.batches.shards
 
 
-class Roster:
+class ShardDirectory:
     """The shards and runs of one router."""
 
     def __init__(self, shards: Sequence[Shard], addresses: Sequence[str], dial: Dial | None):
         self.shards = list(shards)
         """All that are known, by number; it only ever gets longer."""
-        self.watch = Watch(self.shards[0])
+        self.watcher = ShardWatcher(self.shards[0])
         self.places = TaskPlaces(self.shards)
         self._addresses = list(addresses)
         self._dial = dial
         self._enrolled = 0
         self._learning = asyncio.Lock()
         self._finding = asyncio.Lock()
-        self._runs: dict[str, Known] = {}
+        self._runs: dict[str, KnownRun] = {}
 
     # --- shards
 
@@ -73,9 +113,9 @@ class Roster:
             raise UserError(f"the queue at {address} is shard {number} of this one already")
         added = await self._dialled(address)
         first, number = self.shards[0], len(self.shards)
-        runs = (await first.note(shard_list.ROLL)).runs
+        runs = (await first.note(shard_list.SHARD_LIST)).runs
         for run in runs:
-            membership.check(run, await membership.recorded(first, run), number)
+            run_shards.check_available(run, await run_shards.recorded(first, run), number)
         await shard_list.enrol(self.shards, self._addresses, added, address)
         try:
             await self._learn()
@@ -99,25 +139,25 @@ class Roster:
 
     async def learned(self) -> str:
         """The roll that is known, after learning what there is to learn."""
-        while self.watch.due():
+        while self.watcher.has_news():
             await self._learn()
-        assert self.watch.learned is not None
-        return self.watch.learned
+        assert self.watcher.learned is not None
+        return self.watcher.learned
 
     async def _learn(self) -> None:
         """Reach the shards that were added, and bring every run that is known to all of them."""
         async with self._learning:
-            while (text := await self.watch.read()) != self.watch.learned:
+            while (text := await self.watcher.read()) != self.watcher.learned:
                 try:
                     if text:
                         await self._reach(ShardList.parse(text))
                     for known in list(self._runs.values()):
                         await self._bring(known.spec, text)
                 except UserError:
-                    if await self.watch.read() == text:
+                    if await self.watcher.read() == text:
                         raise
                 else:
-                    self.watch.learn(text)
+                    self.watcher.learn(text)
 
     async def _with_roll(self, call: Callable[[str], Awaitable[Answer]]) -> Answer:
         """`call` with the roll that is known; anew when it failed, and the roll is another one by then."""
@@ -126,7 +166,7 @@ class Roster:
             try:
                 return await call(since)
             except UserError:
-                if await self.watch.read() == since:
+                if await self.watcher.read() == since:
                     raise
                 await self._learn()
 
@@ -161,9 +201,9 @@ class Roster:
 
         return asked
 
-    async def known(self, run: str) -> Known:
+    async def known(self, run: str) -> KnownRun:
         """Of an open run. Raises NotFoundError."""
-        if self.watch.due():
+        if self.watcher.has_news():
             await self._learn()
         if (known := self._runs.get(run)) is not None:
             return known
@@ -171,18 +211,18 @@ class Roster:
             known = self._runs.get(run)
             return known if known else await self._with_roll(partial(self._find, run))
 
-    async def _find(self, run: str, since: str) -> Known:
+    async def _find(self, run: str, since: str) -> KnownRun:
         first = self.shards[0]
         state = await first.run_state(run)
-        members = await membership.recorded(first, run)
-        membership.check(run, members, len(self.shards))
+        members = await run_shards.recorded(first, run)
+        run_shards.check_available(run, members, len(self.shards))
         if members.grown or members.count < self._enrolled:
             # Whoever made the run larger may have died before it was open everywhere.
             await self._bring(state.spec, since)
             return self._runs[run]
         return self._know(state.spec, members, since)
 
-    async def open_ones(self, runs: Sequence[str]) -> Mapping[str, Known]:
+    async def open_ones(self, runs: Sequence[str]) -> Mapping[str, KnownRun]:
         """Those of `runs` that are open."""
         found = {}
         for run in runs:
@@ -196,12 +236,12 @@ class Roster:
 
     async def _bring(self, spec: RunSpec, since: str) -> None:
         """Open a run on all shards that are enrolled, and on those that others have opened it on."""
-        members = await membership.recorded(self.shards[0], spec.run)
-        membership.check(spec.run, members, len(self.shards))
+        members = await run_shards.recorded(self.shards[0], spec.run)
+        run_shards.check_available(spec.run, members, len(self.shards))
         await self._open(spec, since, max(members.count, self._enrolled))
 
     async def _open(self, spec: RunSpec, since: str, available: int) -> RunState:
-        members = await membership.join(self.shards[0], spec.run, available)
+        members = await run_shards.join(self.shards[0], spec.run, available)
         first, *others = self.shards[:available]
         state = await first.open_run(spec)
         await all_of(shard.open_run(spec) for shard in others)
@@ -212,38 +252,40 @@ class Roster:
         self._know(spec, members, since)
         return state
 
-    def _know(self, spec: RunSpec, members: Members, since: str) -> Known:
+    def _know(self, spec: RunSpec, members: RunShards, since: str) -> KnownRun:
         known = self._runs.get(spec.run)
-        if known is None or (known.members, known.taking.since) != (members, since):
-            taking = ShardedBatches(
+        if known is None or (known.members, known.batches.since) != (members, since):
+            batches = ShardedBatches(
                 run=spec.run,
                 shards=self.shards[: members.count],
                 members=members,
-                watch=self.watch,
+                watcher=self.watcher,
                 since=since,
-                plans=known.taking.plans if known else OrderedDict(),
-                planning=known.taking.planning if known else asyncio.Lock(),
+                plans=known.batches.plans if known else OrderedDict(),
+                planning=known.batches.planning if known else asyncio.Lock(),
             )
-            known = self._runs[spec.run] = Known(spec, members, taking)
+            known = self._runs[spec.run] = KnownRun(spec, members, batches)
         return known
 
     # --- calls that outlive a shard more
 
-    async def has_grown(self, known: Known) -> bool:
+    async def has_more_shards(self, known: KnownRun) -> bool:
         """True when the run is on more shards by now."""
-        return await membership.recorded(self.shards[0], known.spec.run) != known.members
+        return await run_shards.recorded(self.shards[0], known.spec.run) != known.members
 
     async def catch_up(self, run: str) -> None:
         """Learn what there is to learn of a run."""
         await self._learn()
         await self._with_roll(partial(self._bring, self._runs[run].spec))
 
-    async def while_it_grows(self, run: str, call: Callable[[Known], Awaitable[Answer]]) -> Answer:
+    async def with_current_shards(
+        self, run: str, call: Callable[[KnownRun], Awaitable[Answer]]
+    ) -> Answer:
         """`call`, anew whenever it says that there are more shards."""
         while True:
             try:
                 return await call(await self.known(run))
-            except Grown:
+            except ShardsAdded:
                 await self.catch_up(run)
 
     async def everywhere(
@@ -255,7 +297,7 @@ class Roster:
             first, *others = known.shards
             answers = await all_of(call(shard) for shard in others)
             told = [await call(first), *answers]
-            if not await self.has_grown(known):
+            if not await self.has_more_shards(known):
                 return told
             await self.catch_up(run)
 
@@ -270,7 +312,7 @@ class Roster:
         For what `follow` repairs where shard 0 has heard of it and another has not.
         """
 
-        async def tell(known: Known) -> None:
+        async def tell(known: KnownRun) -> None:
             leader, *others = known.shards
             members: list[str] = []
 
@@ -280,7 +322,7 @@ class Roster:
             await all_of([tell_first(), *map(call, others)])
             known.members.check(members[0])
 
-        await self.while_it_grows(run, tell)
+        await self.with_current_shards(run, tell)
 
     # --- where tasks are
 
@@ -306,7 +348,7 @@ class Roster:
         try:
             return await call(await self.by_shard(run, items, task_of))
         except NotFoundError:
-            if not await self.has_grown(known):
+            if not await self.has_more_shards(known):
                 raise
             await self.catch_up(run)
             return await call(await self.by_shard(run, items, task_of))

@@ -23,15 +23,15 @@ from meshrl.contract.errors import EndOfDataError, MeshError, UserError, WaitTim
 from meshrl.contract.types import Lease, RunSpec, Version
 from meshrl.transferqueue.sharding.admission import free
 from meshrl.transferqueue.sharding.fan_out import Questions, any_of
-from meshrl.transferqueue.sharding.port import Rows, Shard
-from meshrl.transferqueue.sharding.watcher import Watch
+from meshrl.transferqueue.sharding.port import RowCounts, Shard
+from meshrl.transferqueue.sharding.watcher import ShardWatcher
 
 LAG_S = 0.5
-"""A shard that takes longer for a question without a wait is passed over until it answers."""
+"""A shard that takes longer for a call without a wait is passed over until it answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class LeaseQuestion:
     """What a caller of `lease` wants."""
 
     runs: tuple[str, ...]
@@ -88,11 +88,11 @@ class ShardedLeases:
     """The leases of one router, whose list of shards may grow."""
 
     def __init__(
-        self, shards: Sequence[Shard], watch: Watch, granted: Callable[[int, Lease], None]
+        self, shards: Sequence[Shard], watcher: ShardWatcher, granted: Callable[[int, Lease], None]
     ) -> None:
         """`granted` hears which shard granted what."""
         self._shards = shards
-        self._watch = watch
+        self._watcher = watcher
         self._granted = granted
         self._next = 0
         self._plenty: set[tuple[tuple[str, ...], str]] = set()
@@ -108,57 +108,62 @@ class ShardedLeases:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def lease(
-        self, ask: Ask, specs: Mapping[str, RunSpec], wait_s: float, since: str
+        self, question: LeaseQuestion, specs: Mapping[str, RunSpec], wait_s: float, since: str
     ) -> Lease:
         """See Queue. `specs` are those of the runs that are open; `since` is the roll that was learned.
 
-        Raises Grown where it would have waited.
+        Raises ShardsAdded where it would have waited.
         """
         deadline = asyncio.get_running_loop().time() + max(0.0, wait_s)
-        if ask.at_least > 1:
-            return await self._fixed(ask, specs, deadline, since)
+        if question.at_least > 1:
+            return await self._fixed(question, specs, deadline, since)
         first, self._next = self._next, self._next + 1
         turns = [(first + turn) % len(self._shards) for turn in range(len(self._shards))]
         lease = None
-        if wait_s <= 0 or self._sweeps_first(ask, specs):
-            lease = await self._sweep(ask, specs, turns)
+        if wait_s <= 0 or self._sweeps_first(question, specs):
+            lease = await self._sweep(question, specs, turns)
         if lease is None:
-            lease = await self._park(ask, specs, deadline, since)
-        (self._plenty.discard if lease.num_rows < ask.limit else self._plenty.add)(ask.work)
+            lease = await self._park(question, specs, deadline, since)
+        (self._plenty.discard if lease.num_rows < question.limit else self._plenty.add)(
+            question.work
+        )
         return lease
 
-    def _sweeps_first(self, ask: Ask, specs: Mapping[str, RunSpec]) -> bool:
+    def _sweeps_first(self, question: LeaseQuestion, specs: Mapping[str, RunSpec]) -> bool:
         """Also where runs differ in priority: only a sweep of all shards finds the highest that has rows."""
-        return ask.work in self._plenty or len({_priority(specs, run) for run in ask.runs}) > 1
+        return (
+            question.work in self._plenty
+            or len({_priority(specs, run) for run in question.runs}) > 1
+        )
 
     # --- any rows
 
     async def _sweep(
-        self, ask: Ask, specs: Mapping[str, RunSpec], turns: Iterable[int]
+        self, question: LeaseQuestion, specs: Mapping[str, RunSpec], turns: Iterable[int]
     ) -> Lease | None:
         """Rows that are there now, of the run with the highest priority that has some on any shard of `turns`."""
-        ranked = sorted(ask.runs, key=lambda run: -_priority(specs, run))
+        ranked = sorted(question.runs, key=lambda run: -_priority(specs, run))
         for _, equals in groupby(ranked, key=lambda run: _priority(specs, run)):
-            parts = await self._gathered(ask, tuple(equals), turns)
+            parts = await self._gathered(question, tuple(equals), turns)
             if parts:
                 return _joined([part for _, part in parts])
         return None
 
     async def _gathered(
-        self, ask: Ask, runs: tuple[str, ...], turns: Iterable[int]
+        self, question: LeaseQuestion, runs: tuple[str, ...], turns: Iterable[int]
     ) -> list[tuple[int, Lease]]:
         """Leases of one of `runs` by shard, together at most `limit` rows; maybe none."""
         parts: list[tuple[int, Lease]] = []
-        left = ask.limit
+        left = question.limit
         try:
             for number in turns:
                 if not left:
                     break
                 if number in self._lagging:
                     continue
-                question = ask.of(self._shards[number], 0.0, runs=runs, limit=left)
+                call = question.of(self._shards[number], 0.0, runs=runs, limit=left)
                 try:
-                    lease = await self._soon(number, question)
+                    lease = await self._soon(number, call)
                 except (WaitTimeoutError, EndOfDataError, UserError):
                     continue  # what is wrong with the whole question is told to who parks
                 if lease is not None:
@@ -171,9 +176,9 @@ class ShardedLeases:
             raise
         return parts
 
-    async def _soon(self, number: int, question: Coroutine[Any, Any, Lease]) -> Lease | None:
+    async def _soon(self, number: int, call: Coroutine[Any, Any, Lease]) -> Lease | None:
         """The lease, or None from a shard that lags: what it grants later is given back."""
-        task = asyncio.ensure_future(question)
+        task = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait({task}, timeout=LAG_S)
         except asyncio.CancelledError:
@@ -191,34 +196,34 @@ class ShardedLeases:
             self._give_back(number, late.result())
 
     async def _park(
-        self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float, since: str
+        self, question: LeaseQuestion, specs: Mapping[str, RunSpec], deadline: float, since: str
     ) -> Lease:
         """Wait until some shard has rows, and sweep: only questions that grant nothing are ever cancelled."""
         clock = asyncio.get_running_loop().time
-        questions = Questions(self._watch.news(since))
+        questions = Questions(self._watcher.until_shards_added(since))
         try:
             while True:
                 left = max(0.0, deadline - clock())
                 for number in questions.unasked(len(self._shards)):
-                    questions.ask(number, self._until_rows(number, ask, left))
-                lease = await self._sweep(ask, specs, await questions.answered())
+                    questions.ask(number, self._until_rows(number, question, left))
+                lease = await self._sweep(question, specs, await questions.answered())
                 if lease is not None:
                     return lease
                 if left <= 0:
-                    raise WaitTimeoutError(f"timed out waiting for {ask.why}")
+                    raise WaitTimeoutError(f"timed out waiting for {question.why}")
         finally:
             await questions.close()
 
-    async def _until_rows(self, number: int, ask: Ask, wait_s: float) -> None:
+    async def _until_rows(self, number: int, question: LeaseQuestion, wait_s: float) -> None:
         """Of a shard that lags, wait for what it still owes: until then sweeps pass it over."""
         if (late := self._lagging.get(number)) is not None:
             await asyncio.wait({late}, timeout=wait_s)
         await self._shards[number].until_rows(
-            list(ask.runs),
-            ask.stage,
-            worker=ask.worker,
-            limit=ask.limit,
-            version=ask.version,
+            list(question.runs),
+            question.stage,
+            worker=question.worker,
+            limit=question.limit,
+            version=question.version,
             wait_s=wait_s,
         )
 
@@ -253,54 +258,59 @@ class ShardedLeases:
     # --- a fixed number of rows
 
     async def _fixed(
-        self, ask: Ask, specs: Mapping[str, RunSpec], deadline: float, since: str
+        self, question: LeaseQuestion, specs: Mapping[str, RunSpec], deadline: float, since: str
     ) -> Lease:
         """`at_least` rows of one run together, whichever shards they are on; from shard 0 up."""
         clock = asyncio.get_running_loop().time
         seen: dict[str, Version] = {}
         while True:
             shards = tuple(self._shards)
-            told = [await self._rows(shard, ask) for shard in shards]
-            for run in ask.runs:
+            told = [await self._rows(shard, question) for shard in shards]
+            for run in question.runs:
                 parts = [row for rows in told for row in rows or () if row.run == run]
                 if len(parts) < len(shards):
                     continue
                 spec = specs.get(run)
                 if (
                     spec is None
-                    or not _open(ask, spec, parts, seen)
-                    or not _enough(ask, spec, parts)
+                    or not _open(question, spec, parts, seen)
+                    or not _enough(question, spec, parts)
                 ):
                     continue
                 lease = await self._together(
-                    ask, run, min(ask.at_least, sum(p.ready for p in parts))
+                    question, run, min(question.at_least, sum(p.ready for p in parts))
                 )
                 if lease is not None:
                     return lease
             if all(rows is None for rows in told):
-                raise EndOfDataError(f"nothing is left to lease in {', '.join(ask.runs)}")
+                raise EndOfDataError(f"nothing is left to lease in {', '.join(question.runs)}")
             left = deadline - clock()
             if left <= 0:
-                raise WaitTimeoutError(f"timed out waiting for {ask.why}")
+                raise WaitTimeoutError(f"timed out waiting for {question.why}")
             questions = (
                 shard.rows(
-                    ask.runs, ask.stage, worker=ask.worker, unlike=rows, why=ask.why, wait_s=left
+                    question.runs,
+                    question.stage,
+                    worker=question.worker,
+                    unlike=rows,
+                    why=question.why,
+                    wait_s=left,
                 )
                 for shard, rows in zip(shards, told, strict=True)
                 if rows is not None
             )
-            await any_of([*questions, self._watch.news(since)])
+            await any_of([*questions, self._watcher.until_shards_added(since)])
 
-    async def _rows(self, shard: Shard, ask: Ask) -> Sequence[Rows] | None:
+    async def _rows(self, shard: Shard, question: LeaseQuestion) -> Sequence[RowCounts] | None:
         """None where nothing is left and nothing will come."""
         try:
-            return await shard.rows(ask.runs, ask.stage, worker=ask.worker)
+            return await shard.rows(question.runs, question.stage, worker=question.worker)
         except EndOfDataError:
             return None
 
-    async def _together(self, ask: Ask, run: str, wanted: int) -> Lease | None:
+    async def _together(self, question: LeaseQuestion, run: str, wanted: int) -> Lease | None:
         """At least `wanted` rows, or None when somebody else was faster: then none is kept."""
-        parts = await self._gathered(ask, (run,), range(len(self._shards)))
+        parts = await self._gathered(question, (run,), range(len(self._shards)))
         if sum(part.num_rows for _, part in parts) < wanted:
             self._give_all_back(parts)
             return None
@@ -315,20 +325,22 @@ def _priority(specs: Mapping[str, RunSpec], run: str) -> int:
     return specs[run].priority if run in specs else 0
 
 
-def _open(ask: Ask, spec: RunSpec, parts: Sequence[Rows], seen: dict[str, Version]) -> bool:
+def _open(
+    question: LeaseQuestion, spec: RunSpec, parts: Sequence[RowCounts], seen: dict[str, Version]
+) -> bool:
     """`leases.open_to`, on every shard; a publish that makes the version too old ends the wait."""
     published = max(part.published for part in parts)
-    if ask.fresh(spec, max(part.epoch for part in parts), published):
+    if question.fresh(spec, max(part.epoch for part in parts), published):
         return True
     if published != seen.setdefault(spec.run, published):
-        raise ask.too_old(spec.run, published)
+        raise question.too_old(spec.run, published)
     return False
 
 
-def _enough(ask: Ask, spec: RunSpec, parts: Sequence[Rows]) -> bool:
+def _enough(question: LeaseQuestion, spec: RunSpec, parts: Sequence[RowCounts]) -> bool:
     """`leases.enough`, over all shards."""
     ready = sum(part.ready for part in parts)
-    if ready == 0 or ready >= ask.at_least or not spec.gated:
+    if ready == 0 or ready >= question.at_least or not spec.gated:
         return ready > 0
     can_grow = not all(part.feed_closed for part in parts) and free(spec, parts) > 0
     return not sum(part.upstream for part in parts) and not can_grow

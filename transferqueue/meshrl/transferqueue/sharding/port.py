@@ -15,7 +15,7 @@ from meshrl.contract.types import RunState, Task, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class ShardCapacity:
     """What admission must know of a run on one shard."""
 
     open_groups: int
@@ -26,12 +26,12 @@ class Room:
     known: frozenset[str]
     """Those of the tasks asked about that were ever admitted here."""
     members: str = ""
-    """The note on which shards the run is (membership.py); on shard 0 only."""
+    """The note on which shards the run is (run_shards.py); on shard 0 only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Something written on a shard that is no row: which shards there are (roll.py, membership.py)."""
+class ShardNote:
+    """Something written on a shard that is no row: which shards there are (shard_list.py, run_shards.py)."""
 
     text: str
     """Empty when nothing is written."""
@@ -40,7 +40,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class GroupCounts:
     """What a take must know of a run on one shard."""
 
     plan: str
@@ -55,7 +55,7 @@ class Groups:
     next_round: int
     """Later than any round of the run here."""
     members: str = ""
-    """As in Room."""
+    """As in ShardCapacity."""
 
     @property
     def complete(self) -> int:
@@ -69,7 +69,7 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowCounts:
     """What a lease of a fixed number of rows must know of one run on one shard."""
 
     run: str
@@ -87,7 +87,9 @@ class Rows:
 class Shard(Queue, Protocol):
     """One of several queues that a router speaks for."""
 
-    async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
+    async def note(
+        self, name: str, *, other_than: str | None = None, wait_s: float = 0.0
+    ) -> ShardNote:
         """What is written under `name`. With `other_than` the answer waits until it is another text.
 
         Raises WaitTimeoutError.
@@ -108,7 +110,7 @@ class Shard(Queue, Protocol):
         """
         ...
 
-    async def room(
+    async def capacity(
         self,
         run: str,
         *,
@@ -117,7 +119,7 @@ class Shard(Queue, Protocol):
         fewer_than: int = -1,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Room:
+    ) -> ShardCapacity:
         """How full the run is, and which of `tasks` it knows. A `turn` begins: earlier turns may admit no more.
 
         With `fewer_than` the answer waits until fewer groups are open (or the feed is closed); `why` is what
@@ -129,7 +131,7 @@ class Shard(Queue, Protocol):
     async def admit_in_turn(
         self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
     ) -> int:
-        """`admit` without a wait, which ends the turn here; 0 where there is no room. None leaves the cursor alone.
+        """`admit` without a wait, which ends the turn here; 0 where there is no capacity. With None the cursor stays.
 
         Raises FencedError when another turn has begun.
         """
@@ -147,8 +149,8 @@ class Shard(Queue, Protocol):
         done: bool = False,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Groups:
-        """Which of the next `groups` groups a take for `step` would get. Groups grown too old leave as stale.
+    ) -> GroupCounts:
+        """Which of the next `groups` groups a take for `step` would get. GroupCounts grown too old leave as stale.
 
         Waits until more than `more_than` are complete, or `Groups.done` is no longer `done`.
         Raises FencedError, WaitTimeoutError.
@@ -160,7 +162,7 @@ class Shard(Queue, Protocol):
         ...
 
     async def publish_and_tell(self, run: str, version: Version) -> str:
-        """`publish`; then, on shard 0, the note on which shards the run is (membership.py)."""
+        """`publish`; then, on shard 0, the note on which shards the run is (run_shards.py)."""
         ...
 
     async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
@@ -186,10 +188,10 @@ class Shard(Queue, Protocol):
         stage: str,
         *,
         worker: str,
-        unlike: Sequence[Rows] | None = None,
+        unlike: Sequence[RowCounts] | None = None,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Sequence[Rows]:
+    ) -> Sequence[RowCounts]:
         """Figures of those of `runs` that are open and have the stage, highest priority first.
 
         With `unlike` the answer waits until it differs. Raises UserError, EndOfDataError (as `lease`),

@@ -49,7 +49,7 @@ class Part(HeldLeases):
         return self._gone
 
 
-class Agreement:
+class ShardedHeldLeases:
     """One held_leases and its parts."""
 
     def __init__(self, held_leases: HeldLeases) -> None:

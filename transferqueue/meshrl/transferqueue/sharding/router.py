@@ -39,14 +39,14 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue.sharding import merging
 from meshrl.transferqueue.sharding.admission import ShardedAdmission
-from meshrl.transferqueue.sharding.directory import Dial, Known, Roster
+from meshrl.transferqueue.sharding.directory import Dial, KnownRun, ShardDirectory
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of
-from meshrl.transferqueue.sharding.leases import Ask, ShardedLeases
-from meshrl.transferqueue.sharding.placement import Grown
+from meshrl.transferqueue.sharding.leases import LeaseQuestion, ShardedLeases
+from meshrl.transferqueue.sharding.merge import merged_waits, total_ledger
 from meshrl.transferqueue.sharding.port import Shard
-from meshrl.transferqueue.sharding.renewals import Agreement
+from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases
+from meshrl.transferqueue.sharding.run_shards import ShardsAdded
 
 RENEW_S = 5.0
 """A renewal waits no longer for a shard that restarts: the leases of the others must not end meanwhile."""
@@ -61,9 +61,9 @@ class ShardedQueue(RowMethods):
         """`addresses` are those of `shards`; `dial` reaches those that were added. Without them none can be."""
         if not shards:
             raise UserError("a queue needs at least one shard")
-        self._roster = Roster(shards, addresses, dial)
-        self._shards = self._roster.shards
-        self._leasing = ShardedLeases(self._shards, self._roster.watch, self._granted)
+        self._directory = ShardDirectory(shards, addresses, dial)
+        self._shards = self._directory.shards
+        self._leasing = ShardedLeases(self._shards, self._directory.watcher, self._granted)
 
     @property
     def num_shards(self) -> int:
@@ -72,7 +72,7 @@ class ShardedQueue(RowMethods):
 
     async def close(self) -> None:
         """End what is under way; the shards are the caller's."""
-        await self._roster.watch.close()
+        await self._directory.watcher.close()
         await self._leasing.close()
 
     async def add_shard(self, address: str) -> int:
@@ -82,21 +82,21 @@ class ShardedQueue(RowMethods):
             UserError: it is a shard already, holds runs, or not all shards were named. ConflictError: another shard
             was added at the same time. UnavailableError: nobody answers there.
         """
-        return await self._roster.add_shard(address)
+        return await self._directory.add_shard(address)
 
     async def addresses(self) -> Sequence[str]:
         """Where all shards are, by number."""
-        return await self._roster.addresses()
+        return await self._directory.addresses()
 
     async def enrolled(self) -> int:
         """How many shards there are by what shard 0 has noted; 0 where none was ever added to a run that went on."""
-        return await self._roster.enrolled()
+        return await self._directory.enrolled()
 
     # --- runs
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """See Queue. A run that is on fewer shards than there are goes on with all of them: new tasks only."""
-        return await self._roster.open(spec)
+        return await self._directory.open(spec)
 
     async def run_state(self, run: str) -> RunState:
         """See Queue."""
@@ -104,18 +104,18 @@ class ShardedQueue(RowMethods):
 
     async def acquire(self, run: str, owner: str) -> RunState:
         """See Queue. Shard 0 makes the epoch; the others follow, also those that were added meanwhile."""
-        known = await self._roster.known(run)
+        known = await self._directory.known(run)
         first, *others = known.shards
-        known.taking.plans.clear()
+        known.batches.plans.clear()
         state = await first.acquire(run, owner)
         await all_of(shard.follow(state, owner) for shard in others)
-        if await self._roster.has_grown(known):
-            await self._roster.catch_up(run)
+        if await self._directory.has_more_shards(known):
+            await self._directory.catch_up(run)
         return state
 
     async def publish(self, run: str, version: Version) -> None:
         """See Queue."""
-        await self._roster.told(
+        await self._directory.told(
             run,
             lambda shard: shard.publish(run, version),
             lambda first: first.publish_and_tell(run, version),
@@ -128,15 +128,15 @@ class ShardedQueue(RowMethods):
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
 
-        async def admit(known: Known) -> int:
+        async def admit(known: KnownRun) -> int:
             feeding = ShardedAdmission(shards=known.shards, members=known.members, spec=known.spec)
             return await feeding.admit(tasks, cursor=cursor, wait_s=deadline - clock())
 
-        return await self._roster.while_it_grows(run, admit)
+        return await self._directory.with_current_shards(run, admit)
 
     async def close_feed(self, run: str) -> None:
         """See Queue."""
-        await self._roster.everywhere(run, lambda shard: shard.close_feed(run))
+        await self._directory.everywhere(run, lambda shard: shard.close_feed(run))
 
     # --- stages
 
@@ -154,7 +154,7 @@ class ShardedQueue(RowMethods):
         """See Queue, and leasing.py. Rows come oldest first from each shard; which shard is first changes."""
         if limit < 1 or not runs:
             raise UserError(f"a lease wants at least one row of at least one run, not {limit}")
-        ask = Ask(
+        question = LeaseQuestion(
             runs=tuple(runs),
             stage=stage,
             worker=worker,
@@ -165,29 +165,31 @@ class ShardedQueue(RowMethods):
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
         while True:
-            since = await self._roster.learned()
-            known = await self._roster.open_ones(runs)
+            since = await self._directory.learned()
+            known = await self._directory.open_ones(runs)
             specs = {run: one.spec for run, one in known.items()}
             try:
-                return await self._leasing.lease(ask, specs, deadline - clock(), since)
+                return await self._leasing.lease(question, specs, deadline - clock(), since)
             except EndOfDataError:
                 # Of the shards that were asked: rows may have come to others.
-                grown = [run for run, one in known.items() if await self._roster.has_grown(one)]
+                grown = [
+                    run for run, one in known.items() if await self._directory.has_more_shards(one)
+                ]
                 if not grown:
                     raise
-                await self._roster.catch_up(grown[0])
-            except Grown:
+                await self._directory.catch_up(grown[0])
+            except ShardsAdded:
                 for run, one in known.items():
                     state = await self._shards[0].run_state(run)
-                    if not ask.fresh(one.spec, state.epoch, state.published):
-                        raise ask.too_old(run, state.published) from None
+                    if not question.fresh(one.spec, state.epoch, state.published):
+                        raise question.too_old(run, state.published) from None
 
     def _granted(self, number: int, lease: Lease) -> None:
-        self._roster.handed_out(lease.run, (group.task for group in lease.groups), number)
+        self._directory.handed_out(lease.run, (group.task for group in lease.groups), number)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See Queue. Of a shard that is away nothing is said to be lost: it will say so when it is back."""
-        parts = await self._roster.by_shard(run, uids, _task_of_uid)
+        parts = await self._directory.by_shard(run, uids, _task_of_uid)
         asked = [
             asyncio.ensure_future(self._shards[number].renew(run, stage, worker, part))
             for number, part in parts.items()
@@ -202,18 +204,18 @@ class ShardedQueue(RowMethods):
     async def renew_held(self, held_leases: HeldLeases) -> None:
         """See Queue, and keeping.py. A shard that is added is asked from then on."""
         while True:
-            since = await self._roster.learned()
-            agreement = Agreement(held_leases)
+            since = await self._directory.learned()
+            sharded = ShardedHeldLeases(held_leases)
             keeping = [
-                shard.renew_held(agreement.part(self._roster.has(number)))
+                shard.renew_held(sharded.part(self._directory.has(number)))
                 for number, shard in enumerate(self._shards)
             ]
-            with suppress(Grown):
-                return await any_of([*keeping, self._roster.watch.news(since)])
+            with suppress(ShardsAdded):
+                return await any_of([*keeping, self._directory.watcher.until_shards_added(since)])
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue. All or none of the groups of each shard."""
-        parts = await self._roster.by_shard(run, groups, lambda group: group.task)
+        parts = await self._directory.by_shard(run, groups, lambda group: group.task)
         await all_of(
             self._shards[number].write_packed(run, stage, part)
             for number, part in (parts or {0: ()}).items()
@@ -221,7 +223,7 @@ class ShardedQueue(RowMethods):
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See Queue. All or none of the groups of each shard."""
-        parts = await self._roster.by_shard(run, groups, lambda group: group.task)
+        parts = await self._directory.by_shard(run, groups, lambda group: group.task)
         await all_of(
             self._shards[number].append(run, stage, part)
             for number, part in (parts or {0: ()}).items()
@@ -231,7 +233,7 @@ class ShardedQueue(RowMethods):
         """See Queue."""
         if not uids:
             return sum(await all_of(shard.redo(run, stage, ()) for shard in self._shards))
-        parts = await self._roster.by_shard(run, uids, _task_of_uid)
+        parts = await self._directory.by_shard(run, uids, _task_of_uid)
         return sum(
             await all_of(self._shards[n].redo(run, stage, part) for n, part in parts.items())
         )
@@ -240,12 +242,12 @@ class ShardedQueue(RowMethods):
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
     ) -> None:
         """See Queue."""
-        [number] = await self._roster.by_shard(run, [uid], _task_of_uid)
+        [number] = await self._directory.by_shard(run, [uid], _task_of_uid)
         await self._shards[number].fail(run, stage, uid, token, outcome, reason)
 
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
         """See Queue."""
-        parts = await self._roster.by_shard(run, list(token_of), _task_of_uid)
+        parts = await self._directory.by_shard(run, list(token_of), _task_of_uid)
         await all_of(
             self._shards[number].release(run, stage, {uid: token_of[uid] for uid in part})
             for number, part in parts.items()
@@ -256,19 +258,19 @@ class ShardedQueue(RowMethods):
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """See Queue, and taking.py. Groups of one shard stand together, in order."""
+        """See Queue, and taking.py. GroupCounts of one shard stand together, in order."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
 
-        async def take(known: Known) -> Batch:
-            batch, parts = await known.taking.take(
+        async def take(known: KnownRun) -> Batch:
+            batch, parts = await known.batches.take(
                 epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=deadline - clock()
             )
             for number, part in parts.items():
-                self._roster.handed_out(run, (group.task for group in part), number)
+                self._directory.handed_out(run, (group.task for group in part), number)
             return batch
 
-        return await self._roster.while_it_grows(run, take)
+        return await self._directory.with_current_shards(run, take)
 
     async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
@@ -288,11 +290,11 @@ class ShardedQueue(RowMethods):
             }
             return [found[place] for place in places]
 
-        return await self._roster.routed(run, places, lambda place: groups[place].task, fetch)
+        return await self._directory.routed(run, places, lambda place: groups[place].task, fetch)
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See Queue."""
-        parts = await self._roster.by_shard(run, uids, _task_of_uid)
+        parts = await self._directory.by_shard(run, uids, _task_of_uid)
         await all_of(
             self._shards[number].filter(run, epoch=epoch, uids=part, reason=reason)
             for number, part in (parts or {0: ()}).items()
@@ -300,13 +302,13 @@ class ShardedQueue(RowMethods):
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
-        await self._roster.while_it_grows(
-            run, lambda known: known.taking.settle(epoch=epoch, step=step, batch_id=batch_id)
+        await self._directory.with_current_shards(
+            run, lambda known: known.batches.settle(epoch=epoch, step=step, batch_id=batch_id)
         )
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See Queue."""
-        await self._roster.told(
+        await self._directory.told(
             run,
             lambda shard: shard.commit(run, epoch=epoch, step=step),
             lambda first: first.commit_and_tell(run, epoch=epoch, step=step),
@@ -314,7 +316,7 @@ class ShardedQueue(RowMethods):
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
         """See Queue."""
-        (await self._roster.known(run)).taking.plans.clear()
+        (await self._directory.known(run)).batches.plans.clear()
         rows = 0
 
         async def rewind(shard: Shard) -> None:
@@ -322,31 +324,31 @@ class ShardedQueue(RowMethods):
             count = await shard.rewind(run, epoch=epoch, step=step)
             rows += count
 
-        await self._roster.everywhere(run, rewind)
+        await self._directory.everywhere(run, rewind)
         return rows
 
     # --- the books
 
     async def ledger(self, run: str) -> Ledger:
         """See Queue: the sum of the shards' books."""
-        return merging.add(await self._roster.everywhere(run, lambda shard: shard.ledger(run)))
+        return total_ledger(await self._directory.everywhere(run, lambda shard: shard.ledger(run)))
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See Queue: shard after shard, each in the order in which they died."""
-        told = await self._roster.everywhere(run, lambda shard: shard.dead_letters(run))
+        told = await self._directory.everywhere(run, lambda shard: shard.dead_letters(run))
         return [letter for letters in told for letter in letters]
 
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
         """See Queue."""
-        parts = await self._roster.by_shard(run, uids, _task_of_uid)
+        parts = await self._directory.by_shard(run, uids, _task_of_uid)
         return sum(
             await all_of(self._shards[number].replay(run, part) for number, part in parts.items())
         )
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         """See Queue; names the shard of what is not a call."""
-        return merging.merge(
-            await self._roster.everywhere(run, lambda shard: shard.why_waiting(run))
+        return merged_waits(
+            await self._directory.everywhere(run, lambda shard: shard.why_waiting(run))
         )
 
 

@@ -6,21 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Signal, any_signal
 from meshrl.transferqueue.operations import batches, leases
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding.batch_plan import ROUND_BITS, planned
-from meshrl.transferqueue.sharding.membership import SUFFIX
-from meshrl.transferqueue.sharding.port import Groups, Note, Room, Rows
+from meshrl.transferqueue.sharding.batch_plan import ROUND_BITS, parse_batch_name
+from meshrl.transferqueue.sharding.port import GroupCounts, RowCounts, ShardCapacity, ShardNote
+from meshrl.transferqueue.sharding.run_shards import SUFFIX
 from meshrl.transferqueue.store import Store
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.model.run import Run
-    from meshrl.transferqueue.model.stages import Stage
 
 
 class ShardQueue(TransferQueue):
@@ -33,7 +30,9 @@ class ShardQueue(TransferQueue):
         self._turn_over = Signal()
         self._written = Signal()
 
-    async def note(self, name: str, *, other_than: str | None = None, wait_s: float = 0.0) -> Note:
+    async def note(
+        self, name: str, *, other_than: str | None = None, wait_s: float = 0.0
+    ) -> ShardNote:
         """See the port. A note is the cursor of a run that never has a task."""
         deadline = self._deadline(wait_s)
         while True:
@@ -45,7 +44,9 @@ class ShardQueue(TransferQueue):
                 [self._written, self._opened], deadline, lambda: f"another text of {name}"
             )
         await self._commit_log.flush()
-        return Note(text=text, runs=tuple(run for run in self._runs if not run.endswith(SUFFIX)))
+        return ShardNote(
+            text=text, runs=tuple(run for run in self._runs if not run.endswith(SUFFIX))
+        )
 
     async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
         """See the port."""
@@ -83,7 +84,7 @@ class ShardQueue(TransferQueue):
         run.notify_all()
         await self._commit_log.flush()
 
-    async def room(
+    async def capacity(
         self,
         run: str,
         *,
@@ -92,11 +93,11 @@ class ShardQueue(TransferQueue):
         fewer_than: int = -1,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Room:
+    ) -> ShardCapacity:
         """See the port."""
         if fewer_than >= 0:
             await self._until(
-                lambda: self._has_room(run, fewer_than),
+                lambda: self._has_capacity(run, fewer_than),
                 lambda: [self._run(run).admission_signal],
                 ("admit", (run,), "feeder", why),
                 wait_s,
@@ -106,7 +107,7 @@ class ShardQueue(TransferQueue):
         state = self._run(run)
         if turn:
             self._turns[run] = turn
-        answer = Room(
+        answer = ShardCapacity(
             open_groups=state.unconsumed,
             open_bytes=state.open_bytes,
             feed_closed=state.feed_closed,
@@ -125,7 +126,7 @@ class ShardQueue(TransferQueue):
                 lambda: run not in self._turns, lambda: [self._turn_over], wait, wait_s
             )
 
-    def _has_room(self, run: str, fewer_than: int) -> bool:
+    def _has_capacity(self, run: str, fewer_than: int) -> bool:
         state = self._run(run)
         return state.feed_closed or state.unconsumed < fewer_than
 
@@ -161,9 +162,9 @@ class ShardQueue(TransferQueue):
         done: bool = False,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Groups:
+    ) -> GroupCounts:
         """See the port."""
-        found: list[Groups] = []
+        found: list[GroupCounts] = []
 
         def look() -> bool:
             state = self._run(run)
@@ -192,7 +193,7 @@ class ShardQueue(TransferQueue):
 
         A batch's share may be empty. Raises ConflictError, with `plan`, where another one is recorded for it.
         """
-        name, plan = planned(batch_id)
+        name, plan = parse_batch_name(batch_id)
         if plan is None:
             return await super().take(
                 run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
@@ -260,12 +261,12 @@ class ShardQueue(TransferQueue):
         stage: str,
         *,
         worker: str,
-        unlike: Sequence[Rows] | None = None,
+        unlike: Sequence[RowCounts] | None = None,
         why: str = "",
         wait_s: float = 0.0,
-    ) -> Sequence[Rows]:
+    ) -> Sequence[RowCounts]:
         """See the port."""
-        found: list[Rows] = []
+        found: list[RowCounts] = []
 
         def look() -> bool:
             self._check_open()
@@ -294,15 +295,15 @@ class ShardQueue(TransferQueue):
 
 
 def _plan(run: Run, batch_id: str) -> str:
-    found = (plan for name, plan in map(planned, run.batches) if plan and name == batch_id)
+    found = (plan for name, plan in map(parse_batch_name, run.batches) if plan and name == batch_id)
     return str(next(found, ""))
 
 
-def _groups(run: Run, step: int, count: int, plan: str, members: str) -> Groups:
+def _groups(run: Run, step: int, count: int, plan: str, members: str) -> GroupCounts:
     """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
     found = [] if plan else batches.fresh_enough(run, step, count)
     replays = Counter(group.position >> ROUND_BITS for group in found if group.position >= 0)
-    return Groups(
+    return GroupCounts(
         plan=plan,
         replays=tuple(sorted(replays.items())),
         fresh=len(found) - replays.total(),
@@ -313,8 +314,8 @@ def _groups(run: Run, step: int, count: int, plan: str, members: str) -> Groups:
     )
 
 
-def _rows(run: Run, stage: Stage) -> Rows:
-    return Rows(
+def _rows(run: Run, stage: Stage) -> RowCounts:
+    return RowCounts(
         run=run.name,
         ready=run.num_ready(stage),
         upstream=0 if stage.first else run.ledger.unstarted,

@@ -6,7 +6,7 @@ reached by an address of the roll can be known for the one that is meant. A queu
     shard 0: the roll as it is ──▶ the others: who they are ──▶ the new shard: who it is ──▶ shard 0: one more
 
 The last write adds the shard. A kill before it has changed nothing: whoever adds the shard again goes on. After
-it everybody who works with the queue hears of the shard (watch.py, roster.py), whoever wrote it.
+it everybody who works with the queue hears of the shard (watcher.py, roster.py), whoever wrote it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Self
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.transferqueue.sharding.port import Shard
 
-ROLL = ".shards"
+SHARD_LIST = ".shards"
 """The note that holds it."""
 
 
@@ -56,7 +56,7 @@ class ShardList:
 
 async def read(shard: Shard) -> ShardList | None:
     """What is written on a shard; None where nobody enrolled it."""
-    text = (await shard.note(ROLL)).text
+    text = (await shard.note(SHARD_LIST)).text
     return ShardList.parse(text) if text else None
 
 
@@ -107,7 +107,7 @@ async def enrol(
 
 async def _check_empty(shards: Sequence[Shard], added: Shard, address: str, queue: str) -> None:
     """Raises UserError when the queue at `address` cannot become a shard of `queue`."""
-    note = await added.note(ROLL)
+    note = await added.note(SHARD_LIST)
     line = ShardList.parse(note.text) if note.text else None
     if line is not None and line.queue != queue:
         raise UserError(f"the queue at {address} is a shard of another queue")
@@ -132,6 +132,6 @@ async def _claim(shard: Shard, queue: str, number: int) -> None:
 
 async def _write(shard: Shard, roll: ShardList, instead_of: ShardList | None) -> None:
     try:
-        await shard.write_note(ROLL, str(roll), instead_of=str(instead_of or ""))
+        await shard.write_note(SHARD_LIST, str(roll), instead_of=str(instead_of or ""))
     except ConflictError as error:
         raise ConflictError("another shard is added at the same time: try again") from error

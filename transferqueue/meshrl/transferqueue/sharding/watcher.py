@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 from typing import Final, Never
 
-from meshrl.transferqueue.sharding.placement import Grown
-from meshrl.transferqueue.sharding.port import Note, Shard
-from meshrl.transferqueue.sharding.shard_list import ROLL
+from meshrl.transferqueue.sharding.port import Shard, ShardNote
+from meshrl.transferqueue.sharding.run_shards import ShardsAdded
+from meshrl.transferqueue.sharding.shard_list import SHARD_LIST
 
 DAY_S: Final = 86_400.0
 
 
-class Watch:
+class ShardWatcher:
     """One question at a time, for everybody who works through the router.
 
     waits for: a roll other than the one learned. unblocked by: a write of it on shard 0. A question that fails, since
-    shard 0 was away for longer than its wire's patience, is asked again by the next call. produces: Grown.
+    shard 0 was away for longer than its wire's patience, is asked again by the next call. produces: ShardsAdded.
     """
 
     def __init__(self, first: Shard) -> None:
         self._first = first
-        self._asking: asyncio.Task[Note] | None = None
+        self._asking: asyncio.Task[ShardNote] | None = None
         self._changed = asyncio.Event()
         self.learned: str | None = None
         """The roll, as written, that the router has learned; None before the first one."""
@@ -34,7 +34,7 @@ class Watch:
 
     async def read(self) -> str:
         """The roll as it is written now."""
-        return (await self._first.note(ROLL)).text
+        return (await self._first.note(SHARD_LIST)).text
 
     def learn(self, text: str) -> None:
         """The router knows of everything in this roll: ask for the next one."""
@@ -45,26 +45,26 @@ class Watch:
         self._ask()
         self._ring()
 
-    def due(self) -> bool:
+    def has_news(self) -> bool:
         """True when there is something to learn."""
         if self.learned is None:
             return True
         self._ask()
         return self._told() not in (None, self.learned)
 
-    async def news(self, since: str) -> Never:
-        """Wait until the roll is another one than `since`, and raise Grown."""
-        while self.learned == since and not self.due():
+    async def until_shards_added(self, since: str) -> Never:
+        """Wait until the roll is another one than `since`, and raise ShardsAdded."""
+        while self.learned == since and not self.has_news():
             await self._changed.wait()
-        raise Grown
+        raise ShardsAdded
 
     def _ask(self) -> None:
         if self._asking is None or (self._asking.done() and self._told() is None):
-            question = self._first.note(ROLL, other_than=self.learned, wait_s=DAY_S)
+            question = self._first.note(SHARD_LIST, other_than=self.learned, wait_s=DAY_S)
             self._asking = asyncio.ensure_future(question)
             self._asking.add_done_callback(self._answered)
 
-    def _answered(self, asking: asyncio.Task[Note]) -> None:
+    def _answered(self, asking: asyncio.Task[ShardNote]) -> None:
         if not asking.cancelled() and asking.exception() is None:
             self._ring()
 

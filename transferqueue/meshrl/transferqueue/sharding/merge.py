@@ -11,7 +11,7 @@ from meshrl.contract.types import Ledger, Waiting
 CALLS = ("admit waits", "lease waits", "take waits")
 
 
-def add(ledgers: Sequence[Ledger]) -> Ledger:
+def total_ledger(ledgers: Sequence[Ledger]) -> Ledger:
     """The sum. Each shard's books balance at every instant, and no row is on two shards: so does the sum."""
     first = ledgers[0]
     return Ledger(
@@ -32,7 +32,7 @@ def _counts(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def merge(told: Sequence[Sequence[Waiting]]) -> list[Waiting]:
+def merged_waits(told: Sequence[Sequence[Waiting]]) -> list[Waiting]:
     """Everything that blocks, the longest wait first. A call that waits on several shards is told once."""
     calls: dict[tuple[str, str], list[Waiting]] = {}
     found: list[Waiting] = []
