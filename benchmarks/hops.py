@@ -37,7 +37,7 @@ from meshrl.contract.types import (
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
@@ -163,7 +163,7 @@ async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
                 runs=[RUN],
                 worker="rollout-0",
                 slots=1,
-                journal=JournalIntervals(tokens=4, ms=1),
+                checkpoint=CheckpointIntervals(tokens=4, ms=1),
                 max_staleness=math.inf,
             )
             judge = build_judge(

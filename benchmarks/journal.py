@@ -32,7 +32,7 @@ from engine import make_checkpoint
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, SamplingParams, Task, Version
-from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients import QueueClient
@@ -87,7 +87,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def round_of(
-    queue: Queue, engine: TorchEngine, run: str, tokens: int, journal: JournalIntervals | None
+    queue: Queue, engine: TorchEngine, run: str, tokens: int, journal: CheckpointIntervals | None
 ) -> dict[str, float]:
     """One run of one batch."""
     spec = RunSpec(
@@ -113,7 +113,11 @@ async def round_of(
     ]
     await queue.admit(run, tasks, cursor="", wait_s=60)
     worker = RolloutWorker(
-        *(queue, engine, Numbers()), runs=[run], worker=run, slots=GROUPS * GROUP, journal=journal
+        *(queue, engine, Numbers()),
+        runs=[run],
+        worker=run,
+        slots=GROUPS * GROUP,
+        checkpoint=journal,
     )
     begin, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
     working = asyncio.create_task(worker.run(grace_s=60))
@@ -122,7 +126,7 @@ async def round_of(
     cpu, loop = time.process_time() - cpu, time.thread_time() - loop
     worker.drain()
     await working
-    kept = worker.journal.stats if worker.journal else None
+    kept = worker.checkpointer.stats if worker.checkpointer else None
     return {
         "tokens_per_s": GROUPS * GROUP * tokens / seconds,
         "cpu_s": cpu,
@@ -140,7 +144,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
     )
     await engine.start()
     await engine.serve_checkpoint(FIRST)
-    journal = JournalIntervals(tokens=options.journal_tokens, ms=options.journal_ms)
+    journal = CheckpointIntervals(tokens=options.journal_tokens, ms=options.journal_ms)
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     with queue_process(folder / "queue", options.store) as (address, pid):
         async with QueueClient(address) as queue:
@@ -209,8 +213,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--store", choices=["disk", "memory"], default="disk")
-    parser.add_argument("--journal-tokens", type=int, default=JournalIntervals().tokens)
-    parser.add_argument("--journal-ms", type=int, default=JournalIntervals().ms)
+    parser.add_argument("--journal-tokens", type=int, default=CheckpointIntervals().tokens)
+    parser.add_argument("--journal-ms", type=int, default=CheckpointIntervals().ms)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

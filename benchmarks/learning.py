@@ -38,7 +38,7 @@ from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.launcher.learner import build_learner
 from meshrl.launcher.prompts import read_prompts
 from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.rollout.assembly import build_engine, is_deterministic
+from meshrl.rollout.engines import build_engine
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.trainer.checkpoint.resume import resume
@@ -119,7 +119,7 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
             runs=[run],
             worker="rollout-0",
             slots=recipe.rollout.slots,
-            deterministic=is_deterministic(recipe.rollout, float(recipe.queue.max_staleness)),
+            deterministic=recipe.rollout.is_deterministic(float(recipe.queue.max_staleness)),
         ).run(),
         RewardStage(
             queue, [run], InlineJudge(recipe.reward.custom_reward_function.path), worker="reward"

@@ -23,7 +23,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines.echo import EchoEngine, build
 from meshrl.transferqueue.queue import TransferQueue
@@ -33,7 +33,7 @@ RUN = "bench"
 GROUP = 8
 FIRST = Version(1, 0)
 NO_MODEL = Path("no-model")
-JOURNAL = JournalIntervals(tokens=0, ms=1000)
+JOURNAL = CheckpointIntervals(tokens=0, ms=1000)
 
 
 class Numbers:
@@ -130,7 +130,7 @@ class Replica:
             runs=[RUN],
             worker=name,
             slots=slots,
-            journal=JOURNAL,
+            checkpoint=JOURNAL,
             max_staleness=math.inf,
         )
         self._work: asyncio.Task[None] | None = None

@@ -13,7 +13,7 @@ from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients import QueueClient
@@ -36,7 +36,7 @@ async def work(options: argparse.Namespace) -> None:
     command = {"command": [sys.executable, "-c", options.agent.read_text(), str(options.pids)]}
     async with (
         serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway") as url,
-        Programs("openai", command, gateway=sessions) as programs,
+        ProgramCache("openai", command, gateway=sessions) as programs,
         QueueClient(options.queue) as queue,
     ):
         sessions.url = url

@@ -24,7 +24,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.worker import RolloutWorker
@@ -96,7 +96,7 @@ async def work(options: argparse.Namespace) -> None:
             runs=[RUN],
             worker=options.log.stem,
             slots=options.slots,
-            journal=JournalIntervals(tokens=options.interval, ms=0),
+            checkpoint=CheckpointIntervals(tokens=options.interval, ms=0),
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
         await worker.run(grace_s=60)

@@ -25,7 +25,7 @@ from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ..talking import write_talking_model
+from ..chat_model import write_chat_model
 from .gateway_process import FIRST, RUN
 
 AGENT = """
@@ -78,7 +78,7 @@ def alive(found: list[int]) -> list[int]:
 
 
 async def test_agents_end_with_their_worker_and_their_rows_start_again(tmp_path: Path) -> None:
-    write_talking_model(tmp_path)
+    write_chat_model(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     hang = tmp_path / "pids.hang"
     hang.touch()

@@ -10,8 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients import QueueClient
 
@@ -32,7 +32,7 @@ async def work(queue: str, log: str, name: str) -> None:
     tokenizer = chat_tokenizer()
     command = [sys.executable, "-E", "-S", str(LIGHT), log]
     async with QueueClient(queue) as wire:
-        programs = Programs("tools", {"tools": [{"command": command}]})
+        programs = ProgramCache("tools", {"tools": [{"command": command}]})
         await programs.start()
         worker = RolloutWorker(
             wire,
@@ -42,7 +42,7 @@ async def work(queue: str, log: str, name: str) -> None:
             worker=name,
             slots=1,
             programs=programs,
-            journal=JournalIntervals(tokens=2, ms=20),
+            checkpoint=CheckpointIntervals(tokens=2, ms=20),
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
         await worker.run(grace_s=60)

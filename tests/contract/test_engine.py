@@ -12,8 +12,8 @@ import pytest
 
 from meshrl.contract.ports import Engine
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines import build_engine
 
 from .. import sglang_checkpoint
 from ..unit.rollout.checkpoints import make_model, pack

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from ..chat_model import TEMPLATE
 from ..mesh import make_mesh
-from ..talking import TEMPLATE
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "openai_agent.py"
 WRAPPED = f"""

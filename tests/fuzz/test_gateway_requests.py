@@ -14,8 +14,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from ..chat_model import write_chat_model
 from ..integration.gateway_mesh import agents_mesh
-from ..talking import write_talking_model
 
 CALLS = int(os.environ.get("FUZZ_CALLS", "6"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
@@ -46,7 +46,7 @@ VALID = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("talking")
-    write_talking_model(path)
+    write_chat_model(path)
     return path
 
 

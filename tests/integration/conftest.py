@@ -14,14 +14,14 @@ from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ..talking import write_talking_model
+from ..chat_model import write_chat_model
 
 
 @pytest.fixture(scope="session")
 def talking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's tiny model with a chat template."""
     path = tmp_path_factory.mktemp("talking")
-    write_talking_model(path)
+    write_chat_model(path)
     return path
 
 

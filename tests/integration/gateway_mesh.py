@@ -31,9 +31,9 @@ from meshrl.contract.types import (
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
-from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines import torch
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.sampling import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
@@ -150,7 +150,7 @@ async def agents_mesh(
     deterministic: bool = False,
     **changes: Any,
 ) -> AsyncIterator[Mesh]:
-    """`path` has the model (tests/talking.py). With `scored` rows wait for a reward stage."""
+    """`path` has the model (tests/chat_model.py). With `scored` rows wait for a reward stage."""
     tokenizer = load_tokenizer(path)
     prompts = make_tasks(tokenizer, tasks, **changes)
     async with AsyncExitStack() as stack:
@@ -198,7 +198,9 @@ async def agents_mesh(
         sessions.url = await stack.enter_async_context(
             serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway")
         )
-        programs = await stack.enter_async_context(Programs("openai", options, gateway=sessions))
+        programs = await stack.enter_async_context(
+            ProgramCache("openai", options, gateway=sessions)
+        )
         await programs.start()
         worker = RolloutWorker(
             queue,
@@ -210,7 +212,7 @@ async def agents_mesh(
             programs=programs,
             demand=(lambda: sessions.demand) if external else None,
             deterministic=deterministic,
-            journal=JournalIntervals(tokens=4, ms=5),
+            checkpoint=CheckpointIntervals(tokens=4, ms=5),
         )
         running = asyncio.create_task(worker.run(grace_s=0.2))
         try:

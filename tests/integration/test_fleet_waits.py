@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.launcher.fleet_waits import fleet_waits
-from meshrl.rollout.config import BreakerConfig
+from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.member import MemberServicer
@@ -23,7 +23,7 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
     engine = echo.build({}, model=tmp_path, slots=8)
     await engine.start()
     engine.behave(echo.Behaviour.FAIL)
-    breaker = BreakerConfig(pause_s=1000, longest_pause_s=1000)
+    breaker = CircuitBreakerConfig(pause_s=1000, longest_pause_s=1000)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", slots=8, breaker=breaker)
     door = MemberServicer(worker, engine, leave=lambda: None)
     async with GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server:

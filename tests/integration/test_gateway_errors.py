@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from meshrl.contract.errors import ConfigError
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.programs._cache import ProgramCache
 
 from .gateway_agents import leading
 from .gateway_mesh import Mesh, agents_mesh
@@ -159,7 +159,7 @@ async def test_the_official_client_raises_its_own_error(talking_model: Path) -> 
 def test_invalid_options_are_refused_at_start() -> None:
     def wrong(options: dict[str, Any], **more: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            Programs("openai", options, **more).get("openai")
+            ProgramCache("openai", options, **more).get("openai")
         return str(caught.value)
 
     sessions: Any = object()

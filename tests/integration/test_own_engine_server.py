@@ -11,8 +11,8 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.assembly import build_engine
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines import build_engine
 from meshrl.rollout.sampling import sample
 from meshrl.rollout.server_engine.engine import ServerEngine
 

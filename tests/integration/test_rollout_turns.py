@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
-from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.trainer.algorithms.agent_steps import anchors_of
@@ -33,7 +33,7 @@ TOKENIZER = chat_tokenizer()
 ADD = f'<tool_call>{{"name": "add", "arguments": {{"a": 1, "b": 2}}}}</tool_call>{END}'
 GATE = f'Then I wait. <tool_call>{{"name": "gate", "arguments": {{}}}}</tool_call>{END}'
 ANSWER = f"It is three, and the gate is open now.{END}"
-OFTEN = JournalIntervals(tokens=2, ms=0)
+OFTEN = CheckpointIntervals(tokens=2, ms=0)
 
 
 class Policy(Scripted):
@@ -98,7 +98,7 @@ async def worker_of(
     queue: TransferQueue, policy: Any, name: str, **options: Any
 ) -> AsyncIterator[RolloutWorker]:
     tools = options.pop("tools", [f"{HERE}.add", f"{HERE}.gate"])
-    programs = Programs("tools", {"tools": tools})
+    programs = ProgramCache("tools", {"tools": tools})
     worker = RolloutWorker(
         queue,
         policy,
@@ -107,7 +107,7 @@ async def worker_of(
         worker=name,
         slots=4,
         programs=programs,
-        **{"journal": OFTEN} | options,
+        **{"checkpoint": OFTEN} | options,
     )
     running = asyncio.create_task(worker.run(grace_s=60))
     try:
@@ -121,9 +121,9 @@ async def worker_of(
 
 async def kept(worker: RolloutWorker, tokens: int) -> None:
     """Wait until the queue has so many."""
-    assert worker.journal is not None
+    assert worker.checkpointer is not None
     async with asyncio.timeout(120):
-        while worker.journal.stats.tokens < tokens:  # noqa: ASYNC110 (statistics have no event)
+        while worker.checkpointer.stats.tokens < tokens:  # noqa: ASYNC110 (statistics have no event)
             await asyncio.sleep(0.002)
 
 

@@ -33,8 +33,8 @@ from meshrl.contract.types import (
     VersionSpan,
     WeightManifest,
 )
-from meshrl.rollout.circuit_breaker import BreakerState
-from meshrl.rollout.config import BreakerConfig
+from meshrl.rollout.circuit_breaker import CircuitState
+from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.engines import torch
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
@@ -247,14 +247,14 @@ async def test_a_replica_that_recovers_is_leased_to_again(
     await open_run(queue, tasks(8), max_attempts=3)
     await commit(engine)
     engine.behave(Behaviour.FAIL)
-    async with working(queue, engine, breaker=BreakerConfig(pause_s=0.01)) as worker:
+    async with working(queue, engine, breaker=CircuitBreakerConfig(pause_s=0.01)) as worker:
         assert worker.breaker is not None
         async with asyncio.timeout(120):
             while not worker.breaker.opened:  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.001)
         engine.behave(Behaviour.ANSWER)
         ledger = await until(queue, RUN, "ready", 32)
-        assert worker.breaker.state is BreakerState.CLOSED
+        assert worker.breaker.state is CircuitState.CLOSED
     assert ledger.dead_lettered == {}
 
 
@@ -264,7 +264,7 @@ async def test_an_engine_that_fails_every_probe_is_to_be_replaced(
     await open_run(queue, tasks(8), max_attempts=1000)
     await commit(engine)
     engine.behave(Behaviour.FAIL)
-    fast = BreakerConfig(pause_s=0.001, longest_pause_s=0.002)
+    fast = CircuitBreakerConfig(pause_s=0.001, longest_pause_s=0.002)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8, breaker=fast)
     with pytest.raises(InfraError, match=r"fails every request.*told to fail.*started anew"):
         await worker.run()
@@ -277,7 +277,7 @@ async def test_a_row_that_breaks_every_request_is_given_up_in_the_end(
     await open_run(queue, tasks(1, group_size=1), max_attempts=3)
     await commit(engine)
     engine.behave(Behaviour.FAIL)
-    async with working(queue, engine, breaker=BreakerConfig(pause_s=0.001)):
+    async with working(queue, engine, breaker=CircuitBreakerConfig(pause_s=0.001)):
         dead = await until_dead(queue)
     assert {letter.outcome for letter in dead} == {Outcome.INFRA_FAULT}
 

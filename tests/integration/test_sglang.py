@@ -17,9 +17,9 @@ import pytest
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines.sglang import LOADER, build
+from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.sampling import Response, closing, sample
 from meshrl.rollout.server_engine.engine import ServerEngine
-from meshrl.rollout.versions import UNSERVED
 from meshrl.testing.sglang_server.routes import NOT_FLUSHED
 from meshrl.testing.sglang_server.updates import PARTIAL
 

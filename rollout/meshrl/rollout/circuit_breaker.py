@@ -1,4 +1,4 @@
-"""The circuit breaker of one replica: an engine whose requests fail must not attract rows by failing fast.
+"""The circuit breaker of one replica: an engine that fails fast must not take rows from engines that work.
 
              error rate of the last `window` requests            pause over
     CLOSED ──────────────────────────────────────────▶ OPEN ────────────────▶ HALF_OPEN: one row at a time
@@ -7,10 +7,10 @@
       └──────────────────────────────────────────────────────────── a request succeeded ──────────────┘
 
 consumes: how each request to the engine ended. waits for: nothing; a timer ends the pause. produces: how many more
-rows the worker may hold, and whether a fault was the row's or the replica's.
+rows the worker may hold, and whether a fault was caused by the row or by the replica.
 
-Faults are the engine's own (`InfraError` and its kin): what a policy samples, a program raises or a caller asks
-wrongly says nothing about the replica.
+Only faults of the engine count (`InfraError` and other errors that it raises). What a policy samples, an exception of
+a program and an invalid request say nothing about the replica.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ from enum import StrEnum
 
 from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Uid, Version
-from meshrl.rollout.config import BreakerConfig
+from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.ports import Generator
 from meshrl.rollout.sampling import closing
 
 log = logging.getLogger(__name__)
 
 SPARED = 4
-"""A row that fails here so often, while nothing succeeds, counts the first time and then not: the replica is suspect.
-From there on it counts again, so that a row that breaks every engine is given up in the end."""
+"""While no request succeeds, the replica is suspect: of the first so many faults of a row only the first counts as an
+attempt. Later ones count again, so that a row that breaks every engine is abandoned in the end."""
 PROBES = 8
-"""An engine that failed so many probes in a row is not coming back by itself: its process is to be replaced."""
+"""After so many failed probes in a row the engine will not recover by itself: its process must be replaced."""
 FIRST_PROBES = 3
-"""The same, of an engine that has answered nothing yet."""
+"""The same for an engine that has not completed any request yet."""
 
 
-class BreakerState(StrEnum):
-    """What the breaker lets through."""
+class CircuitState(StrEnum):
+    """Which rows are admitted."""
 
     CLOSED = "closed"
-    """Everything."""
+    """All."""
     OPEN = "open"
-    """Nothing."""
+    """None."""
     HALF_OPEN = "half_open"
-    """One row, to see whether the engine has recovered."""
+    """One row, to test whether the engine has recovered."""
 
 
-class Breaker:
-    """Counts how requests end. Belongs to one event loop."""
+class CircuitBreaker:
+    """Counts how requests end. Used on one event loop."""
 
     def __init__(
         self,
-        config: BreakerConfig,
+        config: CircuitBreakerConfig,
         *,
         wake: Callable[[], None],
         give_up: Callable[[str], None],
     ) -> None:
-        """`wake` is called when more is let through; `give_up`, with the last fault, after so many probes in vain."""
-        self.state = BreakerState.CLOSED
+        """`wake` is called when more rows are admitted, `give_up(last fault)` after PROBES failed probes."""
+        self.state = CircuitState.CLOSED
         self.last_fault = ""
         self.opened = 0
-        """Times since the start."""
+        """How often the breaker has opened since the start."""
         self._config = config
         self._wake = wake
         self._give_up = give_up
         self._window: deque[bool] = deque(maxlen=config.window)
         """True for a fault."""
-        self._least = max(2, config.window // 4)
-        """Requests that say something of the rate."""
+        self._min_requests = max(2, config.window // 4)
+        """Fewer requests than this say nothing about the rate."""
         self._openings = 0
-        """Since the last full window without one: the next pause is so many times doubled."""
-        self._good = 0
+        """Openings since the last full window of successes; the pause doubles with each."""
+        self._successes = 0
         """Requests that succeeded since the last fault."""
         self._probes = 0
         self._answered = False
         self._faults_of: dict[Uid, int] = {}
-        """Of rows, since the last success."""
+        """Faults of each row since the last success."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -88,51 +88,51 @@ class Breaker:
 
     @property
     def pause_s(self) -> float:
-        """How long the next opening lasts."""
+        """Seconds that the breaker stays open next time."""
         return min(self._config.pause_s * 2.0**self._openings, self._config.longest_pause_s)
 
     def allows(self, held: int, limit: int) -> int:
-        """Rows that may be held beyond the `held` ones, of which the worker could hold `limit`."""
-        if self.state is BreakerState.OPEN:
+        """How many rows may be leased in addition to the `held` ones; the worker could hold `limit`."""
+        if self.state is CircuitState.OPEN:
             return 0
-        return (1 if self.state is BreakerState.HALF_OPEN else limit) - held
+        return (1 if self.state is CircuitState.HALF_OPEN else limit) - held
 
     def succeeded(self) -> None:
-        """A request came to its end."""
-        if self.state is BreakerState.OPEN:
-            return  # it began before
+        """A request was completed."""
+        if self.state is CircuitState.OPEN:
+            return  # the request began before the breaker opened
         self._faults_of.clear()
         self._answered = True
         self._probes = 0
-        self._good += 1
-        if self._good >= self._config.window:
+        self._successes += 1
+        if self._successes >= self._config.window:
             self._openings = 0
-        if self.state is BreakerState.HALF_OPEN:
-            log.info("the engine answers again: leasing as before")
+        if self.state is CircuitState.HALF_OPEN:
+            log.info("the engine works again: leasing rows as before")
             self._window.clear()
-            self._enter(BreakerState.CLOSED)
+            self._enter(CircuitState.CLOSED)
         self._window.append(False)
 
     def failed(self, reason: str) -> None:
-        """A request ended with a fault of the engine."""
+        """A request ended with a fault of the engine; `reason` is for logs."""
         self.last_fault = reason
-        self._good = 0
-        if self.state is BreakerState.OPEN:
+        self._successes = 0
+        if self.state is CircuitState.OPEN:
             return
         self._window.append(True)
-        if self.state is BreakerState.HALF_OPEN:
+        if self.state is CircuitState.HALF_OPEN:
             self._probes += 1
             self._open()
-        elif len(self._window) >= self._least and self.error_rate >= self._config.error_rate:
+        elif len(self._window) >= self._min_requests and self.error_rate >= self._config.error_rate:
             self._open()
 
     def spares(self, uid: Uid) -> bool:
-        """True when the fault that a row met is the replica's: its attempt does not count.
+        """Whether a row's fault is attributed to the replica, so that it is no attempt of the row.
 
-        Asked once per fault. A row's first fault under a closed breaker is the row's own.
+        Called once per fault. A row's first fault while the breaker is closed is attributed to the row.
         """
         seen = self._faults_of[uid] = self._faults_of.get(uid, 0) + 1
-        return seen <= SPARED and (seen > 1 or self.state is not BreakerState.CLOSED)
+        return seen <= SPARED and (seen > 1 or self.state is not CircuitState.CLOSED)
 
     def close(self) -> None:
         """Stop the timer; idempotent."""
@@ -145,37 +145,41 @@ class Breaker:
         self.opened += 1
         self._openings += 1
         faults, requests = sum(self._window), len(self._window)
-        said = log.warning if self.state is BreakerState.CLOSED else log.info
-        said(
-            "%d of the last %d requests failed, the last one with: %s; leasing nothing for %.1f s",
+        write = log.warning if self.state is CircuitState.CLOSED else log.info
+        write(
+            "%d of the last %d requests failed, the last one with: %s; leasing no rows for %.1f s",
             *(faults, requests, self.last_fault, pause_s),
         )
-        self._enter(BreakerState.OPEN)
+        self._enter(CircuitState.OPEN)
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._half_open)
         if self._probes >= (PROBES if self._answered else FIRST_PROBES):
             self._give_up(self.last_fault)
 
     def _half_open(self) -> None:
         self._timer = None
-        self._enter(BreakerState.HALF_OPEN)
+        self._enter(CircuitState.HALF_OPEN)
 
-    def _enter(self, state: BreakerState) -> None:
+    def _enter(self, state: CircuitState) -> None:
         self.state = state
         self._wake()
 
 
 class WatchedGenerator:
-    """A `Generator` for one row that tells the breaker how its requests ended."""
+    """A `Generator` for one row that reports to the breaker how its requests ended."""
 
     def __init__(
-        self, engine: Generator, breaker: Breaker, *, asked: Callable[[], None] | None = None
+        self,
+        engine: Generator,
+        breaker: CircuitBreaker,
+        *,
+        started: Callable[[], None] | None = None,
     ) -> None:
-        """`asked` is called when the engine has taken a request."""
+        """`started` is called when the engine has accepted a request."""
         self.faulted = False
         """A request ended with a fault of the engine."""
         self._engine = engine
         self._breaker = breaker
-        self._asked = asked
+        self._started = started
 
     @property
     def version(self) -> Version:
@@ -183,16 +187,16 @@ class WatchedGenerator:
         return self._engine.version
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        """Sample one response. One that its reader leaves, or the engine aborts, counts neither way."""
+        """Sample one response. An abandoned or aborted one is neither a success nor a fault."""
         try:
             async with closing(self._engine.generate(request)) as stream:
-                if self._asked is not None:
-                    self._asked()
+                if self._started is not None:
+                    self._started()
                 async for delta in stream:
                     if delta.finish_reason and delta.finish_reason != "abort":
                         self._breaker.succeeded()
                     yield delta
-        except (UserError, UnavailableError):  # the caller's mistake; the end of this worker
+        except (UserError, UnavailableError):  # an invalid request; the engine has stopped
             raise
         except Exception as error:
             self.faulted = True

@@ -49,7 +49,7 @@ class ValKwargs(Config):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JournalIntervals:
+class CheckpointIntervals:
     """How often running responses are kept in the queue, for whoever takes over from a worker that dies or drains."""
 
     tokens: int = 64
@@ -58,7 +58,7 @@ class JournalIntervals:
     """0: time does not matter. Both 0: nothing is kept."""
 
 
-class BreakerConfig(Config):
+class CircuitBreakerConfig(Config):
     """When a worker whose engine fails stops leasing rows. Deterministic runs have no breaker."""
 
     error_rate: float = Field(default=0.5, gt=0.0, le=1.0)
@@ -118,13 +118,13 @@ class RolloutConfig(Config):
     """What running requests do when new weights arrive: drain, interrupt (recompute the cache) or in_flight."""
     deadline_s: PositiveFloat = 600.0
     """One rollout may take this long before it counts as `timeout`."""
-    journal_tokens: NonNegativeInt = JournalIntervals().tokens
+    journal_tokens: NonNegativeInt = CheckpointIntervals().tokens
     """Running responses are kept in the queue, so that at most so many tokens of each are sampled again when a worker
     has died (an append starts at half of it); 0: only `journal_ms` counts. Deterministic runs keep nothing."""
-    journal_ms: NonNegativeInt = JournalIntervals().ms
+    journal_ms: NonNegativeInt = CheckpointIntervals().ms
     """No token waits longer to be kept, however slow the engine; 0: only `journal_tokens` counts. Both 0: nothing is
     kept, and the row of a dead worker begins anew."""
-    breaker: BreakerConfig = BreakerConfig()
+    breaker: CircuitBreakerConfig = CircuitBreakerConfig()
     """The circuit breaker of each worker."""
     deterministic: bool | None = None
     """Rows in waves whose bits do not depend on timing; None: exactly when `queue.max_staleness` is 0."""
@@ -132,10 +132,14 @@ class RolloutConfig(Config):
     """Options of the engine: the `Config` in its module."""
     val_kwargs: ValKwargs = ValKwargs()
 
+    def is_deterministic(self, max_staleness: float) -> bool:
+        """Whether rows run in sync batches: as configured, else exactly when training is on-policy."""
+        return max_staleness == 0 if self.deterministic is None else self.deterministic
+
     @property
-    def journal(self) -> JournalIntervals:
+    def checkpoint_intervals(self) -> CheckpointIntervals:
         """The two intervals."""
-        return JournalIntervals(tokens=self.journal_tokens, ms=self.journal_ms)
+        return CheckpointIntervals(tokens=self.journal_tokens, ms=self.journal_ms)
 
     def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
         """How training tasks are sampled."""

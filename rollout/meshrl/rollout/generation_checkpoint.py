@@ -1,13 +1,13 @@
-"""Keeps what running responses have so far in the queue, so that whoever holds a row next goes on from there.
+"""Saves the tokens of running responses in the queue, so that the next worker of a row continues from there.
 
-    program ◀── deltas ── Recorder ◀── engine          lease with a prefix ─▶ Recorder: the prefix first, then the
-                             │ record                                         engine from prompt + prefix
+    program ◀── deltas ── ResumableGenerator ◀── engine     lease with a prefix ─▶ ResumableGenerator: the prefix
+                             │ record                                   first, then the engine from prompt + prefix
                              ▼
-                        Entry.unsent ──(N tokens, T ms, drain)──▶ one call in flight ──▶ Queue.append
+                       RunningRow.unsent ──(N tokens, T ms, drain)──▶ one call in flight ──▶ Queue.append
 
-consumes: deltas of running responses. waits for: a row with enough of them, the timer, the answer to the last append.
+consumes: deltas of running responses. waits for: a row with enough tokens, the timer, the answer to the last append.
 unblocked by: `record`, the timer, the queue; at a drain by FLUSH_S at the latest. produces: appends, one for all rows
-of a run. The way of a token from engine to program waits for none of it.
+of a run. Tokens go from the engine to the program without waiting for any of this.
 """
 
 from __future__ import annotations
@@ -36,193 +36,195 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.versions import UNSERVED
+from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.ports import UNSERVED
 
 log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
-"""A worker that ends waits so long for the queue to take what it has: tokens can be sampled again."""
+"""A worker that ends waits at most so long for the queue to accept its last tokens: they can be sampled again."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Entry:
-    """One running row. Tokens go from `unsent` over `sending` to the queue, which has `kept` of them."""
+class RunningRow:
+    """One running row. Tokens go from `unsent` over `sending` to the queue, which has `saved` of them."""
 
     row: LeasedRow
-    kept: int
+    saved: int
     sending: list[GenerateDelta] = field(default_factory=list)
-    """The append in flight, or the one that failed: repeated as it was, since it may have arrived."""
+    """The append in flight, or the one that failed: it is repeated unchanged, since it may have arrived."""
     unsent: list[GenerateDelta] = field(default_factory=list)
     fresh: int = 0
     """Tokens since the last attempt."""
 
     def load(self) -> bool:
-        """Make the next append ready; False for nothing to append."""
+        """Prepare the next append; False: there is nothing to append."""
         self.fresh = 0
         if not self.sending:
             self.sending, self.unsent = self.unsent, []
         return bool(self.sending)
 
     def sent(self) -> None:
-        """The queue has it."""
-        self.kept += sum(len(delta.tokens) for delta in self.sending)
+        """The queue has accepted the append."""
+        self.saved += sum(len(delta.tokens) for delta in self.sending)
         self.sending = []
 
 
 @dataclass(slots=True)
-class GenerationCheckpointStats:
+class CheckpointStats:
     """Since the start."""
 
     appends: int = 0
     tokens: int = 0
-    """That the queue took."""
+    """Tokens that the queue accepted."""
     continued: int = 0
-    """Tokens of earlier holders that rows went on from."""
+    """Tokens of earlier workers from which rows continued."""
 
 
-class Journal:
-    """The journal of one worker: an `Entry` per response that runs. Satisfies `contract.stage.Progress`."""
+class GenerationCheckpointer:
+    """Saves the running rows of one worker. Satisfies `contract.stage_worker.Progress`."""
 
     def __init__(
         self,
         queue: Queue,
-        intervals: JournalIntervals,
+        intervals: CheckpointIntervals,
         *,
         max_staleness: float,
         lost: Callable[[set[Uid]], None],
     ) -> None:
-        """`lost` is told of rows that somebody else holds by now."""
-        self.stats = GenerationCheckpointStats()
+        """`lost` is called with rows that another worker holds by now."""
+        self.stats = CheckpointStats()
         self._queue = queue
         self._intervals = intervals
-        # An append begun at half of it is through, as a rule, before a row has the other half.
-        self._enough = (intervals.tokens + 1) // 2
+        # An append that begins at half of the interval usually ends before a row has the other half.
+        self._append_at = (intervals.tokens + 1) // 2
         self._max_staleness = max_staleness
         self._lost = lost
-        self._entries: dict[Uid, Entry] = {}
+        self._rows: dict[Uid, RunningRow] = {}
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._one_call = asyncio.Lock()
         self._failing = False
 
     def prefix(self, row: LeasedRow, now: Version) -> list[GenerateDelta] | None:
-        """What earlier holders left of a row, as an engine at `now` may go on with it; None: nothing that it may.
+        """The saved prefix of a row, for an engine at version `now`; None: it must not be continued.
 
-        A prefix so old that its row would leave as stale is not worth a token more.
+        A prefix so old that its row would be dropped as stale is not continued.
         """
         if not row.prefix:
             return []
         try:
             deltas = recorded_progress(row.prefix)
         except CorruptError as error:
-            log.warning("%s is sampled from its start: %s", row.uid, error)
+            log.warning("%s is sampled from the start: %s", row.uid, error)
             return None
         sampled = [delta.version.step for delta in deltas if delta.version != UNSERVED]
         oldest = min(sampled, default=now.step)
         if now.step - oldest > self._max_staleness:
-            log.info("%s is sampled from its start: tokens of step %d are stale", row.uid, oldest)
+            log.info("%s is sampled from the start: tokens of step %d are stale", row.uid, oldest)
             return None
         return deltas
 
-    def begin(self, row: LeasedRow, kept: int) -> None:
-        """A row runs; the queue has the first `kept` tokens that follow its prompt."""
-        self._entries[row.uid] = Entry(row=row, kept=kept)
-        self.stats.continued += kept
+    def begin(self, row: LeasedRow, saved: int) -> None:
+        """A row runs; the queue has the first `saved` tokens after its prompt."""
+        self._rows[row.uid] = RunningRow(row=row, saved=saved)
+        self.stats.continued += saved
 
     def record(self, uid: Uid, delta: GenerateDelta) -> None:
-        """More of a row that runs; for one that does not, nothing. A turn that ends may be the last: no hurry."""
-        entry = self._entries.get(uid)
+        """Record new tokens of a row that runs; other rows are ignored. The end of a turn is not urgent."""
+        entry = self._rows.get(uid)
         if entry is None or not len(delta.tokens):
             return
         entry.unsent.append(delta)
         entry.fresh += len(delta.tokens)
-        if self._enough and entry.fresh >= self._enough and not delta.finish_reason:
+        if self._append_at and entry.fresh >= self._append_at and not delta.finish_reason:
             self._due.set()
         self._set_timer()
 
     def keeps(self, uid: Uid) -> bool:
-        """True while the row runs: whoever holds it next can go on with it."""
-        return uid in self._entries
+        """True while the row runs: the next worker can continue it."""
+        return uid in self._rows
 
     def drop(self, uids: Iterable[Uid]) -> None:
-        """Nothing more of these rows is to be kept."""
+        """Save no more tokens of these rows."""
         for uid in uids:
-            self._entries.pop(uid, None)
+            self._rows.pop(uid, None)
 
     async def run(self) -> None:
-        """Append whenever something is due, until cancelled."""
+        """Append whenever tokens are due, until cancelled."""
         while True:
             await self._due.wait()
             await self._append()
 
     async def flush(self) -> None:
-        """Append everything, and forget it. Never raises, and ends within FLUSH_S."""
+        """Append all recorded tokens, then drop all rows. Never raises, and ends within FLUSH_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
-                for _ in range(2):  # once more for what came while a failed one had to be repeated
-                    if self._left():
+                for _ in range(
+                    2
+                ):  # a second time for tokens that came while a failed append was repeated
+                    if self._unsaved():
                         await self._append()
-        if left := self._left():
-            log.warning("the last tokens of %d responses were not kept", left)
-        self._entries.clear()
+        if count := self._unsaved():
+            log.warning("the last tokens of %d responses were not saved", count)
+        self._rows.clear()
         self._stop_timer()
 
-    def _left(self) -> int:
+    def _unsaved(self) -> int:
         """Responses with tokens that the queue does not have."""
-        return sum(bool(entry.sending or entry.unsent) for entry in self._entries.values())
+        return sum(bool(row.sending or row.unsent) for row in self._rows.values())
 
     async def _append(self) -> None:
         async with self._one_call:
             self._due.clear()
             self._stop_timer()
-            runs: dict[str, list[Entry]] = defaultdict(list)
-            for uid, entry in self._entries.items():
-                if entry.load():
-                    runs[uid.run].append(entry)
-            for run, entries in runs.items():
-                await self._append_rows(run, entries)
+            runs: dict[str, list[RunningRow]] = defaultdict(list)
+            for uid, row in self._rows.items():
+                if row.load():
+                    runs[uid.run].append(row)
+            for run, rows in runs.items():
+                await self._append_rows(run, rows)
 
-    async def _append_rows(self, run: str, entries: Sequence[Entry]) -> None:
-        """One call for all; a row that the queue refuses leaves, and the others are sent again."""
-        while entries := [e for e in entries if self._entries.get(e.row.uid) is e]:
+    async def _append_rows(self, run: str, rows: Sequence[RunningRow]) -> None:
+        """Append all rows in one call; without a row that the queue refuses, the others are sent again."""
+        while rows := [r for r in rows if self._rows.get(r.row.uid) is r]:
             try:
-                await self._queue.append(run, ROLLOUT_STAGE.name, _groups(entries))
+                await self._queue.append(run, ROLLOUT_STAGE.name, _groups(rows))
             except MeshError as error:
-                if not self._refused(error, entries):
+                if not self._refused(error, rows):
                     self._put_off(error)
                     return
             else:
                 self.stats.appends += 1
-                for entry in entries:
-                    before = entry.kept
-                    entry.sent()
-                    self.stats.tokens += entry.kept - before
+                for row in rows:
+                    before = row.saved
+                    row.sent()
+                    self.stats.tokens += row.saved - before
                 self._failing = False
                 return
 
-    def _refused(self, error: MeshError, entries: Sequence[Entry]) -> bool:
-        """Let go of the one row that the queue will not take; False where it is not about one of `entries`."""
+    def _refused(self, error: MeshError, rows: Sequence[RunningRow]) -> bool:
+        """Drop the one row that the queue refuses; False where the error is not about one of `rows`."""
         if not isinstance(error, FencedError | ConflictError | UserError):
             return False
         named = str(error.details.get("uid", ""))
-        entry = next((entry for entry in entries if str(entry.row.uid) == named), None)
-        if entry is None:
+        refused = next((row for row in rows if str(row.row.uid) == named), None)
+        if refused is None:
             return False
-        uid = entry.row.uid
-        if self._entries.get(uid) is not entry:
-            return True  # its response has ended, and been written, while this was on its way
+        uid = refused.row.uid
+        if self._rows.get(uid) is not refused:
+            return True  # its response has ended and been written while the append was in flight
         self.drop([uid])
         if isinstance(error, FencedError):
             self._lost({uid})
         else:
-            log.warning("%s: nothing more is kept of it while it runs: %s", uid, error)
+            log.warning("%s: no more of its tokens are saved while it runs: %s", uid, error)
         return True
 
     def _put_off(self, error: MeshError) -> None:
-        """Try again with what comes next; said once until it works again."""
+        """Try again with the next append; logged once until an append succeeds."""
         if not self._failing:
-            log.warning("running responses are not kept for now: %s", error)
+            log.warning("running responses are not saved for now: %s", error)
         self._failing = True
         self._set_timer()
 
@@ -237,19 +239,19 @@ class Journal:
             self._timer = None
 
 
-def _groups(entries: Sequence[Entry]) -> list[ProgressGroup]:
-    """The rows by group and token, a frame each."""
-    bins: dict[tuple[str, int], list[Entry]] = defaultdict(list)
-    for entry in entries:
-        bins[entry.row.uid.task, entry.row.token].append(entry)
+def _groups(rows: Sequence[RunningRow]) -> list[ProgressGroup]:
+    """One progress group, with one frame, for the rows of each group and fencing token."""
+    bins: dict[tuple[str, int], list[RunningRow]] = defaultdict(list)
+    for row in rows:
+        bins[row.row.uid.task, row.row.token].append(row)
     return [
         ProgressGroup(
             task=task,
-            indices=tuple(entry.row.uid.index for entry in members),
-            attempts=tuple(entry.row.uid.attempt for entry in members),
+            indices=tuple(row.row.uid.index for row in members),
+            attempts=tuple(row.row.uid.attempt for row in members),
             token=token,
-            starts=tuple(entry.kept for entry in members),
-            frame=progress_frame([entry.sending for entry in members]),
+            starts=tuple(row.saved for row in members),
+            frame=progress_frame([row.sending for row in members]),
         )
         for (task, token), members in bins.items()
     ]

@@ -1,12 +1,12 @@
-"""What the parts of this room ask of each other, beyond the contract's ports."""
+"""Ports and types that the parts of this package share, beyond those of the contract."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from meshrl.contract.stage_worker import StageStats
 from meshrl.contract.types import (
     Columns,
     GenerateDelta,
@@ -20,12 +20,14 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from meshrl.rollout.sessions.session import Session
+UNSERVED = Version(0, 0)
+"""The version of an engine before its first commit; a trainer's epochs begin at 1, so it is never published."""
+NO_BREAKER = "none"
+"""`WorkerReport.breaker` of deterministic runs."""
 
 
 class Generator(Protocol):
-    """The half of an engine that a program may use."""
+    """The part of an engine that a program may use."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         """See `meshrl.contract.ports.Engine.generate`."""
@@ -39,16 +41,16 @@ class Generator(Protocol):
 
 @runtime_checkable
 class Replaying(Generator, Protocol):
-    """A generator for a row that somebody else has worked on before."""
+    """A generator for a row that another worker has begun."""
 
     def observed(self, tokens: Int32) -> Int32:
-        """int32[k]: what the environment said then, after `tokens` int32[T]; empty where nothing is known."""
+        """int32[k]: the observation that followed `tokens` int32[T] then; empty where none is recorded."""
         ...
 
 
 @runtime_checkable
 class TogetherEngine(Generator, Protocol):
-    """An engine that can start several requests at one step: what deterministic runs need."""
+    """An engine that can start several requests at the same decode step, as deterministic runs need."""
 
     def generate_together(
         self, requests: Sequence[GenerateRequest]
@@ -59,31 +61,31 @@ class TogetherEngine(Generator, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What a program hands back: a trajectory and how it came to its end."""
+    """The result of a program: a trajectory, and how it ended."""
 
     trajectory: Trajectory
     outcome: Outcome
     finish_reason: str
     columns: Columns = field(default_factory=dict)
-    """Further columns, where the run's rollout stage has them."""
+    """Additional columns, where the run's rollout stage has them."""
 
 
 class GiveBackError(Exception):
-    """A program's word that it has not begun, through no fault of its row: the row goes back as if never leased."""
+    """Raised by a program that has not begun, through no fault of its row: the row is returned as if never leased."""
 
 
 class Program(Protocol):
     """How a task becomes a trajectory: the `run` of a module in `meshrl.rollout.programs`, or what its `build` makes.
 
-    A program asks the engine for tokens (`meshrl.rollout.sampling.sample`), may do other things between two
+    A program requests tokens from the engine (`meshrl.rollout.sampling.sample`), may do other things between two
     requests (call a tool, play a turn), and joins everything to one row: `tokens` in order, `loss_mask` 1 exactly
     where the policy sampled, log-probs and version spans as the engine gave them, never re-tokenised text. Its
-    request ids begin with the uid, so that draws are the row's own. It knows no leases, no deadline and no queue:
-    the worker cancels it. Its row is kept while it runs, where the id of its first request is `str(uid)` and each
-    further prompt is all that was asked and sampled before, and something new: after the death of a worker the
-    program runs again, and the same requests are answered from what was kept (`Replaying`). What a program raises
-    becomes an infrastructure fault; a policy that misbehaves is an outcome, not an exception. In a wave it
-    asks for one response at a time.
+    request ids begin with the uid, so that draws are specific to the row. It needs to know nothing of leases,
+    deadlines or the queue: the worker cancels it. Checkpoints of the row are kept while it runs, if the id of its
+    first request is `str(uid)` and each further prompt is everything requested and sampled before, plus something
+    new: after the death of a worker the program runs again, and the same requests are answered from the checkpoint
+    (`Replaying`). An exception of a program becomes an infrastructure fault; a policy that misbehaves is an outcome,
+    not an exception. In a sync batch a program sends one request at a time.
     """
 
     async def __call__(
@@ -94,30 +96,24 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """What a client of the `openai` package needs to reach a session."""
+class WorkerReport:
+    """The state of one worker at one moment."""
 
-    base_url: str
-    api_key: str
-
-
-class Gateway(Protocol):
-    """The door through which agents reach the sessions of a worker."""
-
-    @property
-    def prompt_tokens(self) -> int | None:
-        """The longest prompt that a row of the run may have; None: any that fits the engine."""
-        ...
-
-    def opened(self, session: Session) -> AbstractContextManager[Address]:
-        """Let requests through to `session` while the context lasts."""
-        ...
-
-    def hand_over(self, session: Session, address: Address) -> bool:
-        """Give an open session to whoever has waited longest for one from outside; False when nobody waits."""
-        ...
-
-    @property
-    def demand(self) -> int:
-        """How many wait for a session."""
-        ...
+    held: int
+    """Rows held now."""
+    slots: int
+    """The most rows that it may hold."""
+    rows: StageStats
+    """Since the start."""
+    breaker: str
+    """State of the circuit breaker: closed, open, half_open or none."""
+    error_rate: float
+    """Share of the last requests to the engine that failed."""
+    last_fault: str
+    """Empty before the first."""
+    opened: int
+    """How often the circuit breaker has opened."""
+    continued: int
+    """Tokens of responses that this worker continued after another worker."""
+    draining: bool
+    """It leases no more rows."""

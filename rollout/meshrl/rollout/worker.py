@@ -1,8 +1,8 @@
 """The rollout worker: leases tasks with free capacity, runs their programs on the engine, writes trajectories back.
 
     queue ──lease──▶ StageWorker ──rows──▶ program(task, engine) ──Trajectory──▶ write
-      ▲               ▲                     │ running responses (journal.py)
-      │               └── gate (breaker.py) │
+      ▲               ▲                     │ running responses (generation_checkpoint.py)
+      │               └── circuit breaker   │
       └───────────────append────────────────┤
                                             │ late: timeout · engine broke: infra_fault ──▶ fail (redelivered)
                                             │ engine breaks every request ──▶ release (no attempt of the row)
@@ -11,8 +11,8 @@
 
 consumes: leases of the rollout stage, of the training run and the evaluation run (the queue decides which first).
 waits for: the engine's first committed version, then rows. unblocked by: the weight plane, the queue, `drain`.
-produces: rollout columns, and on the way what a successor goes on from. In deterministic mode rows come in waves of
-`slots`; otherwise each runs by itself.
+produces: rollout columns, and checkpoints from which another worker can continue. In deterministic mode `slots` rows
+run together in a sync batch; otherwise each runs by itself.
 """
 
 from __future__ import annotations
@@ -28,27 +28,32 @@ from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Outcome
-from meshrl.rollout.circuit_breaker import Breaker, WatchedGenerator
-from meshrl.rollout.config import BreakerConfig, JournalIntervals
-from meshrl.rollout.generation_checkpoint import Journal
-from meshrl.rollout.ports import Generator, GiveBackError, TogetherEngine
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.circuit_breaker import CircuitBreaker, WatchedGenerator
+from meshrl.rollout.config import CheckpointIntervals, CircuitBreakerConfig
+from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
+from meshrl.rollout.ports import (
+    NO_BREAKER,
+    UNSERVED,
+    Generator,
+    GiveBackError,
+    TogetherEngine,
+    WorkerReport,
+)
+from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.resumable_generator import ResumableGenerator
 from meshrl.rollout.sync_batch import SyncBatch
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.versions import UNSERVED
-from meshrl.rollout.worker_report import NO_BREAKER, WorkerReport
 
 log = logging.getLogger(__name__)
 
 FIRST_VERSION_CHECK_S = 0.05
-"""Between two looks at the engine's version before the first commit: the port has no signal for it."""
+"""Between two checks of the engine's version before the first commit: the port has no event for it."""
 FIRST_VERSION_REPORT_S = 30.0
-"""How often the wait for the first version is mentioned."""
+"""How often the wait for the first version is logged."""
 
 
 class RolloutWorker:
-    """Serves `runs` with one started engine until drained; the engine stays the caller's to close."""
+    """Serves `runs` with one started engine until drained; the caller closes the engine."""
 
     def __init__(
         self,
@@ -60,24 +65,24 @@ class RolloutWorker:
         worker: str,
         slots: int,
         deterministic: bool = False,
-        journal: JournalIntervals | None = None,
+        checkpoint: CheckpointIntervals | None = None,
         max_staleness: float = float("inf"),
-        breaker: BreakerConfig | None = None,
+        breaker: CircuitBreakerConfig | None = None,
         serving: Callable[[], Awaitable[None]] | None = None,
-        programs: Programs | None = None,
+        programs: ProgramCache | None = None,
         demand: Callable[[], int] | None = None,
     ) -> None:
-        """Make a worker named `worker`, unique among those of the queue.
+        """Make a worker named `worker`, unique among the workers of the queue.
 
-        `breaker` says when an engine that fails is given no rows (None: the defaults); deterministic runs have none,
-        since a probe is no wave. `serving` returns once the engine serves a committed version; without it the engine
-        is looked at now and then.
+        `breaker` says when a failing engine gets no rows (None: the defaults); deterministic runs have no breaker,
+        since one row as a probe is not a sync batch. `serving` returns once the engine serves a committed version;
+        without it the engine's version is polled.
 
-        `programs` are the caller's to close; None: those without options. `demand` says for how many rows somebody
-        waits, where rows are leased for agents that come from outside (`wake` when it grows); None: always enough.
+        The caller closes `programs`; None: programs without options. `demand` returns how many external agents wait
+        for a row, where rows are leased for them (call `wake` when it grows); None: rows are always wanted.
 
-        `journal` says how often running responses are kept; None: never, and never in deterministic runs, where a row
-        that begins anew has the same bits. Responses more than `max_staleness` versions old are not gone on with.
+        `checkpoint` says how often running responses are saved; None: never. Deterministic runs never save them: a
+        row that begins again has the same bits. Responses more than `max_staleness` versions old are not continued.
 
         Raises:
             ConfigError: `deterministic` with an engine that cannot start requests together, or with `demand`.
@@ -90,31 +95,33 @@ class RolloutWorker:
             )
         if deterministic and demand is not None:
             raise ConfigError(
-                "agents from outside come one by one, and rollout.deterministic wants waves: set it to false"
+                "external agents come one by one, and rollout.deterministic needs sync batches: set it to false"
             )
         self._engine = engine
-        self._programs = programs or Programs()
+        self._programs = programs or ProgramCache()
         self._demand = demand
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._name = worker
         self._draining = asyncio.Event()
         self._engine_gone = asyncio.Event()
-        self._why_gone = ""
+        self._gone_reason = ""
         self._slots = slots
         self._serving = serving
-        self.journal: Journal | None = None
-        if journal is not None and (journal.tokens or journal.ms) and not deterministic:
-            self.journal = Journal(
+        self.checkpointer: GenerationCheckpointer | None = None
+        if checkpoint is not None and (checkpoint.tokens or checkpoint.ms) and not deterministic:
+            self.checkpointer = GenerationCheckpointer(
                 queue,
-                journal,
+                checkpoint,
                 max_staleness=max_staleness,
                 lost=lambda uids: self._loop.forget(uids),
             )
-        self.breaker: Breaker | None = None
+        self.breaker: CircuitBreaker | None = None
         if not deterministic:
-            self.breaker = Breaker(
-                breaker or BreakerConfig(), wake=lambda: self._loop.wake(), give_up=self._give_up
+            self.breaker = CircuitBreaker(
+                breaker or CircuitBreakerConfig(),
+                wake=lambda: self._loop.wake(),
+                give_up=self._give_up,
             )
         self._loop = StageWorker(
             queue,
@@ -125,8 +132,8 @@ class RolloutWorker:
             limit=slots,
             sync_batch=deterministic,
             version=lambda: engine.version,
-            progress=self.journal,
-            concurrency_limit=self._room,
+            progress=self.checkpointer,
+            concurrency_limit=self._may_lease,
         )
 
     @property
@@ -140,7 +147,7 @@ class RolloutWorker:
         return self._loop.held
 
     def report(self) -> WorkerReport:
-        """How it does now; never blocks."""
+        """Its state now; never blocks."""
         breaker = self.breaker
         return WorkerReport(
             held=self.held,
@@ -150,43 +157,43 @@ class RolloutWorker:
             error_rate=breaker.error_rate if breaker else 0.0,
             last_fault=breaker.last_fault if breaker else "",
             opened=breaker.opened if breaker else 0,
-            continued=self.journal.stats.continued if self.journal else 0,
+            continued=self.checkpointer.stats.continued if self.checkpointer else 0,
             draining=self._draining.is_set(),
         )
 
     def drain(self) -> None:
-        """Lease no more; `run` returns when what runs is done, or its grace is over."""
+        """Lease no more rows; `run` returns when the running ones are done, or its grace is over."""
         self._draining.set()
         self._loop.drain()
 
     def wake(self) -> None:
-        """The demand has grown."""
+        """Lease again: the demand has grown."""
         self._loop.wake()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
-        """Work until drained; rows still running `grace_s` later are given back, those of kept responses at once.
+        """Work until drained; rows still running `grace_s` later are released, rows with a checkpoint at once.
 
         Raises:
-            InfraError: the engine is gone. Rows that it never ran have been given back.
+            InfraError: the engine has stopped. Rows that it never ran have been released.
         """
         if not await self._first_version():
             return
         working = asyncio.create_task(self._loop.run(grace_s=grace_s), name="rollout-stage")
         gone = asyncio.create_task(self._engine_gone.wait(), name="rollout-engine-gone")
         beside: list[asyncio.Task[Any]] = [gone]
-        if self.journal is not None:
-            beside.append(asyncio.create_task(self.journal.run(), name="rollout-journal"))
+        if self.checkpointer is not None:
+            beside.append(asyncio.create_task(self.checkpointer.run(), name="rollout-checkpoints"))
         try:
             await asyncio.wait({working, *beside}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not working.done():
-                raise InfraError(f"the engine {self._why_gone}; this worker must be started anew")
+                raise InfraError(f"the engine {self._gone_reason}; this worker must be restarted")
             for task in (working, *beside):
                 if task.done():
                     task.result()
         finally:
             if self.breaker is not None:
                 self.breaker.close()
-            # The loop first: what it gives back is journaled before.
+            # The loop first: rows that it releases are saved before.
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
             for task in beside:
@@ -194,7 +201,7 @@ class RolloutWorker:
             await asyncio.gather(*beside, return_exceptions=True)
 
     async def _first_version(self) -> bool:
-        """Wait, without a lease, until the engine serves; False when drained before."""
+        """Wait, holding no lease, until the engine serves a version; False when drained before."""
         if self._serving is not None:
             waits = [asyncio.ensure_future(w) for w in (self._serving(), self._draining.wait())]
             try:
@@ -214,50 +221,50 @@ class RolloutWorker:
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         if not self._deterministic or self._together is None:
             return [await self._one(row) for row in rows]
-        wave = SyncBatch(self._together, len(rows))
+        batch = SyncBatch(self._together, len(rows))
 
         async def member(index: int, row: LeasedRow) -> StageResult:
             try:
-                return await self._rollout(row, wave.seat(index))
+                return await self._rollout(row, batch.generator(index))
             finally:
-                wave.leave(index)
+                batch.leave(index)
 
-        # Siblings arrive in the queue's order; sorted, the wave is the same however they were delivered.
+        # Sorted, the batch is the same in whatever order the queue delivered the rows.
         ordered = sorted(rows, key=lambda row: row.uid)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(member(i, row)) for i, row in enumerate(ordered)]
         return [task.result() for task in tasks]
 
-    def _room(self, held: int) -> int:
-        """Rows that may be held beyond the `held` ones: what the engine's cache has room for, while it answers."""
-        if self.breaker is None:  # a wave is whole or not at all
+    def _may_lease(self, held: int) -> int:
+        """How many rows may be leased in addition to the `held` ones: by the engine's cache, breaker and demand."""
+        if self.breaker is None:  # a sync batch is complete or not leased at all
             return self._slots - held
         limit = max(1, min(self._slots, self._engine.stats().capacity))
-        room = self.breaker.allows(held, limit)
-        return room if self._demand is None else min(room, self._demand())
+        allowed = self.breaker.allows(held, limit)
+        return allowed if self._demand is None else min(allowed, self._demand())
 
     async def _one(self, row: LeasedRow) -> StageResult:
-        """One row; a fault that says more of the engine than of the row is no attempt at it."""
+        """One row; a fault that the breaker attributes to the engine is no attempt of the row."""
         if self.breaker is None:
-            return await self._journaled(row, self._engine)
-        # Whatever the engine has learned of the length of rows may let more in.
-        watched = WatchedGenerator(self._engine, self.breaker, asked=self._loop.wake)
-        result = await self._journaled(row, watched)
+            return await self._checkpointed(row, self._engine)
+        # With each request the engine knows more about lengths, and its capacity may grow.
+        watched = WatchedGenerator(self._engine, self.breaker, started=self._loop.wake)
+        result = await self._checkpointed(row, watched)
         fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
         if fault and watched.faulted and self.breaker.spares(row.uid):
             return Returned(uid=row.uid)
         return result
 
-    async def _journaled(self, row: LeasedRow, engine: Generator) -> StageResult:
-        """One row, its response kept while it runs. When cancelled, what is not kept yet stays for the flush."""
-        if self.journal is None:
+    async def _checkpointed(self, row: LeasedRow, engine: Generator) -> StageResult:
+        """One row, saved while it runs. When it is cancelled, tokens not saved yet stay recorded for the flush."""
+        if self.checkpointer is None:
             return await self._rollout(row, engine)
-        result = await self._rollout(row, ResumableGenerator(engine, self.journal, row))
-        self.journal.drop([row.uid])
+        result = await self._rollout(row, ResumableGenerator(engine, self.checkpointer, row))
+        self.checkpointer.drop([row.uid])
         return result
 
     async def _rollout(self, row: LeasedRow, engine: Generator) -> StageResult:
-        """One row to its end, whatever that is."""
+        """One row to its end: its columns, or how it failed."""
         deadline = asyncio.timeout(row.task.deadline_s)
         sampling = row.task.sampling.of_row(row.uid.index, row.task.group_size)
         try:
@@ -270,7 +277,7 @@ class RolloutWorker:
         except UnavailableError as error:
             await self._park(row, error)
         except Exception as error:
-            # A program may be anybody's: what it raises is this row's fault, and nobody else's.
+            # ProgramCache are user code: an exception fails this row only.
             if deadline.expired():
                 reason = f"no result within {row.task.deadline_s:g} s"
                 return Failure(uid=row.uid, outcome=Outcome.TIMEOUT, reason=reason)
@@ -289,15 +296,15 @@ class RolloutWorker:
         return replace(written, columns={**written.columns, **rollout.columns})
 
     async def _park(self, row: LeasedRow, error: UnavailableError) -> NoReturn:
-        """The engine is gone, which is no attempt at this row: hold it until `run` gives it back."""
+        """The engine has stopped, which is no attempt of this row: hold it until `run` releases it."""
         if not self._engine_gone.is_set():
             log.error("no more rollouts on this worker, first %s: %s", row.uid, error)
-            self._why_gone = "is gone"
+            self._gone_reason = "has stopped"
             self._engine_gone.set()
         never: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
         await never  # until `run`, woken by the event, cancels the loop
 
     def _give_up(self, fault: str) -> None:
-        """The engine answers, and every answer is a fault: a new process may do better."""
-        self._why_gone = f"fails every request, the last one with: {fault}"
+        """Every request fails: a new process may work."""
+        self._gone_reason = f"fails every request, the last one with: {fault}"
         self._engine_gone.set()

@@ -20,9 +20,9 @@ from meshrl.contract.types import POSTED_REWARD, Json, Outcome, Sample, Task, Ui
 from meshrl.http.gateway.serving import gateway_of
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.posted_rewards import POSTED, score_unposted
-from meshrl.rollout.assembly import build_engine
+from meshrl.rollout.engines import build_engine
 from meshrl.rollout.ports import Rollout
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rpc.runtime import ServerSettings
 
@@ -83,7 +83,7 @@ async def evaluate(recipe: Recipe, model: Path, tasks: Sequence[Task]) -> Report
         settings = ServerSettings(metrics_port=None)
         async with (
             gateway_of(recipe, tokenizer, settings, name="eval") as gateway,
-            Programs(
+            ProgramCache(
                 recipe.rollout.program, recipe.rollout.program_options, gateway=gateway
             ) as programs,
         ):
@@ -103,7 +103,7 @@ class _Answering:
     """Runs programs, as many at once as the engine has slots."""
 
     def __init__(
-        self, engine: Engine, tokenizer: HuggingFaceTokenizer, programs: Programs, slots: int
+        self, engine: Engine, tokenizer: HuggingFaceTokenizer, programs: ProgramCache, slots: int
     ) -> None:
         self._engine = engine
         self._programs = programs

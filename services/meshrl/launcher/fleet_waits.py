@@ -7,14 +7,13 @@ from collections.abc import Mapping
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Waiting
-from meshrl.rollout.circuit_breaker import BreakerState
-from meshrl.rollout.versions import UNSERVED
-from meshrl.rollout.worker_report import NO_BREAKER
+from meshrl.rollout.circuit_breaker import CircuitState
+from meshrl.rollout.ports import NO_BREAKER, UNSERVED
 from meshrl.rpc.clients.member import MemberClient, MemberReport
 
 PATIENCE_S = 1.0
 """How long a worker that does not answer is tried."""
-WELL = (BreakerState.CLOSED, NO_BREAKER)
+WELL = (CircuitState.CLOSED, NO_BREAKER)
 
 
 async def fleet_waits(fleet: Mapping[str, str]) -> list[Waiting]:

@@ -17,7 +17,7 @@ from meshrl.contract.types import POSTED_REWARD
 from meshrl.http.gateway.serving import gateway_of
 from meshrl.rpc.runtime import ServerSettings
 
-from ...talking import talking_tokenizer
+from ...chat_model import chat_tokenizer
 
 SETTINGS = ServerSettings(metrics_port=None)
 
@@ -30,7 +30,7 @@ def recipe(path: Path, options: dict[str, Any], **gateway: Any) -> Recipe:
 
 
 async def test_a_gateway_writes_its_address_while_it_serves(tmp_path: Path) -> None:
-    tokenizer = talking_tokenizer(tmp_path)
+    tokenizer = chat_tokenizer(tmp_path)
     wanted = recipe(tmp_path, {"external": True})
     async with gateway_of(wanted, tokenizer, SETTINGS, name="rollout-1") as book:
         assert book is not None
@@ -77,7 +77,7 @@ async def test_a_gateway_that_everybody_could_reach_is_refused(
 
 
 async def test_a_gateway_without_protection_gives_out_no_sessions(tmp_path: Path) -> None:
-    tokenizer = talking_tokenizer(tmp_path)
+    tokenizer = chat_tokenizer(tmp_path)
     settings = ServerSettings(metrics_port=None, allow_insecure_bind=True)
     wanted = recipe(tmp_path, {"external": True}, host="0.0.0.0")
     async with gateway_of(wanted, tokenizer, settings, name="w") as book:

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from meshrl.contract.errors import ConfigError
-from meshrl.rollout.assembly import build_engine, is_deterministic
 from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.engines import build_engine
 
 
 def test_defaults_sample_at_temperature_one_and_evaluate_greedily() -> None:
@@ -43,10 +43,10 @@ def test_values_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_rows_run_in_waves_exactly_when_training_is_on_policy_unless_told() -> None:
-    assert is_deterministic(RolloutConfig(), 0)
-    assert not is_deterministic(RolloutConfig(), 1)
-    assert is_deterministic(RolloutConfig(deterministic=True), 1)
-    assert not is_deterministic(RolloutConfig(deterministic=False), 0)
+    assert RolloutConfig().is_deterministic(0)
+    assert not RolloutConfig().is_deterministic(1)
+    assert RolloutConfig(deterministic=True).is_deterministic(1)
+    assert not RolloutConfig(deterministic=False).is_deterministic(0)
 
 
 def test_an_unknown_engine_names_the_known_ones(tmp_path: Path) -> None:

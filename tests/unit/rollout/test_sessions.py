@@ -24,16 +24,16 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.sessions.requests import (
     Answer,
-    Ask,
     ContextLengthError,
     SessionEndedError,
+    SessionRequest,
     ToolCall,
 )
 from meshrl.rollout.sessions.session import Branch, Session, SessionRules
-from meshrl.rollout.sessions.visible_text import Visible
+from meshrl.rollout.sessions.visible_text import VisibleText
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
-from ...talking import FIRST, SECOND, Scripted, talking_tokenizer
+from ...chat_model import FIRST, SECOND, Scripted, chat_tokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -41,7 +41,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    return talking_tokenizer(tmp_path_factory.mktemp("talking"))
+    return chat_tokenizer(tmp_path_factory.mktemp("talking"))
 
 
 def task(**sampling: Any) -> Task:
@@ -76,11 +76,11 @@ def assistant(content: str, *calls: ToolCall) -> dict[str, Any]:
 
 
 async def say(session: Session, *messages: Any, **options: Any) -> Answer:
-    return await session.ask(Ask(messages=messages, **options)).whole()
+    return await session.ask(SessionRequest(messages=messages, **options)).whole()
 
 
 async def write(session: Session, prompt: Any, **options: Any) -> Answer:
-    return await session.ask(Ask(prompt=prompt, **options)).whole()
+    return await session.ask(SessionRequest(prompt=prompt, **options)).whole()
 
 
 def row(session: Session) -> Trajectory:
@@ -221,9 +221,9 @@ async def test_a_second_branch_is_refused_where_there_may_be_but_one(
     with pytest.raises(UserError, match="does not go on from the last answer"):
         await say(session, user("y"))
     engine.go.clear()
-    session.ask(Ask(messages=(user("x"), assistant("one"), user("z"))))
+    session.ask(SessionRequest(messages=(user("x"), assistant("one"), user("z"))))
     with pytest.raises(UserError, match="does not go on from the last answer"):
-        session.ask(Ask(messages=(user("x"), assistant("one"), user("z"))))
+        session.ask(SessionRequest(messages=(user("x"), assistant("one"), user("z"))))
     await session.close("done")
     check_sampled(row(session), engine.sampled)
 
@@ -243,11 +243,11 @@ async def test_two_answers_to_one_conversation_are_siblings(
 async def test_a_template_that_says_nothing_of_tools_is_no_template_for_tools(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
-    plain = talking_tokenizer(tmp_path)
+    plain = chat_tokenizer(tmp_path)
     plain._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     session = session_of(plain, Scripted(plain, "x"))
     with pytest.raises(UserError, match="does not tell it of tools"):
-        session.ask(Ask(messages=(user("x"),), tools=(ADD,)))
+        session.ask(SessionRequest(messages=(user("x"),), tools=(ADD,)))
 
 
 async def test_a_stop_string_is_sampled_but_not_shown(tokenizer: HuggingFaceTokenizer) -> None:
@@ -306,7 +306,7 @@ async def test_an_answer_is_cut_where_the_row_ends(tokenizer: HuggingFaceTokeniz
 async def test_a_first_prompt_has_a_limit_of_its_own(tokenizer: HuggingFaceTokenizer) -> None:
     session = session_of(tokenizer, Scripted(tokenizer), SessionRules(prompt_tokens=8))
     with pytest.raises(ContextLengthError, match="the prompt has 9 tokens, and may have 8"):
-        session.ask(Ask(messages=(user("1234"),)))
+        session.ask(SessionRequest(messages=(user("1234"),)))
 
 
 @pytest.mark.parametrize(("client", "wanted"), [(False, (0.7, 0.9)), (True, (0.1, 0.5))])
@@ -328,7 +328,7 @@ async def test_a_client_that_leaves_leaves_nothing_in_the_row(
     engine = Scripted(tokenizer, "never heard", "heard")
     session = session_of(tokenizer, engine)
     engine.go.clear()
-    asking = session.ask(Ask(messages=(user("x"),)))
+    asking = session.ask(SessionRequest(messages=(user("x"),)))
     await anext(asking)
     await asking.aclose()
     assert engine.aborted == 1
@@ -341,13 +341,13 @@ async def test_closing_ends_what_runs_and_takes_no_more(tokenizer: HuggingFaceTo
     engine = Scripted(tokenizer, "never heard")
     session = session_of(tokenizer, engine)
     engine.go.clear()
-    asking = session.ask(Ask(messages=(user("x"),)))
+    asking = session.ask(SessionRequest(messages=(user("x"),)))
     await anext(asking)
     await session.close("it is late")
     with pytest.raises(SessionEndedError, match="it is late"):
         await anext(asking)
     with pytest.raises(SessionEndedError, match="it is late"):
-        session.ask(Ask(messages=(user("x"),)))
+        session.ask(SessionRequest(messages=(user("x"),)))
     assert engine.aborted == 1
     with pytest.raises(InfraError, match="no answer"):
         session.rollout()
@@ -366,14 +366,14 @@ async def test_requests_beyond_the_limits_are_refused(tokenizer: HuggingFaceToke
     engine = Scripted(tokenizer, "one", "two")
     session = session_of(tokenizer, engine, SessionRules(concurrent=1, requests=2))
     engine.go.clear()
-    first = session.ask(Ask(messages=(user("abcdef"),)))
+    first = session.ask(SessionRequest(messages=(user("abcdef"),)))
     with pytest.raises(CapacityError, match="1 requests of this session"):
-        session.ask(Ask(messages=(user("x"),)))
+        session.ask(SessionRequest(messages=(user("x"),)))
     engine.go.set()
     await first.whole()
     await say(session, user("x"))
     with pytest.raises(SessionEndedError, match="had its 2 requests"):
-        session.ask(Ask(messages=(user("x"),)))
+        session.ask(SessionRequest(messages=(user("x"),)))
 
 
 async def test_a_posted_reward_goes_with_the_row(tokenizer: HuggingFaceTokenizer) -> None:
@@ -387,7 +387,7 @@ async def test_a_posted_reward_goes_with_the_row(tokenizer: HuggingFaceTokenizer
 
 
 def shown(tokenizer: HuggingFaceTokenizer, text: str, **options: Any) -> tuple[list[str], Any]:
-    visible = Visible(tokenizer, **{"stop": (), "tools": False, **options})
+    visible = VisibleText(tokenizer, **{"stop": (), "tools": False, **options})
     pieces = [visible.feed([token]) for token in tokenizer.encode(text)]
     return pieces, visible.end()
 

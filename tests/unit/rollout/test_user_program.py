@@ -11,7 +11,7 @@ import pytest
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.ports import Rollout
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.programs._cache import ProgramCache
 
 from . import some_agents
 from .chats import chat_tokenizer
@@ -28,7 +28,7 @@ async def run(
     some_agents.seen.clear()
     name = function if ":" in function else f"{HERE}.{function}"
     policy = Scripted(TOKENIZER, [turn + END for turn in turns])
-    async with Programs("user", {"function": name} | options) as programs:
+    async with ProgramCache("user", {"function": name} | options) as programs:
         program = await programs.start()
         asked = task(TOKENIZER, max_tokens=max_tokens, ground_truth="42")
         rollout = await program(asked, UID, policy, TOKENIZER)
@@ -137,7 +137,7 @@ async def test_a_response_that_the_engine_gave_up_is_not_trained_on() -> None:
         def _delta(self, tokens: Sequence[int], reason: str) -> Any:
             return super()._delta(tokens, "abort")
 
-    async with Programs("user", {"function": f"{HERE}.insist"}) as programs:
+    async with ProgramCache("user", {"function": f"{HERE}.insist"}) as programs:
         program = await programs.start()
         rollout = await program(task(TOKENIZER), UID, Gone(TOKENIZER, ["a"]), TOKENIZER)
     assert rollout.outcome is Outcome.CANCELLED

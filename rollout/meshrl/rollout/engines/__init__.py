@@ -1,0 +1,32 @@
+"""The engines: one file each, named by `rollout.name`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from meshrl.contract import plugins
+from meshrl.contract.ports import Engine
+from meshrl.rollout.config import RolloutConfig
+from meshrl.rollout.tokenizer import Tokenizer
+
+
+class EngineBuilder(Protocol):
+    """The `build` of an engine's module."""
+
+    def __call__(
+        self, config: Mapping[str, object], *, model: Path, slots: int, tokenizer: Tokenizer | None
+    ) -> Engine:
+        """An engine that is not started. Raises ConfigError for options it does not know."""
+        ...
+
+
+def build_engine(config: RolloutConfig, *, model: Path, tokenizer: Tokenizer | None) -> Engine:
+    """The engine `config.name` over the checkpoint directory `model`, not started.
+
+    Raises:
+        ConfigError: no such engine, or wrong options for it.
+    """
+    build: EngineBuilder = plugins.load("meshrl.rollout.engines", config.name, "build")
+    return build(config.engine, model=model, slots=config.slots, tokenizer=tokenizer)

@@ -32,6 +32,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
+from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.streams import TokenStream, check_request, response_before
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.torch_engine.architecture import Architecture, read_architecture
@@ -47,7 +48,6 @@ from meshrl.rollout.torch_engine.weights import (
     from_buckets,
     from_checkpoint,
 )
-from meshrl.rollout.versions import UNSERVED
 
 log = logging.getLogger(__name__)
 

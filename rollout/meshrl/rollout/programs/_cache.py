@@ -8,7 +8,8 @@ from typing import Protocol, Self
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
-from meshrl.rollout.ports import Gateway, Program
+from meshrl.rollout.ports import Program
+from meshrl.rollout.sessions.gateway import Gateway
 
 PACKAGE = "meshrl.rollout.programs"
 
@@ -21,8 +22,8 @@ class ProgramBuilder(Protocol):
         ...
 
 
-class Programs:
-    """Programs by name. One that defines `build` is built with the recipe's options, any other is its `run`."""
+class ProgramCache:
+    """ProgramCache by name. One that defines `build` is built with the recipe's options, any other is its `run`."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Task, Uid
-from meshrl.rollout.ports import Address, Gateway, Generator, GiveBackError, Program, Rollout
+from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout
 from meshrl.rollout.sessions.agents import (
     FUNCTION,
     Agent,
@@ -31,6 +31,7 @@ from meshrl.rollout.sessions.agents import (
     FunctionAgent,
     task_json,
 )
+from meshrl.rollout.sessions.gateway import Address, Gateway
 from meshrl.rollout.sessions.session import Branch, Session, SessionRules
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 from meshrl.rollout.user_functions import check_function

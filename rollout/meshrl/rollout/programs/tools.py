@@ -20,7 +20,8 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Int32, Task, Uid
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.ports import Gateway, Generator, Rollout
+from meshrl.rollout.ports import Generator, Rollout
+from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 from meshrl.rollout.tools.building import ToolBuilder, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
@@ -53,16 +54,16 @@ class ToolProgram:
         """Raises ConfigError for an unknown format or a function that is no tool."""
         self._config = config
         self._parse = load_format(config.format)
-        self._workshop = ToolBuilder(config)
+        self._builder = ToolBuilder(config)
         self._warned = False
 
     async def start(self) -> None:
         """Start or reach the MCP servers; raises ConfigError or InfraError where that cannot be done."""
-        await self._workshop.toolbox()
+        await self._builder.toolbox()
 
     async def aclose(self) -> None:
         """End them."""
-        await self._workshop.close()
+        await self._builder.close()
 
     async def __call__(
         self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
@@ -70,11 +71,11 @@ class ToolProgram:
         """One row; see `meshrl.rollout.ports.Program`."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError("tools need a tokenizer with a chat template")
-        tools = (await self._workshop.toolbox()).of(task)
+        tools = (await self._builder.toolbox()).of(task)
         try:
             return await self._row(task, uid, engine, tokenizer, tools)
         finally:
-            self._workshop.release(uid)
+            self._builder.release(uid)
 
     async def _row(
         self,

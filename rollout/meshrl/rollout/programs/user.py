@@ -24,7 +24,8 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, SamplingParams, Task, Uid
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.ports import Gateway, Generator, Program, Rollout
+from meshrl.rollout.ports import Generator, Program, Rollout
+from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.user_functions import check_function, load_function
 

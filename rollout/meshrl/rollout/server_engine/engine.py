@@ -38,6 +38,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
+from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.server_engine.capacity import (
     CacheCapacity,
     ConcurrencyLimit,
@@ -59,7 +60,6 @@ from meshrl.rollout.server_engine.staging import Staging, VersionFiles
 from meshrl.rollout.streams import TokenStream, response_before
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.torch_engine.stopping import StopStrings
-from meshrl.rollout.versions import UNSERVED
 
 log = logging.getLogger(__name__)
 

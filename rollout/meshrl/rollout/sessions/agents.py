@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, PostedReward, Task, Uid
-from meshrl.rollout.ports import Address
+from meshrl.rollout.sessions.gateway import Address
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.tools import subprocess_guard
 from meshrl.rollout.user_functions import load_function

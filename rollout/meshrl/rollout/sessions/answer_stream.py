@@ -10,21 +10,21 @@ from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest
 from meshrl.rollout.ports import Generator
 from meshrl.rollout.sampling import Response, closing, response_of
-from meshrl.rollout.sessions.requests import Answer, Piece
-from meshrl.rollout.sessions.visible_text import Visible
+from meshrl.rollout.sessions.requests import Answer, AnswerPart
+from meshrl.rollout.sessions.visible_text import VisibleText
 
 ENDS = ("stop", "length")
 """Reasons with which a response is whole."""
 
 
-class Asking:
+class AnswerStream:
     """Iterate for the pieces of the answer; then `answer` is there. `aclose` before the end aborts the request."""
 
     def __init__(
         self,
         engine: Generator,
         request: GenerateRequest,
-        visible: Visible,
+        visible: VisibleText,
         *,
         ended: Callable[[Response, Answer], None],
         fault: Callable[[MeshError], None],
@@ -36,13 +36,13 @@ class Asking:
         self._visible = visible
         self._ended = ended
         self._fault = fault
-        self._events: asyncio.Queue[Piece | MeshError | None] = asyncio.Queue()
+        self._events: asyncio.Queue[AnswerPart | MeshError | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run(), name=f"ask {request.request_id}")
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> AnswerPart:
         event = await self._events.get()
         if event is None:
             raise StopAsyncIteration
@@ -100,7 +100,7 @@ class Asking:
                 if len(delta.tokens):
                     text = self._visible.feed(delta.tokens.tolist())
                     self._events.put_nowait(
-                        Piece(text=text, tokens=delta.tokens, logprobs=delta.logprobs)
+                        AnswerPart(text=text, tokens=delta.tokens, logprobs=delta.logprobs)
                     )
         reason = deltas[-1].finish_reason if deltas else "abort"
         if reason not in ENDS:

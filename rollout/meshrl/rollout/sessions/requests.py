@@ -22,7 +22,7 @@ class ContextLengthError(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class SessionRequest:
     """One request. Either `messages` (with `tools`), or `prompt`: text, or token ids."""
 
     messages: tuple[ChatMessage, ...] = ()
@@ -48,7 +48,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class AnswerPart:
     """More of an answer. k tokens."""
 
     text: str

@@ -1,8 +1,8 @@
 """One row whose conversation somebody else leads: asks in, a trajectory out.
 
-    client ──Ask──▶ Session ──place in the history──▶ GenerateRequest ──▶ engine
+    client ──SessionRequest──▶ Session ──place in the history──▶ GenerateRequest ──▶ engine
        ▲               │                                                    │
-       └──── Pieces ◀──┴── Asking (a task of its own) ◀──────── deltas ─────┘
+       └──── Pieces ◀──┴── AnswerStream (a task of its own) ◀──────── deltas ─────┘
                             at the end: a Turn in the history, an Answer
 
 consumes: asks. waits for: the engine. unblocked by: its deltas, `close`, a client that leaves. produces: turns; or
@@ -36,15 +36,15 @@ from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.sampling import Response
-from meshrl.rollout.sessions.answer_stream import Asking
+from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.history import History, Place, Said, Turn, Written
 from meshrl.rollout.sessions.requests import (
     Answer,
-    Ask,
     ContextLengthError,
     SessionEndedError,
+    SessionRequest,
 )
-from meshrl.rollout.sessions.visible_text import Visible
+from meshrl.rollout.sessions.visible_text import VisibleText
 from meshrl.rollout.tokenizer import ChatTokenizer
 
 TOKEN_PREFIX: Final = "mrs_"
@@ -108,7 +108,7 @@ class Session:
         self._engine = engine
         self._tokenizer = tokenizer
         self._rules = rules or SessionRules()
-        self._asking: list[Asking] = []
+        self._asking: list[AnswerStream] = []
         self._ended = ""
 
     @property
@@ -117,10 +117,10 @@ class Session:
         return self._ended
 
     @property
-    def _running(self) -> list[Asking]:
+    def _running(self) -> list[AnswerStream]:
         return [asking for asking in self._asking if not asking.task.done()]
 
-    def ask(self, ask: Ask) -> Asking:
+    def ask(self, ask: SessionRequest) -> AnswerStream:
         """Begin to answer.
 
         Raises:
@@ -185,14 +185,14 @@ class Session:
             self.full = True
             raise SessionEndedError(f"the session has had its {self._rules.requests} requests")
 
-    def _ask_chat(self, ask: Ask) -> Asking:
+    def _ask_chat(self, ask: SessionRequest) -> AnswerStream:
         place = self.history.find_chat(ask.messages, ask.tools)
         if place.turn is None:
             observed = chat.prompt_of(self._tokenizer, ask.messages, tools=ask.tools)
             self._check_told(ask, observed)
         else:
             observed = self._conversation(place.turn).rendered(ask.messages[place.fresh :])
-        visible = Visible(self._tokenizer, stop=ask.stop, tools=bool(ask.tools))
+        visible = VisibleText(self._tokenizer, stop=ask.stop, tools=bool(ask.tools))
 
         def ended(turn: Turn, answer: Answer) -> None:
             said = Said(text=answer.text, tool_calls=answer.tool_calls)
@@ -200,7 +200,7 @@ class Session:
 
         return self._begin(ask, place, observed, visible, ended)
 
-    def _check_told(self, ask: Ask, prompt: Sequence[int]) -> None:
+    def _check_told(self, ask: SessionRequest, prompt: Sequence[int]) -> None:
         """Raises UserError where the policy would not hear of its tools."""
         if not ask.tools or self._rules.tools_unseen:
             return
@@ -210,14 +210,14 @@ class Session:
                 "(rollout.program_options.tools_unseen takes them all the same)"
             )
 
-    def _ask_text(self, ask: Ask, prompt: str | Sequence[int]) -> Asking:
+    def _ask_text(self, ask: SessionRequest, prompt: str | Sequence[int]) -> AnswerStream:
         if isinstance(prompt, str):
             place, rest = self.history.find_text(prompt)
             observed = self._tokenizer.encode(rest)
         else:
             place = self.history.find_tokens(prompt)
             observed = list(prompt[place.fresh :])
-        visible = Visible(self._tokenizer, stop=ask.stop, tools=False)
+        visible = VisibleText(self._tokenizer, stop=ask.stop, tools=False)
 
         def ended(turn: Turn, answer: Answer) -> None:
             text = prompt + answer.text if isinstance(prompt, str) else ""
@@ -227,8 +227,13 @@ class Session:
         return self._begin(ask, place, observed, visible, ended)
 
     def _begin(
-        self, ask: Ask, place: Place, observed: Sequence[int], visible: Visible, ended: Ended
-    ) -> Asking:
+        self,
+        ask: SessionRequest,
+        place: Place,
+        observed: Sequence[int],
+        visible: VisibleText,
+        ended: Ended,
+    ) -> AnswerStream:
         """Start the request that answers at `place`, after the tokens `observed`."""
         last = next(reversed(self.history.turns), None)
         if self._rules.branch is Branch.ONLY and (place.turn is not last or self._running):
@@ -242,7 +247,7 @@ class Session:
         def whole(response: Response, answer: Answer) -> None:
             ended(Turn(parent=place.turn, observed=tuple(observed), response=response), answer)
 
-        asking = Asking(self._engine, request, visible, ended=whole, fault=self._broke)
+        asking = AnswerStream(self._engine, request, visible, ended=whole, fault=self._broke)
         self._asking = [*self._running, asking]
         return asking
 
@@ -271,13 +276,13 @@ class Session:
             )
         return conversation
 
-    def _request(self, ask: Ask, conversation: Conversation) -> GenerateRequest:
+    def _request(self, ask: SessionRequest, conversation: Conversation) -> GenerateRequest:
         sampling = conversation.request(self._sampling(ask)).sampling
         # The first request is known by the uid itself, which is what a journal keeps; draws of others are their own.
         name = f"{self.uid}/{self.asked}" if self.asked else str(self.uid)
         return GenerateRequest(request_id=name, prompt_ids=conversation.tokens, sampling=sampling)
 
-    def _sampling(self, ask: Ask) -> SamplingParams:
+    def _sampling(self, ask: SessionRequest) -> SamplingParams:
         """The task's: what is trained is what was sampled. Lengths and stops change no distribution."""
         task = self.task.sampling
         most = task.max_tokens if ask.max_tokens is None else min(ask.max_tokens, task.max_tokens)

@@ -12,7 +12,7 @@ BROKEN = "�"
 """What a tokenizer decodes part of a character to."""
 
 
-class Visible:
+class VisibleText:
     """Decodes one response. What has been shown is never taken back: whatever may still change waits."""
 
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str], tools: bool) -> None:

@@ -9,7 +9,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uid
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.functions import FunctionTool
-from meshrl.rollout.tools.mcp_servers import Server
+from meshrl.rollout.tools.mcp_servers import McpServer
 from meshrl.rollout.tools.ports import Tool
 from meshrl.rollout.tools.toolbox import Offered, Toolbox
 from meshrl.rollout.tools.truncation import Cut
@@ -25,14 +25,14 @@ class ToolBuilder:
         """Raises ConfigError for a function that cannot be imported or described, and for MCP without its package."""
         self._cut = Cut(tokens=config.max_result_tokens, side=config.cut)
         self._offers: list[Offered] = []
-        self._servers: list[tuple[ToolConfig, Server]] = []
+        self._servers: list[tuple[ToolConfig, McpServer]] = []
         for where, tool in named_tools(config):
             if not tool.function:
                 if importlib.util.find_spec("mcp") is None:
                     raise ConfigError(
                         f"{where}: MCP servers need the extra `tools`: pip install meshrl[tools]"
                     )
-                self._servers.append((tool, Server(tool)))
+                self._servers.append((tool, McpServer(tool)))
                 continue
             function = load_function(tool.function, f"{where}.function")
             made = FunctionTool(

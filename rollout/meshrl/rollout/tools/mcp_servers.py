@@ -1,6 +1,6 @@
 """MCP servers as sources of tools, through the official client: over stdin and stdout, or streamable HTTP.
 
-    worker ── Server ─┬─ shared Connection ──────▶ one server process, or HTTP session, for all rows
+    worker ── McpServer ─┬─ shared Connection ──────▶ one server process, or HTTP session, for all rows
                       └─ Connection per row ─────▶ one each, for stateful tools
 
 A server that ends, hangs up or cannot be reached is an InfraError of the calls that were under way; the next call
@@ -154,7 +154,7 @@ class Connection:
             self.broken = True
 
 
-class Server:
+class McpServer:
     """One MCP server of a recipe: its shared connection, or one for each row."""
 
     def __init__(self, config: ToolConfig) -> None:
@@ -264,7 +264,7 @@ class Server:
 class McpTool:
     """A tool of a server. Satisfies `Tool`."""
 
-    def __init__(self, server: Server, tool: Tool) -> None:
+    def __init__(self, server: McpServer, tool: Tool) -> None:
         self.name = tool.name
         self.description = tool.description or ""
         self.parameters: Mapping[str, Json] = tool.input_schema

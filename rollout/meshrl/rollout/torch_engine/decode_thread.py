@@ -25,9 +25,9 @@ import torch
 
 from meshrl.contract.errors import FencedError, InfraError, MeshError, UnavailableError
 from meshrl.contract.types import GenerateDelta, OnUpdate, Version
+from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.torch_engine.batch import Batch, Row
 from meshrl.rollout.torch_engine.weights import Weights
-from meshrl.rollout.versions import UNSERVED
 
 log = logging.getLogger(__name__)
 

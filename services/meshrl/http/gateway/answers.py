@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Float32, Int32
 from meshrl.http.gateway.errors import error_body
-from meshrl.rollout.sessions.answer_stream import Asking
+from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.requests import Answer, ToolCall
 from meshrl.rollout.tokenizer import Tokenizer
 
@@ -121,7 +121,7 @@ class AnswerFormat:
         return {"content": content, "refusal": None}
 
 
-async def streamed(asking: Asking, format: AnswerFormat) -> AsyncIterator[bytes]:
+async def streamed(asking: AnswerStream, format: AnswerFormat) -> AsyncIterator[bytes]:
     """Server-sent events, ended by `[DONE]`; an error is one event and ends the stream."""
     if format.chat:
         yield format.chunk("", first=True)
@@ -147,7 +147,7 @@ async def streamed(asking: Asking, format: AnswerFormat) -> AsyncIterator[bytes]
 class StreamedAnswer(StreamingResponse):
     """Aborts the request if the client disconnects before its end."""
 
-    def __init__(self, asking: Asking, format: AnswerFormat) -> None:
+    def __init__(self, asking: AnswerStream, format: AnswerFormat) -> None:
         super().__init__(streamed(asking, format), media_type="text/event-stream")
         self._asking = asking
 

@@ -23,7 +23,7 @@ from meshrl.http.gateway.errors import install, refused, too_large
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.rewards.errors import AsciiJSON
 from meshrl.rollout.sessions.agents import task_json
-from meshrl.rollout.sessions.answer_stream import Asking
+from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.tokenizer import ChatTokenizer
@@ -252,7 +252,7 @@ def _reward(
 
 
 async def _answered(
-    asking: Asking, format: AnswerFormat, request: Request, *, stream: bool
+    asking: AnswerStream, format: AnswerFormat, request: Request, *, stream: bool
 ) -> Response:
     if stream:
         return StreamedAnswer(asking, format)

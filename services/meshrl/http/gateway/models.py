@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
 from meshrl.contract.types import Json
 from meshrl.http.gateway.errors import ParameterError
-from meshrl.rollout.sessions.requests import Ask
+from meshrl.rollout.sessions.requests import SessionRequest
 from meshrl.rollout.sessions.tool_calls import read_arguments
 
 MAX_STOPS = 16
@@ -169,7 +169,7 @@ class ChatBody(Sampling):
     functions: list[JsonValue] | None = None
     """Must be absent: use `tools`."""
 
-    def ask(self) -> Ask:
+    def ask(self) -> SessionRequest:
         """Raises ParameterError."""
         self.check()
         if self.tool_choice not in (None, "none", "auto"):
@@ -186,7 +186,7 @@ class ChatBody(Sampling):
         if self.functions:
             raise ParameterError("functions", "functions are not supported: use tools")
         tools = self.tools if self.tools and self.tool_choice != "none" else []
-        return Ask(
+        return SessionRequest(
             messages=tuple(_unicode("messages", m.message()) for m in self.messages),
             tools=tuple(_unicode("tools", tool.model_dump(exclude_none=True)) for tool in tools),
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -209,7 +209,7 @@ class CompletionBody(Sampling):
     best_of: int | None = 1
     """Must be 1."""
 
-    def ask(self) -> Ask:
+    def ask(self) -> SessionRequest:
         """Raises ParameterError."""
         self.check()
         if self.echo:
@@ -220,7 +220,7 @@ class CompletionBody(Sampling):
             )
         if self.best_of not in (None, 1):
             raise ParameterError("best_of", "best_of must be 1: a session is one row")
-        return Ask(
+        return SessionRequest(
             prompt=_unicode("prompt", self._prompt()),
             max_tokens=self.max_tokens,
             stop=_unicode("stop", self.stops),

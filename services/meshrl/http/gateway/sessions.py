@@ -17,7 +17,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import PostedReward
-from meshrl.rollout.ports import Address
+from meshrl.rollout.sessions.gateway import Address
 from meshrl.rollout.sessions.requests import SessionEndedError
 from meshrl.rollout.sessions.session import Session
 

@@ -16,8 +16,8 @@ from meshrl.contract.errors import InfraError
 from meshrl.http.gateway.metrics import GatewayMetrics
 from meshrl.http.gateway.serving import gateway_of
 from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
-from meshrl.rollout.assembly import build_engine, is_deterministic
-from meshrl.rollout.programs._cache import Programs
+from meshrl.rollout.engines import build_engine
+from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc import tls
@@ -47,7 +47,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             )
         )
         programs = await stack.enter_async_context(
-            Programs(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
+            ProgramCache(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
         )
         external = getattr(await programs.start(), "external", False)
         queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
@@ -59,8 +59,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             runs=await open_runs(queue, recipe),
             worker=context.name,
             slots=recipe.rollout.slots,
-            deterministic=is_deterministic(recipe.rollout, max_staleness),
-            journal=recipe.rollout.journal,
+            deterministic=recipe.rollout.is_deterministic(max_staleness),
+            checkpoint=recipe.rollout.checkpoint_intervals,
             max_staleness=max_staleness,
             breaker=recipe.rollout.breaker,
             serving=lambda: agent.serving(),

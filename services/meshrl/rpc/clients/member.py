@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshrl.contract import codec
 from meshrl.contract.stage_worker import StageStats
 from meshrl.contract.types import EngineStats
-from meshrl.rollout.worker_report import WorkerReport
+from meshrl.rollout.ports import WorkerReport
 from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient, discard
 from meshrl.v1 import member_pb2 as pb
 from meshrl.v1 import member_pb2_grpc as rpc

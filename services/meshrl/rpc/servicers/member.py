@@ -10,7 +10,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.types import EngineStats
-from meshrl.rollout.worker_report import WorkerReport
+from meshrl.rollout.ports import WorkerReport
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
 from meshrl.v1 import member_pb2 as pb

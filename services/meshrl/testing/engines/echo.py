@@ -36,9 +36,9 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
+from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.streams import TokenStream, check_request
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.versions import UNSERVED
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Running responses are kept in the queue: what drains, lost leases, new versions and a broken queue do to them."""
+"""Checkpoints of running responses in the queue: drains, lost leases, new versions, a failing queue."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.rollout.config import JournalIntervals
-from meshrl.rollout.generation_checkpoint import Journal
+from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
 from meshrl.rollout.sampling import sample
@@ -41,20 +41,20 @@ from .test_rollout_worker import FIRST, RUN, Words, commit, open_run, tasks, tra
 NEXT = Version(1, 1)
 LENGTH = 96
 """Tokens of each response; a delta has 4."""
-OFTEN = JournalIntervals(tokens=16, ms=0)
+OFTEN = CheckpointIntervals(tokens=16, ms=0)
 
 
 class Recorded:
-    """A queue that remembers leases and appends, and may be told what becomes of an append."""
+    """A queue that records leases and appends; a test says what happens to an append."""
 
     def __init__(self, queue: TransferQueue) -> None:
         self._queue = queue
         self.leases: list[Lease] = []
         self.appends: list[Sequence[ProgressGroup]] = []
         self.running = self.most = 0
-        self.trouble: Callable[[], Any] | None = None
-        """Awaited after an append; what it raises is what the worker hears of it."""
-        self.keeps = True
+        self.after_append: Callable[[], Any] | None = None
+        """Awaited after an append; the worker gets what it raises."""
+        self.accepts = True
         """False: appends do not arrive."""
 
     def __getattr__(self, name: str) -> Any:
@@ -70,10 +70,10 @@ class Recorded:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            if self.keeps:
+            if self.accepts:
                 await self._queue.append(run, stage, groups)
-            if self.trouble is not None:
-                await self.trouble()
+            if self.after_append is not None:
+                await self.after_append()
         finally:
             self.running -= 1
 
@@ -96,13 +96,13 @@ async def serving(path: Path, version: Version = FIRST, rate: float = 4000) -> A
 
 
 def worker_of(queue: Any, engine: Any, name: str = "w0", **options: Any) -> RolloutWorker:
-    options = {"journal": OFTEN} | options
+    options = {"checkpoint": OFTEN} | options
     return RolloutWorker(queue, engine, Words(), runs=[RUN], worker=name, slots=8, **options)
 
 
-def journal_of(worker: RolloutWorker) -> Journal:
-    assert worker.journal is not None
-    return worker.journal
+def checkpointer_of(worker: RolloutWorker) -> GenerationCheckpointer:
+    assert worker.checkpointer is not None
+    return worker.checkpointer
 
 
 async def until_true(condition: Callable[[], bool]) -> None:
@@ -115,12 +115,12 @@ def long(count: int, **changes: Any) -> list[Task]:
     return tasks(count, sampling=SamplingParams(max_tokens=LENGTH + 4), **changes)
 
 
-async def left_by_a_drained_worker(queue: Recorded, engine: Any, **options: Any) -> None:
-    """A worker has run until it had kept something of every row, and was drained."""
+async def drain_a_worker(queue: Recorded, engine: Any, **options: Any) -> None:
+    """Run a worker until it has saved tokens of every row, then drain it."""
     worker = worker_of(queue, engine, **options)
     running = asyncio.create_task(worker.run(grace_s=60))
-    await until_true(lambda: journal_of(worker).stats.tokens >= 8 * 8)
-    # What is on its way from the engine when its program ends would be sampled again: it arrives first.
+    await until_true(lambda: checkpointer_of(worker).stats.tokens >= 8 * 8)
+    # Tokens between engine and program at the drain would be sampled again, so wait until they have arrived.
     engine.behave(Behaviour.STALL)
     await until_true(lambda: recorded(worker) == engine.stats().tokens_generated)
     worker.drain()
@@ -130,15 +130,15 @@ async def left_by_a_drained_worker(queue: Recorded, engine: Any, **options: Any)
 
 
 def recorded(worker: RolloutWorker) -> int:
-    """Tokens of running responses that the worker knows of."""
+    """Tokens of running responses that the worker has recorded."""
     return sum(
-        entry.kept + sum(len(delta.tokens) for delta in (*entry.sending, *entry.unsent))
-        for entry in journal_of(worker)._entries.values()
+        row.saved + sum(len(delta.tokens) for delta in (*row.sending, *row.unsent))
+        for row in checkpointer_of(worker)._rows.values()
     )
 
 
 async def finished(queue: Recorded, engine: Any, **options: Any) -> tuple[RolloutWorker, list[Any]]:
-    """A worker that has done the rest, and all rows."""
+    """A worker that finishes the rest, and all rows."""
     worker = worker_of(queue, engine, name="w1", **options)
     running = asyncio.create_task(worker.run(grace_s=5))
     rows = await trajectories(queue, RUN, 2)
@@ -152,12 +152,12 @@ async def test_a_drain_moves_running_responses_and_not_a_token_is_sampled_twice(
 ) -> None:
     await open_run(queue, long(2), max_attempts=1)
     async with serving(tmp_path) as first, serving(tmp_path) as second:
-        await left_by_a_drained_worker(queue, first)
+        await drain_a_worker(queue, first)
         done_before = first.stats().tokens_generated
         assert 0 < done_before < 8 * LENGTH
         worker, rows = await finished(queue, second)
         assert done_before + second.stats().tokens_generated == 8 * LENGTH
-    assert journal_of(worker).stats.continued == done_before
+    assert checkpointer_of(worker).stats.continued == done_before
     for row in rows:
         prompt = row.tokens[: row.prompt_length]
         assert row.tokens.tolist() == np.resize(prompt, len(prompt) + LENGTH).tolist()
@@ -172,7 +172,7 @@ async def test_a_drain_moves_running_responses_and_not_a_token_is_sampled_twice(
 async def test_tokens_keep_the_version_that_sampled_them(queue: Recorded, tmp_path: Path) -> None:
     await open_run(queue, long(2), max_staleness=1.0)
     async with serving(tmp_path) as first, serving(tmp_path, NEXT) as second:
-        await left_by_a_drained_worker(queue, first)
+        await drain_a_worker(queue, first)
         await queue.publish(RUN, NEXT)
         _, rows = await finished(queue, second, max_staleness=1.0)
     for row in rows:
@@ -188,7 +188,7 @@ async def test_facts_name_the_oldest_and_the_newest_version(
 ) -> None:
     await open_run(queue, long(2), max_staleness=1.0)
     async with serving(tmp_path) as first, serving(tmp_path, NEXT) as second:
-        await left_by_a_drained_worker(queue, first)
+        await drain_a_worker(queue, first)
         worker = worker_of(queue, second, name="w1")
         running = asyncio.create_task(worker.run(grace_s=5))
         batch = await queue.take(RUN, epoch=1, step=0, groups=2, batch_id="b", wait_s=60)
@@ -197,12 +197,10 @@ async def test_facts_name_the_oldest_and_the_newest_version(
     assert {(row.oldest, row.newest) for row in batch.rows} == {(FIRST, NEXT)}
 
 
-async def test_a_prefix_that_would_leave_as_stale_is_not_gone_on_with(
-    queue: Recorded, tmp_path: Path
-) -> None:
+async def test_a_prefix_that_is_too_stale_is_not_continued(queue: Recorded, tmp_path: Path) -> None:
     await open_run(queue, long(2), max_staleness=1.0)
     async with serving(tmp_path) as first, serving(tmp_path, NEXT) as second:
-        await left_by_a_drained_worker(queue, first)
+        await drain_a_worker(queue, first)
         appended = len(queue.appends)
         _, rows = await finished(queue, second, max_staleness=0.0)
         assert second.stats().tokens_generated == 8 * LENGTH
@@ -210,7 +208,7 @@ async def test_a_prefix_that_would_leave_as_stale_is_not_gone_on_with(
     assert len(queue.appends) == appended  # the queue has other tokens there
 
 
-async def test_what_was_kept_in_another_form_is_passed_over(
+async def test_a_checkpoint_with_other_columns_is_ignored(
     queue: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     await open_run(queue, long(2))
@@ -236,7 +234,7 @@ async def test_what_was_kept_in_another_form_is_passed_over(
     assert "not the journal of a response: thoughts int64(3,)" in caplog.text
 
 
-async def test_an_append_whose_answer_is_lost_is_repeated_and_counts_once(
+async def test_an_append_whose_response_is_lost_is_repeated_and_counts_once(
     queue: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fate = iter([True, True, False, True])
@@ -245,40 +243,40 @@ async def test_an_append_whose_answer_is_lost_is_repeated_and_counts_once(
         if next(fate, False):
             raise UnavailableError("queue cannot be reached")
 
-    queue.trouble = lose_the_answer
+    queue.after_append = lose_the_answer
     await open_run(queue, long(2))
     async with serving(tmp_path) as first, serving(tmp_path) as second:
-        await left_by_a_drained_worker(queue, first)
+        await drain_a_worker(queue, first)
         done_before = first.stats().tokens_generated
-        queue.trouble = None
+        queue.after_append = None
         _, rows = await finished(queue, second)
         assert done_before + second.stats().tokens_generated == 8 * LENGTH
     for row in rows:
         prompt = row.tokens[: row.prompt_length]
         assert row.tokens.tolist() == np.resize(prompt, len(prompt) + LENGTH).tolist()
-    said = [r for r in caplog.records if "running responses are not kept for now" in r.message]
+    said = [r for r in caplog.records if "running responses are not saved for now" in r.message]
     assert len(said) == 2  # once per outage
 
 
-async def test_a_queue_that_takes_no_appends_holds_nothing_up(
+async def test_a_queue_that_refuses_appends_blocks_nothing(
     queue: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def refuse() -> None:
         raise UnavailableError("queue cannot be reached")
 
-    queue.trouble, queue.keeps = refuse, False
+    queue.after_append, queue.accepts = refuse, False
     await open_run(queue, long(2))
     async with serving(tmp_path) as engine:
         _, rows = await finished(queue, engine)
     assert all(len(row.tokens) == row.prompt_length + LENGTH for row in rows)
     assert len(queue.appends) > 1
-    assert sum("not kept for now" in record.message for record in caplog.records) == 1
+    assert sum("not saved for now" in record.message for record in caplog.records) == 1
 
 
 async def test_a_slow_append_delays_nothing_and_is_the_only_one(
     queue: Recorded, tmp_path: Path
 ) -> None:
-    queue.trouble = asyncio.Event().wait
+    queue.after_append = asyncio.Event().wait
     await open_run(queue, long(2))
     async with serving(tmp_path) as engine:
         _, rows = await finished(queue, engine)
@@ -296,14 +294,14 @@ async def test_appends_of_all_rows_go_in_one_call(queue: Recorded, tmp_path: Pat
     assert queue.most == 1
 
 
-async def test_a_row_that_somebody_else_holds_is_left_and_its_siblings_go_on(
+async def test_a_row_that_another_worker_holds_is_dropped_and_its_siblings_continue(
     queue: Recorded, tmp_path: Path
 ) -> None:
     await open_run(queue, long(2))
     async with serving(tmp_path, rate=1000) as engine:
         worker = worker_of(queue, engine)
         running = asyncio.create_task(worker.run(grace_s=5))
-        await until_true(lambda: journal_of(worker).stats.tokens >= 8 * 8)
+        await until_true(lambda: checkpointer_of(worker).stats.tokens >= 8 * 8)
         row = queue.leases[0].rows[0]
         await queue.release(RUN, "rollout", {row.uid: row.token})
         rows = await trajectories(queue, RUN, 2)
@@ -311,36 +309,36 @@ async def test_a_row_that_somebody_else_holds_is_left_and_its_siblings_go_on(
         await running
     assert worker.stats.lost == 1
     assert worker.stats.leased == 9  # the row again, by this worker as it happens
-    assert journal_of(worker).stats.continued >= 8
+    assert checkpointer_of(worker).stats.continued >= 8
     assert all(len(each.tokens) == each.prompt_length + LENGTH for each in rows)
     assert (await queue.ledger(RUN)).balanced
 
 
-async def test_the_timer_keeps_what_a_slow_engine_has(queue: Recorded, tmp_path: Path) -> None:
+async def test_the_timer_saves_the_tokens_of_a_slow_engine(queue: Recorded, tmp_path: Path) -> None:
     await open_run(queue, long(2))
     async with serving(tmp_path) as engine:
-        worker = worker_of(queue, engine, journal=JournalIntervals(tokens=0, ms=10))
+        worker = worker_of(queue, engine, checkpoint=CheckpointIntervals(tokens=0, ms=10))
         running = asyncio.create_task(worker.run(grace_s=5))
-        await until_true(lambda: journal_of(worker).stats.tokens > 0)
+        await until_true(lambda: checkpointer_of(worker).stats.tokens > 0)
         engine.behave(Behaviour.STALL)
         worker.drain()
         await running
     assert queue.appends
 
 
-async def test_a_response_that_ends_at_once_is_never_kept(queue: Recorded, tmp_path: Path) -> None:
+async def test_a_response_that_ends_at_once_is_never_saved(queue: Recorded, tmp_path: Path) -> None:
     await open_run(queue, tasks(2, sampling=SamplingParams(max_tokens=4)))
     async with serving(tmp_path) as engine:
         worker, _ = await finished(queue, engine)
-    assert (queue.appends, journal_of(worker).stats.tokens) == ([], 0)
+    assert (queue.appends, checkpointer_of(worker).stats.tokens) == ([], 0)
 
 
-async def test_a_worker_without_a_journal_has_none(queue: Recorded, tmp_path: Path) -> None:
-    off = JournalIntervals(tokens=0, ms=0)
+async def test_a_worker_without_intervals_saves_nothing(queue: Recorded, tmp_path: Path) -> None:
+    off = CheckpointIntervals(tokens=0, ms=0)
     async with serving(tmp_path) as engine:
-        assert worker_of(queue, engine, journal=off).journal is None
-        assert worker_of(queue, engine, journal=None).journal is None
-        assert worker_of(queue, engine, deterministic=True).journal is None
+        assert worker_of(queue, engine, checkpoint=off).checkpointer is None
+        assert worker_of(queue, engine, checkpoint=None).checkpointer is None
+        assert worker_of(queue, engine, deterministic=True).checkpointer is None
 
 
 async def run(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> Rollout:
@@ -354,13 +352,13 @@ async def run(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> 
     return rollout
 
 
-async def test_only_the_first_response_of_a_program_is_kept(
+async def test_only_the_first_response_of_a_program_is_saved(
     queue: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     await open_run(queue, long(2, program=__name__))
     async with serving(tmp_path) as first, serving(tmp_path) as second:
-        await left_by_a_drained_worker(queue, first)
+        await drain_a_worker(queue, first)
         done_before = first.stats().tokens_generated
         _, rows = await finished(queue, second)
         assert done_before + second.stats().tokens_generated == 3 * 8 * LENGTH
@@ -377,7 +375,7 @@ async def test_only_the_first_response_of_a_program_is_kept(
     assert not caplog.records
 
 
-async def test_later_turns_of_a_program_run_on_within_the_grace(
+async def test_later_turns_of_a_program_continue_within_the_grace(
     queue: Recorded, tmp_path: Path
 ) -> None:
     await open_run(queue, long(2, program=__name__))

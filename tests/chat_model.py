@@ -24,14 +24,14 @@ TEMPLATE = (
 FIRST, SECOND = Version(1, 0), Version(1, 1)
 
 
-def write_talking_model(path: Path, **options: Any) -> None:
+def write_chat_model(path: Path, **options: Any) -> None:
     """The demo's model, with a chat template."""
     write_tiny_model(path, **options)
     (path / "chat_template.jinja").write_text(TEMPLATE)
 
 
-def talking_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    write_talking_model(path)
+def chat_tokenizer(path: Path) -> HuggingFaceTokenizer:
+    write_chat_model(path)
     return load_tokenizer(path)
 
 

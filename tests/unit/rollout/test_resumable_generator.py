@@ -1,4 +1,4 @@
-"""A row of several turns that another worker goes on with is the row that nothing had interrupted."""
+"""A row of several turns that another worker continues equals the uninterrupted row."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import Columns, LeasedRow, SamplingParams, Task, Trajectory, Uid, Version
-from meshrl.rollout.config import JournalIntervals
+from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.generation_checkpoint import Journal
-from meshrl.rollout.ports import Generator
+from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
+from meshrl.rollout.ports import UNSERVED, Generator
 from meshrl.rollout.resumable_generator import ResumableGenerator
-from meshrl.rollout.versions import UNSERVED
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs
 from .conftest import EngineMaker
 
 UID = Uid("run", "t0", 0)
 PROMPT = np.arange(3, 9, dtype=np.int32)
-SAID = [[11, 12, 13], [14], [15, 16]]
+OBSERVATIONS = [[11, 12, 13], [14], [15, 16]]
 """What is observed after each turn."""
 
 
@@ -37,21 +36,21 @@ def task(**sampling: Any) -> Task:
 async def talk(engine: Generator, asked: Task) -> Trajectory:
     budget = Budget.of(asked, turn_tokens=12, turns=4)
     conversation = Conversation(UID, Words(), PROMPT, budget=budget)
-    for said in SAID:
+    for observation in OBSERVATIONS:
         await conversation.sample(engine, asked.sampling)
-        assert conversation.observe_tokens(said)
+        assert conversation.observe_tokens(observation)
     await conversation.sample(engine, asked.sampling)
     return conversation.rollout().trajectory
 
 
-def journal() -> Journal:
-    never: Any = None  # a queue that is never asked: nothing is appended here
-    intervals = JournalIntervals(tokens=0, ms=0)
-    return Journal(never, intervals, max_staleness=9, lost=lambda uids: None)
+def checkpointer() -> GenerationCheckpointer:
+    never: Any = None  # a queue that is never called: nothing is appended here
+    intervals = CheckpointIntervals(tokens=0, ms=0)
+    return GenerationCheckpointer(never, intervals, max_staleness=9, lost=lambda uids: None)
 
 
-def past(row: Trajectory, length: int) -> Columns:
-    """What the queue has of `row` when so many tokens behind its prompt were kept."""
+def checkpoint_of(row: Trajectory, length: int) -> Columns:
+    """The prefix in the queue when the first `length` tokens after the prompt of `row` were saved."""
     start, end = len(PROMPT), len(PROMPT) + length
     versions = np.array([[UNSERVED.epoch, UNSERVED.step]] * len(row.tokens), dtype=np.int32)
     for span in row.spans:
@@ -68,7 +67,7 @@ def leased(asked: Task, prefix: Columns) -> LeasedRow:
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}])
-async def test_wherever_a_row_was_cut_it_comes_out_the_same(
+async def test_a_row_is_the_same_wherever_its_checkpoint_ends(
     qwen3: Checkpoint, make_engine: EngineMaker, how: dict[str, Any]
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
@@ -87,51 +86,53 @@ async def test_wherever_a_row_was_cut_it_comes_out_the_same(
         )
         found = whole.rollout_logprobs[len(prompt) : len(prompt) + 12]
         np.testing.assert_allclose(found, want, atol=1e-4)
-    # Kept rows are cut at the ends of deltas, of which an observation is one.
+    # Checkpoints end at the ends of deltas, of which an observation is one.
     for cut in (5, *turns, 20, 33, 53, 54):
-        kept = journal()
-        row = await talk(ResumableGenerator(engine, kept, leased(asked, past(whole, cut))), asked)
+        checkpoints = checkpointer()
+        row = await talk(
+            ResumableGenerator(engine, checkpoints, leased(asked, checkpoint_of(whole, cut))), asked
+        )
         assert row.tokens.tolist() == whole.tokens.tolist(), cut
         assert row.loss_mask.tolist() == whole.loss_mask.tolist()
         assert row.spans == whole.spans
         np.testing.assert_allclose(row.rollout_logprobs, whole.rollout_logprobs, atol=1e-4)
-        assert kept.keeps(UID) and kept.stats.continued == cut
+        assert checkpoints.keeps(UID) and checkpoints.stats.continued == cut
         assert (row.rollout_logprobs[~sampled] == 0).all()
 
 
-async def test_what_was_kept_of_a_conversation_that_went_otherwise_is_left_alone(
+async def test_the_checkpoint_of_another_course_of_the_conversation_is_not_continued(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
     asked = task()
     whole = await talk(engine, asked)
-    prefix = dict(past(whole, 54))
+    prefix = dict(checkpoint_of(whole, 54))
     prefix["tokens"] = prefix["tokens"].copy()
     prefix["tokens"][13] += 1  # another observation after the first turn
     prefix["versions"] = prefix["versions"].copy()
     prefix["versions"][:12] = (1, 1)
-    kept = journal()
-    row = await talk(ResumableGenerator(engine, kept, leased(asked, prefix)), asked)
+    checkpoints = checkpointer()
+    row = await talk(ResumableGenerator(engine, checkpoints, leased(asked, prefix)), asked)
     assert row.tokens.tolist() == whole.tokens.tolist()
     first, second = row.spans[:2]
     assert (first.version, second.version) == (Version(1, 1), FIRST)
-    assert not kept.keeps(UID)
+    assert not checkpoints.keeps(UID)
 
 
-async def test_two_requests_at_once_are_not_a_row_that_only_grows(
+async def test_two_requests_at_once_end_the_recording(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
     asked = task()
-    kept = journal()
-    recorder = ResumableGenerator(engine, kept, leased(asked, {}))
+    checkpoints = checkpointer()
+    generator = ResumableGenerator(engine, checkpoints, leased(asked, {}))
     conversation = Conversation(UID, Words(), PROMPT, budget=Budget.of(asked))
     request = conversation.request(asked.sampling)
-    first = recorder.generate(request)
+    first = generator.generate(request)
     await anext(first)
-    assert kept.keeps(UID)
-    second = recorder.generate(request)
+    assert checkpoints.keeps(UID)
+    second = generator.generate(request)
     await anext(second)
-    assert not kept.keeps(UID)
+    assert not checkpoints.keeps(UID)
     await first.aclose()  # type: ignore[attr-defined]
     await second.aclose()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A wave starts together, in seat order, and never waits for somebody who has left."""
+"""A sync batch starts its requests together, in order, and never waits for a program that has left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.sampling import Response, sample
-from meshrl.rollout.sync_batch import Seat, SyncBatch
+from meshrl.rollout.sync_batch import BatchGenerator, SyncBatch
 from meshrl.testing.engines import echo
 
 from .checkpoints import request
@@ -27,21 +27,21 @@ async def engine(tmp_path: Path) -> echo.EchoEngine:
     return built
 
 
-async def turns(seat: Seat, count: int, delay_s: float) -> list[Response]:
+async def turns(generator: BatchGenerator, count: int, delay_s: float) -> list[Response]:
     """A program of `count` turns that thinks `delay_s` before each."""
-    answers = []
+    responses = []
     for turn in range(count):
         await asyncio.sleep(delay_s)
-        answers.append(await sample(seat, request(str(turn), [3, 4 + turn])))
-    return answers
+        responses.append(await sample(generator, request(str(turn), [3, 4 + turn])))
+    return responses
 
 
-async def test_nobody_starts_before_everybody_has_asked(engine: echo.EchoEngine) -> None:
-    wave = SyncBatch(engine, 3)
-    early = [asyncio.create_task(turns(wave.seat(i), 1, 0.0)) for i in range(2)]
+async def test_no_request_starts_before_every_program_has_one(engine: echo.EchoEngine) -> None:
+    batch = SyncBatch(engine, 3)
+    early = [asyncio.create_task(turns(batch.generator(i), 1, 0.0)) for i in range(2)]
     await asyncio.sleep(0.05)
     assert engine.stats().tokens_generated == 0
-    late = await turns(wave.seat(2), 1, 0.0)
+    late = await turns(batch.generator(2), 1, 0.0)
     assert [(await task)[0].tokens.tolist() for task in early] == [[3, 4], [3, 4]]
     assert late[0].finish_reason == "stop"
 
@@ -49,26 +49,26 @@ async def test_nobody_starts_before_everybody_has_asked(engine: echo.EchoEngine)
 async def test_programs_of_different_length_all_end_when_each_leaves(
     engine: echo.EchoEngine,
 ) -> None:
-    wave = SyncBatch(engine, 4)
+    batch = SyncBatch(engine, 4)
 
     async def member(index: int) -> int:
         try:
-            return len(await turns(wave.seat(index), index, 0.003 * (4 - index)))
+            return len(await turns(batch.generator(index), index, 0.003 * (4 - index)))
         finally:
-            wave.leave(index)
+            batch.leave(index)
 
     async with asyncio.timeout(120):
         assert await asyncio.gather(*(member(i) for i in range(4))) == [0, 1, 2, 3]
 
 
-async def test_a_cancelled_member_holds_nobody_up(engine: echo.EchoEngine) -> None:
-    wave = SyncBatch(engine, 3)
+async def test_a_cancelled_program_blocks_no_other(engine: echo.EchoEngine) -> None:
+    batch = SyncBatch(engine, 3)
 
     async def member(index: int, delay_s: float) -> list[Response]:
         try:
-            return await turns(wave.seat(index), 1, delay_s)
+            return await turns(batch.generator(index), 1, delay_s)
         finally:
-            wave.leave(index)
+            batch.leave(index)
 
     asked = asyncio.create_task(member(0, 0.0))
     thinking = asyncio.create_task(member(1, 1000.0))
