@@ -1,4 +1,4 @@
-"""Configuration of the transfer queue: what a recipe says under `queue:`."""
+"""Configuration of the transfer queue: the recipe's `queue:` section."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshrl.contract.types import (
 
 
 def _spell_infinity(value: object) -> object:
-    """YAML's `.inf` is a float; the recipe's word for it is "inf"."""
+    """Spell YAML's float `.inf` as the recipe's word "inf"."""
     return "inf" if isinstance(value, float) and math.isinf(value) and value > 0 else value
 
 
@@ -35,38 +35,39 @@ Staleness = Annotated[NonNegativeInt | Literal["inf"], BeforeValidator(_spell_in
 
 
 class QueueConfig(Config):
-    """Where rows are kept, and what bounds them."""
+    """Where rows are stored, and what bounds them."""
 
     store: str = "disk"
     """A module of `meshrl.transferqueue.stores` (disk, memory, redis), or a dotted path."""
     path: Path | None = None
     """Folder of the disk store; none means `<run.dir>/queue`."""
     shards: PositiveInt = 1
-    """Queue processes, each with a store of its own (`queue`, `queue-1`, …). May grow from one start to the next, and
-    from 2 on while the run goes on: `meshrl queue add-shard`."""
+    """Queue processes, each with its own store (`queue`, `queue-1`, …). Their number may grow from start to start,
+    and from 2 on also while the run goes on (`meshrl queue add-shard`)."""
     durability: Durability = "always"
-    """What a power cut may cost: `always` nothing that was acknowledged (fsync), `none` everything. kill -9 of the
-    queue costs nothing with either (but for the memory store)."""
+    """What a power cut may lose: `always` (fsync) nothing that was acknowledged, `none` everything. kill -9 of the
+    queue loses nothing with either one (except in the memory store)."""
     reserve_bytes: NonNegativeInt = 64 << 20
-    """Free disk space (redis: of maxmemory) that rows may not use, so that they can still leave when it is full."""
+    """Free disk space (redis: part of maxmemory) that new rows may not use, so that rows can still leave."""
     memory_bytes: NonNegativeInt = 0
     """Payload that the memory store keeps in RAM; the oldest beyond it goes to a file. 0: no bound, no file."""
     redis_url: str = "redis://127.0.0.1:6379/0"
-    """redis://, rediss:// (TLS) or unix://; several, separated by commas: whichever is the master is used."""
+    """redis://, rediss:// (TLS) or unix://. Of several, separated by commas, the master's is used."""
     redis_prefix: str = ""
-    """Names the queue among others in one Redis; none means the path of `<run.dir>/queue`."""
+    """Prefix of the queue's keys, unique in the Redis; none means the path of `<run.dir>/queue`."""
     redis_password_file: Path | None = None
-    """Holds the password, which then need not stand in the URL."""
+    """A file with the password, which then is not needed in the URL."""
     compression: Literal["auto", "off", "zstd"] = "auto"
-    """Of payload on the way: `auto` between hosts, and not on loopback; lossless, about 2.5 times fewer bytes."""
+    """Compression of payload over gRPC: `auto` compresses between hosts, not on loopback. Lossless, about 2.5 times
+    fewer bytes."""
     logprob_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What rollout and reference round log-probs to: half their bytes between hosts, with an error of up to 0.03
-    (bf16) or 0.008 (fp16)."""
+    """The precision to which rollout and reference round log-probs: bf16 and fp16 halve their bytes between hosts,
+    with an error of up to 0.03 (bf16) or 0.008 (fp16)."""
     max_staleness: Staleness = 1
     """Optimizer steps between sampling and training: 0 is on-policy, "inf" fully asynchronous."""
     lease_ttl_s: PositiveFloat = 5.0
-    """A worker that is silent for so long loses its rows; one that dies loses them at once. Time in which the queue
-    itself could not hear anybody does not count."""
+    """Seconds without a renewal after which a worker loses its rows; one that dies loses them at once. Time in which
+    the queue itself could not receive renewals does not count."""
     max_attempts: PositiveInt = 3
     """Deliveries of a row to a stage before it is dead-lettered."""
     group_policy: GroupPolicy = GroupPolicy.ALL
@@ -74,17 +75,17 @@ class QueueConfig(Config):
     group_k: NonNegativeInt = 0
     """For k_of_n: how many finished rows make a group complete."""
     stale_policy: StalePolicy = StalePolicy.REISSUE
-    """What becomes of a prompt whose rows grew too old: reissue | drop."""
+    """What happens to a prompt whose rows grew too old: reissue | drop."""
     resident_batches: PositiveInt = 4
-    """Admission bound in batches where `max_staleness` is inf."""
+    """Admission bound in batches if `max_staleness` is inf."""
     resident_bytes: PositiveInt = 4 << 30
     """Payload of groups that wait to be trained; beyond it new groups wait (one batch is always admitted)."""
     resident_tokens: NonNegativeInt = 0
-    """Tokens of rows that wait to be trained; beyond it new groups wait, as with bytes. 0 is no bound."""
+    """Tokens of rows that wait to be trained; beyond it new groups wait, as with bytes. 0: no bound."""
     sampler: str = "fifo"
-    """A module of `meshrl.transferqueue.samplers`, or a dotted path: which complete group is taken next."""
+    """The order in which complete groups are taken: a module of `meshrl.transferqueue.samplers`, or a dotted path."""
     grow_bytes: PositiveInt = Field(default=256 << 20)
-    """Address space that the disk store starts with; it doubles by itself whenever it is full."""
+    """Address space with which the disk store starts; it doubles whenever it is full."""
 
     def run_spec(
         self,
@@ -94,7 +95,7 @@ class QueueConfig(Config):
         batch_groups: int,
         stages: tuple[StageSpec, ...] = (ROLLOUT_STAGE, REWARD_STAGE),
     ) -> RunSpec:
-        """The training run that this configuration asks for."""
+        """The spec of the training run of this configuration."""
         return RunSpec(
             run=run,
             group_size=group_size,

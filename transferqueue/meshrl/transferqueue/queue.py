@@ -1,11 +1,11 @@
-"""The transfer queue: the port of contract/ports.py, in process.
+"""The transfer queue: implements the port `Queue` of contract/ports.py in this process.
 
     feeder ─admit─▶ ┌────────────────────── TransferQueue ──────────────────────┐ ─take─▶ trainer
     worker ─lease─▶ │ runs in RAM ── transitions ──▶ commit log ── commits ──▶ store │ ─fetch─▶
            ─write─▶ └────────────────────────────────────────────────────────────┘
 
-Each method checks, makes one synchronous transition in RAM, and returns once the commit log says that it is durable.
-A wait is a signal and a deadline; nothing polls. See README.md for the life of a row.
+Each method checks its arguments, makes one synchronous transition in RAM, and returns when the commit log has made it
+durable. A wait is a signal and a deadline; nothing polls. README.md draws the life of a row.
 """
 
 from __future__ import annotations
@@ -53,9 +53,15 @@ from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.run_records import check_spec, compare_specs, encode_spec
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry, Signal, Wait, Waits, any_signal
-from meshrl.transferqueue.operations import admission, batches, leases, payload, progress
-from meshrl.transferqueue.operations import dead_letters as dead
-from meshrl.transferqueue.operations import why_waiting as explain
+from meshrl.transferqueue.operations import (
+    admission,
+    batches,
+    dead_letters,
+    leases,
+    payload,
+    progress,
+    why_waiting,
+)
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
 from meshrl.transferqueue.records import encode_record
@@ -63,7 +69,7 @@ from meshrl.transferqueue.store import OwnerLostError, SpaceCheck, Store, Table
 
 
 class TransferQueue(RowMethods):
-    """One queue on one store. `open` it, `close` it; it belongs to the event loop that opened it."""
+    """One queue on one store: call `open`, and `close` at the end. It belongs to the event loop that opened it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -74,17 +80,18 @@ class TransferQueue(RowMethods):
         self._waits = Waits()
         self._space = SpaceCheck(store, time.monotonic)
         self._attended: defaultdict[str, list[float]] = defaultdict(list)
-        """When the attendances of a worker began."""
-        self._opened = Signal()
+        """Per worker: when each of its heartbeat streams (`attend`) began."""
+        self._runs_signal = Signal()
+        """A run was opened, or the queue closes."""
         self._committer: asyncio.Task[None] | None = None
         self._closing = False
 
     @classmethod
     async def open(cls, store: Store) -> Self:
-        """Read the store back and serve it; the queue owns the store from here on.
+        """Read the store back and serve it; from now on the queue owns the store.
 
         Raises:
-            UserError: another process has the store, or another format wrote it. CorruptError: it cannot be read.
+            UserError: another process owns the store, or it has another format. CorruptError: it cannot be read.
         """
         queue = cls(store)
         try:
@@ -100,7 +107,7 @@ class TransferQueue(RowMethods):
         if self._closing:
             return
         self._closing = True
-        self._opened.notify()
+        self._runs_signal.notify()
         for run in self._runs.values():
             run.notify_all()
         self._commit_log.close()
@@ -116,22 +123,22 @@ class TransferQueue(RowMethods):
 
     @property
     def open_runs(self) -> Sequence[Run]:
-        """What they hold now, for whoever measures: to be read, not kept."""
+        """The runs, for metrics; do not keep references."""
         return tuple(self._runs.values())
 
     @property
     def commit_s(self) -> Durations:
-        """How long commits have taken."""
+        """Durations of the commits."""
         return self._commit_log.commit_s
 
     async def lost(self) -> OwnerLostError:
-        """Wait until another queue owns the store: this one can only end then. For ever, if that never happens."""
+        """Wait until another queue takes the store over, which ends this one; for ever if none does."""
         return await asyncio.shield(self._commit_log.ended)
 
     # --- runs
 
     async def open_run(self, spec: RunSpec) -> RunState:
-        """See the port. Raises UserError for a spec that makes no sense."""
+        """See the port. Raises UserError for a spec that cannot work."""
         self._check_open()
         run = self._runs.get(spec.run)
         if run is not None:
@@ -143,7 +150,7 @@ class TransferQueue(RowMethods):
             self._runs[spec.run] = run
             self._commit_log.put(Table.META, run.spec_key, encode_record(encode_spec(spec)))
             run.save()
-            self._opened.notify()
+            self._runs_signal.notify()
         await self._commit_log.flush()
         return run.state()
 
@@ -164,12 +171,12 @@ class TransferQueue(RowMethods):
         return answer
 
     async def publish(self, run: str, version: Version) -> None:
-        """See the port. An older version of the same epoch than the published one changes nothing."""
+        """See the port. A version older than the published one, of the same epoch, changes nothing."""
         state = self._run(run)
         state.check_epoch(version.epoch)
         if version >= state.published:
-            # A rewind names the resumed version before the fleet has it: leases that wait under an older one
-            # must hear of its commit too.
+            # A rewind publishes the resumed version before the fleet has it. Publishing it again must end the leases
+            # that wait under an older version, too.
             state.publish(version)
             state.save()
             state.notify_all()
@@ -178,7 +185,7 @@ class TransferQueue(RowMethods):
     # --- the feeder
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
-        """See the port. Raises UserError for a task that can never be answered, CapacityError for a full disk."""
+        """See the port. Raises UserError for a task that can never be processed, CapacityError for a full disk."""
         state = self._run(run)
         packed = admission.packed(state.spec, state.known_tasks, tasks)
         if packed:
@@ -223,10 +230,10 @@ class TransferQueue(RowMethods):
         version: Version | None = None,
         wait_s: float,
     ) -> Lease:
-        """See the port. A run that nobody opened yet is waited for.
+        """See the port. Waits for runs that are not open yet.
 
-        A lease that waits under a version that a publish made too old ends at once with WaitTimeoutError, so that
-        the caller asks again with the version that its engine has by now.
+        When a publish makes `version` too old, a waiting lease ends at once with WaitTimeoutError, so that the caller
+        asks again with the version that its engine has by then.
         """
         if limit < 1 or not runs:
             raise UserError(f"a lease wants at least one row of at least one run, not {limit}")
@@ -254,7 +261,7 @@ class TransferQueue(RowMethods):
                             return await self._grant(run, spec, worker, share)
                 signals = [run.rows_signals[spec.number] for run, spec in candidates]
                 with leases.waiting(candidates, worker):
-                    await any_signal([*signals, self._opened], deadline, reason)
+                    await any_signal([*signals, self._runs_signal], deadline, reason)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See the port."""
@@ -262,12 +269,12 @@ class TransferQueue(RowMethods):
         return leases.renew(state, state.stages[stage], worker, uids)
 
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """See the port. Whoever is in the process of the queue shares its event loop, and is as busy as it."""
+        """See the port. A worker in this process shares the queue's event loop, so its renewals need no thread."""
         await renewing(self, held_leases)
 
     @contextmanager
     def heartbeat(self, worker: str) -> Iterator[None]:
-        """See the port. Where a successor of the same name has come, what it was granted is left alone."""
+        """See the port. If a successor of the same name has attended since, its grants are not affected."""
         clock = asyncio.get_running_loop().time
         began = clock()
         self._attended[worker].append(began)
@@ -281,11 +288,11 @@ class TransferQueue(RowMethods):
                 del self._attended[worker]
 
     def end_no_lease(self) -> None:
-        """Renewals cannot be heard any more: no lease ends from now on."""
+        """From now on the queue cannot receive renewals: let no lease expire."""
         self._expiry.stop()
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        """See the port. Raises CapacityError for a full disk: nothing was written, the lease goes on."""
+        """See the port. Raises CapacityError for a full disk: nothing is written, the lease goes on."""
         state = self._run(run)
         spec = state.stages[stage]
         writes = leases.checked(state, spec, groups)
@@ -295,7 +302,7 @@ class TransferQueue(RowMethods):
         await self._commit_log.flush()
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
-        """See the port. Raises CapacityError for a full disk: nothing was kept, the lease goes on."""
+        """See the port. Raises CapacityError for a full disk: nothing is stored, the lease goes on."""
         state = self._run(run)
         spec = state.stages[stage]
         appends = progress.checked(state, spec, groups)
@@ -339,11 +346,11 @@ class TransferQueue(RowMethods):
     async def _take(
         self, run: str, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """`take` of any number of groups."""
+        """`take`, also of 0 groups."""
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
-            return explain.take_reason(self._run(run), groups, step)
+            return why_waiting.take_reason(self._run(run), groups, step)
 
         who = f"trainer of epoch {epoch}, batch {batch_id}"
         with self._waits.tracked(self._wait("take", (run,), who, reason)):
@@ -362,7 +369,7 @@ class TransferQueue(RowMethods):
     async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        """See the port. Arrays are read-only. Raises UserError for a column of no stage."""
+        """See the port. Arrays are read-only. Raises UserError for a column that no stage writes."""
         state = self._run(run)
         stages = state.stages.of_columns(columns)
         wanted: list[payload.Extract] = []
@@ -406,30 +413,30 @@ class TransferQueue(RowMethods):
         await self._commit_log.flush()
         return rows
 
-    # --- the books
+    # --- the ledger and dead letters
 
     async def ledger(self, run: str) -> Ledger:
-        """See the port: what is told has been made durable."""
+        """See the port. Returns when everything that the ledger counts is durable."""
         ledger = self._run(run).ledger.snapshot(run)
         await self._commit_log.flush()
         return ledger
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
-        """See the port, in the order in which they died."""
+        """See the port; in the order in which the rows died."""
         letters = [row.letter for row in self._run(run).dead_letters.values()]
         await self._commit_log.flush()
         return letters
 
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
-        """See the port. Where the group has left, its whole task comes in again."""
-        count = dead.replay(self._run(run), list(uids))
+        """See the port. If a group has left, its whole task comes in again."""
+        count = dead_letters.replay(self._run(run), list(uids))
         await self._commit_log.flush()
         return count
 
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
         """See the port."""
-        found = explain.why_waiting(self._run(run), self._waits.of(run))
-        return [*self._space.waiting(run), *found]
+        entries = why_waiting.why_waiting(self._run(run), self._waits.of(run))
+        return [*self._space.waiting(run), *entries]
 
     # --- inside
 
@@ -457,26 +464,24 @@ class TransferQueue(RowMethods):
         return Wait(kind=kind, runs=tuple(runs), who=who, since=now, reason=reason)
 
     async def _grant(self, run: Run, stage: Stage, worker: str, limit: int) -> Lease:
-        """Grant, make it durable, and read what the stage reads; a caller that went away gives the rows back."""
+        """Grant rows, make that durable, read what the stage reads; a cancelled caller gives the rows back."""
         granted = leases.grant(run, stage, worker, limit)
         try:
             await self._commit_log.flush()
             groups = await self._payload.leased(
-                [given.extract for given in granted],
+                [each.extract for each in granted],
                 stage.reads,
                 run.stages.writes,
-                [(given.token, given.deliveries) for given in granted],
+                [(each.token, each.deliveries) for each in granted],
             )
             answered = {group.task for group in groups}
-            for given in granted:
-                if given.extract.rows.task not in answered:
-                    self._check_left(run, given.extract.rows)
+            for each in granted:
+                if each.extract.rows.task not in answered:
+                    self._check_left(run, each.extract.rows)
         except asyncio.CancelledError:
             if self._runs.get(run.name) is run and not self._closing:
                 tokens = {
-                    uid: given.token
-                    for given in granted
-                    for uid in given.extract.rows.uids(run.name)
+                    uid: each.token for each in granted for uid in each.extract.rows.uids(run.name)
                 }
                 leases.release(run, stage, tokens)
             raise
@@ -499,7 +504,7 @@ class TransferQueue(RowMethods):
         return batches.read_manifest(run, taken, value)
 
     def _check_left(self, run: Run, rows: GroupRows) -> None:
-        """Payload that the store does not have is of rows that left. Raises CorruptError if they are still here."""
+        """The store lacks the payload of `rows`: they must have left. Raises CorruptError if they are resident."""
         try:
             self._run(run.name).resident(rows)
         except NotFoundError:
@@ -508,18 +513,18 @@ class TransferQueue(RowMethods):
             f"the store has lost the payload of task {rows.task} of run {run.name}", task=rows.task
         )
 
-    def _expired(self, held: Grant) -> None:
-        # One that came after the grant is another life of the worker: the one that was granted the rows died.
-        attended = any(began <= held.since for began in self._attended.get(held.worker, ()))
-        leases.expired(self._runs[held.group.run], held, attended=attended)
+    def _expired(self, grant: Grant) -> None:
+        # A stream that began after the grant belongs to a restarted worker: the one that was granted the rows died.
+        attended = any(began <= grant.since for began in self._attended.get(grant.worker, ()))
+        leases.expired(self._runs[grant.group.run], grant, attended=attended)
 
     async def _recover(self) -> None:
-        """RAM becomes what the store holds: at the start, and after a commit that failed."""
+        """Replace the state in RAM by that of the store: at the start, and after a failed commit."""
         items = await self._store.load()
         self._expiry.clear()
-        gone, self._runs = self._runs, restore(items, self._make_run)
+        discarded, self._runs = self._runs, restore(items, self._make_run)
         self._payload.forget()
         self._commit_log.restarted()
-        self._opened.notify()
-        for run in gone.values():
+        self._runs_signal.notify()
+        for run in discarded.values():
             run.notify_all()

@@ -41,7 +41,7 @@ class ShardQueue(TransferQueue):
             if text != other_than:
                 break
             await any_signal(
-                [self._written, self._opened], deadline, lambda: f"another text of {name}"
+                [self._written, self._runs_signal], deadline, lambda: f"another text of {name}"
             )
         await self._commit_log.flush()
         return ShardNote(
@@ -253,7 +253,7 @@ class ShardQueue(TransferQueue):
     def _signals(self, runs: Sequence[str], stage: str) -> list[Signal]:
         """What rings when a stage may have other rows to lease."""
         candidates = leases.leasable(self._runs, runs, stage)
-        return [*(run.rows_signals[spec.number] for run, spec in candidates), self._opened]
+        return [*(run.rows_signals[spec.number] for run, spec in candidates), self._runs_signal]
 
     async def rows(
         self,
