@@ -181,7 +181,7 @@ def _answered(uid: Uid, version: Version) -> RowWrite:
 
 
 async def _ready(found: Mesh, rows: int) -> None:
-    while (await found.queue.ledger(RUN)).resident["ready"] < rows:  # noqa: ASYNC110 - a ledger rings nobody
+    while (await found.queue.ledger(RUN)).resident["ready"] < rows:  # noqa: ASYNC110 - a ledger sends no event
         await asyncio.sleep(0.02)
 
 

@@ -44,7 +44,7 @@ class Service:
         entry = Entry(kind=self.kind, host="127.0.0.1", port=self.port, metrics_port=0)
         async with asyncio.timeout(120):
             while not await is_serving(entry):
-                assert self.process.returncode is None, self.said
+                assert self.process.returncode is None, self.output
                 await asyncio.sleep(0.02)
 
     async def kill(self) -> None:
@@ -54,7 +54,7 @@ class Service:
         await self.process.wait()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.recipe.parent / f"{self.kind}.log").read_text()[-4000:]
 
 

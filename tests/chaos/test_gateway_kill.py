@@ -36,7 +36,7 @@ def post(path, body):
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request))
 task = json.load(sys.stdin)
-said = post("/completions", {"prompt": "x", "max_tokens": 4})
+answer = post("/completions", {"prompt": "x", "max_tokens": 4})
 if os.path.exists(sys.argv[1] + ".hang"):
     # A child in a session of its own, which a signal to the group would miss.
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)

@@ -67,14 +67,14 @@ async def test_killing_scoring_processes_at_random_loses_no_score(tmp_path: Path
     draw, killed = random.Random(7), 0
     for _ in range(3):
         # One at a time, and the next only when a new process has taken its place: a sample that sees two processes
-        # die is held guilty, rightly so when nobody shoots at them.
+        # die gets the fault, which is right when nobody else kills them.
         before = judge.pids
         await asyncio.sleep(draw.uniform(0.05, 0.2))
         if scoring.done():
             break
         os.kill(draw.choice(before), signal.SIGKILL)
         killed += 1
-        while judge.pids == before:  # noqa: ASYNC110 - the pool rings nobody for this
+        while judge.pids == before:  # noqa: ASYNC110 - the pool sends no event for this
             await asyncio.sleep(0.005)
     scores = await scoring
     pids = judge.pids

@@ -48,9 +48,9 @@ def processes_of(marker: str) -> list[int]:
 
 async def submit(address: str, factor: int) -> str | None:
     """The version; None when the service died before it answered."""
-    async with RewardRegistryClient(address, retry_s=0) as wire:
+    async with RewardRegistryClient(address, retry_s=0) as client:
         with contextlib.suppress(MeshError):
-            return (await wire.submit(submission(factor))).hash
+            return (await client.submit(submission(factor))).hash
     return None
 
 
@@ -91,8 +91,8 @@ async def test_a_service_killed_while_it_changes_versions_loses_neither_versions
         await admit_all(queue, "train", GROUPS)
         await answer_all(queue, "train", GROUPS, lambda uid: f"{uid.index + 1}.5")
         async with serving(judge):
-            async with RewardRegistryClient(judge.address) as wire:
-                factors[(await wire.names()).base] = 1
+            async with RewardRegistryClient(judge.address) as client:
+                factors[(await client.names()).base] = 1
             answered: list[str] = []
             for factor in range(2, 2 + KILLS):
                 submitting = asyncio.create_task(submit(judge.address, factor))
@@ -100,8 +100,8 @@ async def test_a_service_killed_while_it_changes_versions_loses_neither_versions
                 await judge.kill()
                 version = await submitting
                 await judge.start()
-                async with RewardRegistryClient(judge.address) as wire:
-                    found = await wire.names()
+                async with RewardRegistryClient(judge.address) as client:
+                    found = await client.names()
                     known = list(found.names[0].versions) if found.names else []
                     # Answered versions are there, and the newest there is scores: a switch is made or it is not.
                     answered += [version] if version else []
@@ -118,5 +118,5 @@ async def test_a_service_killed_while_it_changes_versions_loses_neither_versions
     for hash_, reward, answer in found_rows:
         assert reward == factors.get(hash_, 9) * answer
     async with asyncio.timeout(120):  # the sandboxes of the killed ones end with them
-        while processes_of(str(tmp_path)):  # noqa: ASYNC110 - a process that ends rings nobody
+        while processes_of(str(tmp_path)):  # noqa: ASYNC110 - a process that ends sends no event
             await asyncio.sleep(0.05)

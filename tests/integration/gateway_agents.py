@@ -34,10 +34,10 @@ def leading(what: Callable[..., Awaitable[Any]]) -> dict[str, Any]:
 
 def blocking_agent(base_url: str, api_key: str, task: Any) -> float:
     with OpenAI(base_url=base_url, api_key=api_key) as client:
-        said = client.chat.completions.create(
+        answer = client.chat.completions.create(
             model="gpt-4o", messages=[{"role": "user", "content": task["prompt"]}], max_tokens=5
         )
-    assert said.usage is not None and said.usage.completion_tokens <= 5
+    assert answer.usage is not None and answer.usage.completion_tokens <= 5
     return 0.25
 
 

@@ -53,7 +53,7 @@ class Recorded:
         self._engine = engine
         self.deltas: dict[str, list[GenerateDelta]] = {}
         self.left: list[str] = []
-        """Requests that nobody read to their end."""
+        """Requests whose answer was not read to its end."""
 
     @property
     def version(self) -> Version:
@@ -64,14 +64,14 @@ class Recorded:
         return self._engine.stats()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        kept = self.deltas[request.request_id] = []
+        deltas = self.deltas[request.request_id] = []
         try:
             async with closing(self._engine.generate(request)) as stream:
                 async for delta in stream:
-                    kept.append(delta)
+                    deltas.append(delta)
                     yield delta
         finally:
-            if not kept or not kept[-1].finish_reason:
+            if not deltas or not deltas[-1].finish_reason:
                 self.left.append(request.request_id)
 
     def sampled(self, uid: Uid) -> list[GenerateDelta]:

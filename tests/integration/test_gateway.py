@@ -45,8 +45,12 @@ async def test_turns_streams_and_tool_results_are_one_row_of_what_was_sampled(
         for uid, row in rows.items():
             check_exact(mesh, uid, row)
             assert len([n for n in mesh.engine.deltas if n.startswith(str(uid))]) == 3
-            said = mesh.tokenizer.decode_all(row.tokens.tolist())
-            assert said.startswith("[add]U:") and "T:3<eos>A:" in said and "U:sure?<eos>A:" in said
+            answer = mesh.tokenizer.decode_all(row.tokens.tolist())
+            assert (
+                answer.startswith("[add]U:")
+                and "T:3<eos>A:" in answer
+                and "U:sure?<eos>A:" in answer
+            )
             assert mesh.posted(uid) is None
         # GroupRows draw for themselves.
         assert len({row.tokens.tobytes() for row in rows.values()}) == 6
@@ -57,13 +61,13 @@ async def test_log_probs_and_usage_are_those_of_the_row(talking_model: Path) -> 
     texts: list[str] = []
 
     async def ask(client: AsyncOpenAI, task: Any) -> None:
-        said = await client.chat.completions.create(
+        answer = await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "x"}], logprobs=True, max_tokens=9
         )
-        assert said.choices[0].logprobs and said.choices[0].logprobs.content and said.usage
-        heard.extend(token.logprob for token in said.choices[0].logprobs.content)
-        assert said.usage.completion_tokens == len(heard)
-        texts.append(said.choices[0].message.content or "")
+        assert answer.choices[0].logprobs and answer.choices[0].logprobs.content and answer.usage
+        heard.extend(token.logprob for token in answer.choices[0].logprobs.content)
+        assert answer.usage.completion_tokens == len(heard)
+        texts.append(answer.choices[0].message.content or "")
         stream = await client.completions.create(
             model="m",
             prompt="y",

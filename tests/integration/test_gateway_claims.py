@@ -31,11 +31,11 @@ async def claiming(model: Path, **changes: Any) -> AsyncIterator[tuple[Mesh, htt
 class Claimed:
     """A session that was given out."""
 
-    def __init__(self, mesh: Mesh, http: httpx.AsyncClient, given: dict[str, Any]) -> None:
-        self.given = given
-        self.auth = {"Authorization": f"Bearer {given['api_key']}"}
+    def __init__(self, mesh: Mesh, http: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
+        self.claimed = claimed
+        self.auth = {"Authorization": f"Bearer {claimed['api_key']}"}
         self._http = http
-        self._place = f"{mesh.url}/v1/sessions/{given['id']}"
+        self._place = f"{mesh.url}/v1/sessions/{claimed['id']}"
 
     @classmethod
     async def by(cls, mesh: Mesh, http: httpx.AsyncClient) -> Claimed:
@@ -50,7 +50,7 @@ class Claimed:
         return await self._http.post(f"{self._place}/{verb}", json=body or None, headers=self.auth)
 
 
-def says(answer: httpx.Response) -> tuple[int, str]:
+def status_and_code(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
@@ -62,10 +62,10 @@ async def test_an_external_agent_claims_a_row_and_ends_it_with_a_reward(
         assert mesh.worker.held == 0  # nobody has asked, so no row's time runs
         for score in (1.0, None):
             session = await Claimed.by(mesh, http)
-            assert session.given["task"]["ground_truth"] in ("1", "2")
-            key = session.given["api_key"]
-            # The key alone says which session it is; so does the address with it.
-            for base_url in (session.given["base_url"], f"{mesh.url}/v1"):
+            assert session.claimed["task"]["ground_truth"] in ("1", "2")
+            key = session.claimed["api_key"]
+            # The key alone says identify the session, and so does its address.
+            for base_url in (session.claimed["base_url"], f"{mesh.url}/v1"):
                 async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
                     assert (await client.models.list()).data[0].id == "policy"
                     await client.completions.create(model="m", prompt="x", max_tokens=3)
@@ -78,7 +78,7 @@ async def test_an_external_agent_claims_a_row_and_ends_it_with_a_reward(
             for _ in range(2):
                 assert (await session.post("reward", **reward)).status_code == 200
             await mesh.until("ready", 1)
-            assert says(await session.post("reward", score=9)) == (410, "session_ended")
+            assert status_and_code(await session.post("reward", score=9)) == (410, "session_ended")
         rows = await mesh.rows(2)
         rewards = [mesh.posted(uid) for uid in rows]
         assert sorted(r.score for r in rewards if r) == [1.0]
@@ -89,7 +89,7 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(talking_model: Path)
     async with claiming(talking_model, tasks=1) as (mesh, http):
         assert (await claim(mesh, http)).status_code == 201
         none = await http.post(f"{mesh.url}/v1/sessions", json={"wait_s": 0.2})
-        assert says(none) == (408, "no_row")
+        assert status_and_code(none) == (408, "no_row")
         waiting = asyncio.create_task(claim(mesh, http))
         async with asyncio.timeout(120):
             while not mesh.sessions.demand:  # noqa: ASYNC110 (nothing tells of a waiting claim)
@@ -107,12 +107,12 @@ async def test_a_session_past_its_deadline_cannot_be_finished(
 ) -> None:
     async with claiming(talking_model, deadline_s=2.0, max_attempts=1) as (mesh, http):
         session = await Claimed.by(mesh, http)
-        place, early = f"{session.given['base_url']}/reward", {"score": 1.0, "finish": False}
+        place, early = f"{session.claimed['base_url']}/reward", {"score": 1.0, "finish": False}
         assert (await http.post(place, json=early, headers=session.auth)).status_code == 200
         (letter,) = await mesh.dead()
         assert letter.outcome is Outcome.TIMEOUT
-        assert says(await session.post("finish")) == (410, "session_ended")
-        assert says(await session.post("reward", score=1.0)) == (410, "session_ended")
+        assert status_and_code(await session.post("finish")) == (410, "session_ended")
+        assert status_and_code(await session.post("reward", score=1.0)) == (410, "session_ended")
 
 
 async def test_a_session_without_requests_goes_back_unchanged(talking_model: Path) -> None:

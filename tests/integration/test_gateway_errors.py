@@ -40,7 +40,7 @@ async def completes(mesh: Mesh) -> None:
 
 
 async def refusals(model: Path, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
-    """What one session is told about each of `requests` in turn; an ordinary one is answered afterwards."""
+    """The answers of one session to each of `requests` in turn; an ordinary one is answered afterwards."""
     found: dict[str, Found] = {}
 
     async def misuse(client: AsyncOpenAI, task: Any) -> None:

@@ -57,7 +57,7 @@ async def test_a_failing_agent_may_be_the_policy_s_fault(talking_model: Path) ->
 
 
 async def test_an_agent_that_runs_out_of_room_leaves_a_truncated_row(talking_model: Path) -> None:
-    said: list[str | None] = []
+    codes: list[str | None] = []
 
     async def talk_on(client: AsyncOpenAI, task: Any) -> None:
         prompt = "x"
@@ -65,7 +65,7 @@ async def test_an_agent_that_runs_out_of_room_leaves_a_truncated_row(talking_mod
             try:
                 more = await client.completions.create(model="m", prompt=prompt, max_tokens=8)
             except openai.BadRequestError as error:
-                said.append(error.code)
+                codes.append(error.code)
                 raise
             prompt += more.choices[0].text + "and on and on"
 
@@ -73,7 +73,7 @@ async def test_an_agent_that_runs_out_of_room_leaves_a_truncated_row(talking_mod
     async with agents_mesh(talking_model, options, sampling={"max_tokens": 60}) as mesh:
         batch = await mesh.queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=60)
         assert [row.outcome for row in batch.rows] == [Outcome.TRUNCATED]
-        assert said == ["context_length_exceeded"]
+        assert codes == ["context_length_exceeded"]
 
 
 def is_alive(pid: int) -> bool:

@@ -27,7 +27,7 @@ async def cli(service: Service, *arguments: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, reward, command)
 
 
-async def told(service: Service, *arguments: str) -> str:
+async def run_command(service: Service, *arguments: str) -> str:
     result = await cli(service, *arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     return str(result.stdout)
@@ -43,31 +43,35 @@ async def test_each_command_works(tmp_path: Path) -> None:
         submit = ("submit", str(tmp_path / "r1.py"), "--name", "reward")
         limit = ("--limit", "deadline_s=2")
         tests = ("--tests", str(tmp_path / "tests.jsonl"))
-        one = (await told(service, *submit, *tests, *limit)).split()[0]
+        one = (await run_command(service, *submit, *tests, *limit)).split()[0]
         assert service.registry.manifest(one).limits == {"deadline_s": 2.0}
-        said = await told(service, "submit", str(tmp_path / "r2.py"), "--name", "reward", "--hold")
-        two = said.split()[0]
-        assert said == f"{two}  reward points to {one} (0 tests passed)\n"
-        assert await told(service, "show", "reward") == source(1)
-        assert (await told(service, "diff", "reward", one, two)).endswith("+    return 2\n")
-        assert (await told(service, "test", "reward", "--solution", "x")).startswith("1  (")
-        assert "mean 1 -> 2" in await told(
+        message = await run_command(
+            service, "submit", str(tmp_path / "r2.py"), "--name", "reward", "--hold"
+        )
+        two = message.split()[0]
+        assert message == f"{two}  reward points to {one} (0 tests passed)\n"
+        assert await run_command(service, "show", "reward") == source(1)
+        assert (await run_command(service, "diff", "reward", one, two)).endswith("+    return 2\n")
+        assert (await run_command(service, "test", "reward", "--solution", "x")).startswith("1  (")
+        assert "mean 1 -> 2" in await run_command(
             service, "compare", "reward", one, two, "--samples", str(tmp_path / "rows.jsonl")
         )
-        assert await told(service, "watch", "reward", two, "--share", "0.5") == (
+        assert await run_command(service, "watch", "reward", two, "--share", "0.5") == (
             f"watching {two} on 50% of the rows\n"
         )
-        assert await told(service, "rollback", "reward", two) == f"reward points to {two}\n"
-        listing = await told(service, "list")
+        assert await run_command(service, "rollback", "reward", two) == f"reward points to {two}\n"
+        listing = await run_command(service, "list")
         assert f"scoring: {two} (as 'reward' says)" in listing
-        assert json.loads(await told(service, "list", "--json"))["scoring"] == two
+        assert json.loads(await run_command(service, "list", "--json"))["scoring"] == two
         out = tmp_path / "scored.jsonl"
-        await told(service, "rescore", "reward", str(tmp_path / "rows.jsonl"), "--out", str(out))
+        await run_command(
+            service, "rescore", "reward", str(tmp_path / "rows.jsonl"), "--out", str(out)
+        )
         scored = [json.loads(line) for line in out.read_text().splitlines()]
         assert [(row["id"], row["score"], row["reward_hash"]) for row in scored] == [
             (n, 2.0, two) for n in range(5)
         ]
-        assert await told(service, "retire", "reward", one) == f"reward: {one} is retired\n"
+        assert await run_command(service, "retire", "reward", one) == f"reward: {one} is retired\n"
 
 
 @pytest.mark.parametrize(
@@ -121,9 +125,9 @@ async def test_the_curl_commands_of_the_docs_work_as_they_stand(tmp_path: Path) 
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
             )
-            said, _ = await process.communicate()
-            assert process.returncode == 0, (command, said)
-            assert json.loads(said)
+            output, _ = await process.communicate()
+            assert process.returncode == 0, (command, output)
+            assert json.loads(output)
 
 
 async def test_the_python_clients_return_the_service_s_answers(tmp_path: Path) -> None:
@@ -132,13 +136,13 @@ async def test_the_python_clients_return_the_service_s_answers(tmp_path: Path) -
 
         def blocking() -> Any:
             with RewardClient(service.http, token=token) as rewards:
-                made = rewards.submit(
+                version = rewards.submit(
                     "reward", source=source(3), tests=[{"solution": "", "score": 3}]
                 )
-                assert rewards.list()["scoring"] == made["hash"]
+                assert rewards.list()["scoring"] == version["hash"]
                 with pytest.raises(UserError, match="line 1"):
                     rewards.submit("reward", source="def f(:")
-                return made["hash"]
+                return version["hash"]
 
         version = await asyncio.to_thread(blocking)
         async with AsyncRewardClient(service.http, token=token) as rewards:

@@ -31,7 +31,7 @@ async def rescore(queue: Service, *arguments: str) -> Result:
 
 async def ready(queue: Queue) -> None:
     async with asyncio.timeout(120):
-        while (await queue.ledger("train")).resident["ready"] < GROUPS * GROUP:  # noqa: ASYNC110 - a ledger rings nobody
+        while (await queue.ledger("train")).resident["ready"] < GROUPS * GROUP:  # noqa: ASYNC110 - a ledger sends no event
             await asyncio.sleep(0.05)
 
 
@@ -52,9 +52,9 @@ async def test_resident_rows_are_scored_again_with_the_current_version(tmp_path:
         await answer_all(queue, "train", GROUPS, lambda uid: f"{uid.index}")
         async with serving(judge):
             await ready(queue)
-            async with RewardRegistryClient(judge.address) as wire:
+            async with RewardRegistryClient(judge.address) as client:
                 version = (
-                    await wire.submit(Submission(name="reward", source=HEAD + "    return 2\n"))
+                    await client.submit(Submission(name="reward", source=HEAD + "    return 2\n"))
                 ).hash
             done = await rescore(queues)
             assert done.exit_code == 0, done.output

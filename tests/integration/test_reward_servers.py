@@ -66,10 +66,10 @@ class Service:
 
 
 def write_tokens(path: Path) -> dict[str, str]:
-    made = {name: new_token() for name in ROLES}
-    entries = [{"name": n, "roles": ROLES[n], "sha256": digest} for n, (_, digest) in made.items()]
+    new = {name: new_token() for name in ROLES}
+    entries = [{"name": n, "roles": ROLES[n], "sha256": digest} for n, (_, digest) in new.items()]
     path.write_text(yaml.safe_dump({"tokens": entries}))
-    return {name: token for name, (token, _) in made.items()}
+    return {name: token for name, (token, _) in new.items()}
 
 
 @asynccontextmanager
@@ -87,13 +87,13 @@ async def serving(
             "sandbox": "weak" if no_bubblewrap() else "strict",
         }
     )
-    book = TokenStore(directory / "tokens.yaml") if closed else None
+    store = TokenStore(directory / "tokens.yaml") if closed else None
     limits = {"requests_per_minute": 1e6, "submissions_per_minute": 1e6, **rates}
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(open_registry(config, directory / "rewards"))
         audit = RewardAuditLog(directory / "rewards" / "audit.jsonl")
         stack.callback(audit.close)
-        guarded = GuardedRegistry(registry, Authorizer(book, **limits), audit)
+        guarded = GuardedRegistry(registry, Authorizer(store, **limits), audit)
         server_settings = ServerSettings(
             metrics_port=None, drain_grace_s=1, tls=tls or Certificates()
         )
@@ -318,9 +318,9 @@ def certificates(directory: Path) -> Certificates:
     import trustme
 
     authority = trustme.CA()
-    made = authority.issue_cert("127.0.0.1", "localhost")
-    made.private_key_pem.write_to_path(directory / "key.pem")
-    for number, blob in enumerate(made.cert_chain_pems):
+    certificate = authority.issue_cert("127.0.0.1", "localhost")
+    certificate.private_key_pem.write_to_path(directory / "key.pem")
+    for number, blob in enumerate(certificate.cert_chain_pems):
         blob.write_to_path(directory / "cert.pem", append=number > 0)
     authority.cert_pem.write_to_path(directory / "ca.pem")
     names = {"cert": "cert.pem", "key": "key.pem", "ca": "ca.pem", "client_ca": "ca.pem"}
@@ -452,7 +452,7 @@ def test_any_authorization_header_is_either_refused_or_known(text: str) -> None:
 
     with TemporaryDirectory() as directory:
         tokens = write_tokens(Path(directory) / "tokens.yaml")
-        book = TokenStore(Path(directory) / "tokens.yaml")
-        assert book.find(f"Bearer {tokens['boss']}").name == "boss"
+        store = TokenStore(Path(directory) / "tokens.yaml")
+        assert store.find(f"Bearer {tokens['boss']}").name == "boss"
         with pytest.raises(errors.UnauthenticatedError):
-            book.find(text)
+            store.find(text)

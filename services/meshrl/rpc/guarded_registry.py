@@ -32,7 +32,7 @@ ROLES: Mapping[Callable[..., Any], Role] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What a server knows of who calls."""
+    """What a server knows of a caller."""
 
     authorization: str
     """The `Authorization` header, or empty."""

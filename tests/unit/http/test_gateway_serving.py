@@ -32,23 +32,23 @@ def recipe(path: Path, options: dict[str, Any], **gateway: Any) -> Recipe:
 async def test_a_gateway_writes_its_address_while_it_serves(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path)
     wanted = recipe(tmp_path, {"external": True})
-    async with gateway_of(wanted, tokenizer, SETTINGS, name="rollout-1") as book:
-        assert book is not None
-        (told,) = (tmp_path / "run" / "gateways").iterdir()
-        assert json.loads(told.read_text())["url"] == book.url
-        async with httpx.AsyncClient(base_url=book.url, timeout=60) as http:
+    async with gateway_of(wanted, tokenizer, SETTINGS, name="rollout-1") as sessions:
+        assert sessions is not None
+        (file,) = (tmp_path / "run" / "gateways").iterdir()
+        assert json.loads(file.read_text())["url"] == sessions.url
+        async with httpx.AsyncClient(base_url=sessions.url, timeout=60) as http:
             assert (await http.get("/health")).json() == {"status": "serving", "sessions": 0}
             document = (await http.get("/openapi.json")).json()
             assert "/sessions/{session_id}/v1/chat/completions" in document["paths"]
             answer = await http.post("/v1/chat/completions", content=b"x" * 100_000)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert not told.exists()
+    assert not file.exists()
 
 
 async def test_a_program_without_agents_has_no_gateway(tmp_path: Path) -> None:
     plain = Recipe.model_validate({"run": {"name": "r"}, "model": {"path": tmp_path}})
-    async with gateway_of(plain, None, SETTINGS, name="w") as book:  # type: ignore[arg-type]
-        assert book is None
+    async with gateway_of(plain, None, SETTINGS, name="w") as sessions:  # type: ignore[arg-type]
+        assert sessions is None
     assert all(POSTED_REWARD not in stage.writes for stage in train_spec(plain).stages)
 
 
@@ -80,10 +80,10 @@ async def test_a_gateway_without_protection_gives_out_no_sessions(tmp_path: Path
     tokenizer = chat_tokenizer(tmp_path)
     settings = ServerSettings(metrics_port=None, allow_insecure_bind=True)
     wanted = recipe(tmp_path, {"external": True}, host="0.0.0.0")
-    async with gateway_of(wanted, tokenizer, settings, name="w") as book:
-        assert book is not None
+    async with gateway_of(wanted, tokenizer, settings, name="w") as sessions:
+        assert sessions is not None
         async with httpx.AsyncClient(timeout=60) as http:
-            local = book.url.replace("0.0.0.0", "127.0.0.1")
+            local = sessions.url.replace("0.0.0.0", "127.0.0.1")
             assert (await http.post(f"{local}/v1/sessions", json={})).status_code == 403
 
 

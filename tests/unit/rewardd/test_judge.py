@@ -347,7 +347,7 @@ async def test_what_was_hashed_is_what_scores_even_after_an_edit(
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "expected"),
     [
         (
             "def compute_score(answer):\n    return 1\n",
@@ -361,13 +361,13 @@ async def test_what_was_hashed_is_what_scores_even_after_an_edit(
     ],
 )
 async def test_a_file_that_cannot_be_loaded_is_refused_at_start(
-    make: Make, tmp_path: Path, source: str, said: str
+    make: Make, tmp_path: Path, source: str, expected: str
 ) -> None:
     deadline_s = 4.0 if "sleep" in source else 60.0
     judge = make(source, start_deadline_s=deadline_s)
     with pytest.raises(ConfigError) as refused:
         await judge.start()
-    assert said in str(refused.value)
+    assert expected in str(refused.value)
     assert str(tmp_path / "reward.py") in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -59,15 +59,15 @@ class Server:
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    made = Server()
+    server = Server()
     tasks: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        tasks.add(asyncio.ensure_future(made.serve(reader, writer)))
+        tasks.add(asyncio.ensure_future(server.serve(reader, writer)))
 
     listening = await asyncio.start_server(connected, "127.0.0.1", 0)
-    made.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    yield made
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    yield server
     listening.close()
     for task in tasks:
         task.cancel()
@@ -111,7 +111,7 @@ async def test_an_http_judge_gets_the_sample_and_gives_a_score(
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "expected"),
     [
         ((200, b"NaN"), "the http judge returned NaN"),
         ((200, "1"), "the http judge returned str '1', not a number"),
@@ -122,12 +122,12 @@ async def test_an_http_judge_gets_the_sample_and_gives_a_score(
     ],
 )
 async def test_an_answer_that_is_no_score_is_a_fault_and_not_retried(
-    server: Server, answer: Answer, said: str
+    server: Server, answer: Answer, expected: str
 ) -> None:
     server.handler = lambda path, body: answer
     (score,) = await scored(config("http", server.url), sample("x"))
     assert score.outcome is Outcome.INFRA_FAULT
-    assert said in score.reason
+    assert expected in score.reason
     assert len(server.asked) == 1
 
 
@@ -272,7 +272,7 @@ async def test_a_part_that_fails_leaves_no_half_reward(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("judge", "said"),
+    ("judge", "expected"),
     [
         ({"kind": "htp"}, "no judges named 'htp'; did you mean 'http'?"),
         ({"kind": "http"}, "options of judge 'http': url: Field required (it takes: url, "),
@@ -287,10 +287,10 @@ async def test_a_part_that_fails_leaves_no_half_reward(server: Server) -> None:
         ),
     ],
 )
-def test_wrong_options_are_refused_when_the_judge_is_built(judge: Any, said: str) -> None:
+def test_wrong_options_are_refused_when_the_judge_is_built(judge: Any, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_judge(RewardConfig.model_validate({"judges": [judge]}))
-    assert said in str(error.value)
+    assert expected in str(error.value)
 
 
 async def test_a_reward_model_scores_conversations_alike_alone_and_in_a_batch(

@@ -188,9 +188,9 @@ def humaneval(count: int) -> list[Any]:
 async def test_solutions_of_humaneval_pass_and_wrong_ones_do_not(judge: PoolJudge) -> None:
     problems = humaneval(8)
     right = [(p["canonical_solution"], p) for p in problems]
-    whole = [(f"```python\n{p['prompt']}{p['canonical_solution']}```", p) for p in problems]
+    complete = [(f"```python\n{p['prompt']}{p['canonical_solution']}```", p) for p in problems]
     wrong = [("    return None\n", p) for p in problems]
-    scores = await run(judge, *right, *whole, *wrong)
+    scores = await run(judge, *right, *complete, *wrong)
     assert [s.score for s in scores] == [1.0] * 16 + [0.0] * 8
 
 

@@ -65,9 +65,9 @@ async def opened(tmp_path: Path) -> AsyncIterator[Open]:
             "sandbox": SANDBOX,
         }
         held = open_registry(RewardConfig.model_validate(fields), tmp_path / "rewards")
-        made = await held.__aenter__()
+        opened = await held.__aenter__()
         closers.append(lambda: held.__aexit__(None, None, None))
-        return made
+        return opened
 
     yield make
     for close in closers:
@@ -403,11 +403,11 @@ name = store.names().get("reward", Name(name="reward"))
 print("go", flush=True)
 for number in range(len(name.versions), 100_000):
     source = f"def compute_score(**kwargs):\\n    return {number}\\n" + "#" * 5000
-    made = store.add(checked(Submission(name="reward", source=source), RegistryConfig(), Limits()))
-    point = [Event(action=a, hash=made.hash, by="x", at=0.0) for a in (Action.SUBMIT, Action.POINT)]
+    manifest = store.add(checked(Submission(name="reward", source=source), RegistryConfig(), Limits()))
+    point = [Event(action=a, hash=manifest.hash, by="x", at=0.0) for a in (Action.SUBMIT, Action.POINT)]
     name = name.after(*point)
     store.save(name)
-    print(made.hash, flush=True)
+    print(manifest.hash, flush=True)
 """
 
 

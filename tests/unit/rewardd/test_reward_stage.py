@@ -47,16 +47,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 async def judge(tmp_path: Path) -> AsyncIterator[PoolJudge]:
     path = tmp_path / "reward.py"
     path.write_text(SOURCE)
-    made = build_judge(RewardConfig(custom_reward_function=CustomRewardFunctionConfig(path=path)))
-    yield made
-    await made.close()
+    judge = build_judge(RewardConfig(custom_reward_function=CustomRewardFunctionConfig(path=path)))
+    yield judge
+    await judge.close()
 
 
 @pytest.fixture
 async def queue() -> AsyncIterator[TransferQueue]:
-    made = await TransferQueue.open(MemoryStore())
-    yield made
-    await made.close()
+    queue = await TransferQueue.open(MemoryStore())
+    yield queue
+    await queue.close()
 
 
 def rollout_of(row: LeasedRow, text: str) -> RowWrite:

@@ -210,9 +210,9 @@ def test_a_data_source_without_a_scorer_is_an_error_and_not_scored() -> None:
 
 
 def test_geometry_pays_a_tenth_for_the_form() -> None:
-    said = r"<think>hm</think> \boxed{4}"
-    assert verl.compute_score("hiyouga/geometry3k", said, "4") == pytest.approx(1.0)
-    assert verl.compute_score("hiyouga/geometry3k", said, "5") == pytest.approx(0.1)
+    response = r"<think>hm</think> \boxed{4}"
+    assert verl.compute_score("hiyouga/geometry3k", response, "4") == pytest.approx(1.0)
+    assert verl.compute_score("hiyouga/geometry3k", response, "5") == pytest.approx(0.1)
     assert verl.compute_score("hiyouga/geometry3k", r"\boxed{4}", "4") == pytest.approx(0.9)
 
 

@@ -128,7 +128,7 @@ def test_importing_rewardd_imports_neither_torch_nor_sympy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "expected"),
     [
         ({"name": "gsm8k", "kwargs": {"methd": "strict"}}, "it takes: method, format_score, score"),
         ({"name": "format", "kwargs": {"pattern": "("}}, "not a regular expression"),
@@ -136,12 +136,12 @@ def test_importing_rewardd_imports_neither_torch_nor_sympy() -> None:
     ],
 )
 async def test_wrong_arguments_of_a_built_in_are_refused_at_start(
-    entry: dict[str, Any], said: str
+    entry: dict[str, Any], expected: str
 ) -> None:
     judge = build_judge(functions(entry))
     with pytest.raises(ConfigError) as error:
         await judge.start()
-    assert said in str(error.value)
+    assert expected in str(error.value)
     assert f"kwargs of reward {entry['name']!r}" in str(error.value)
 
 

@@ -16,9 +16,9 @@ from meshrl.rewardd.sandbox.sandbox import NOBODY, WeakSandbox
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Not pytest's own: these are closed to others."""
-    made = Path(tempfile.mkdtemp())
-    yield made
-    shutil.rmtree(made)
+    path = Path(tempfile.mkdtemp())
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

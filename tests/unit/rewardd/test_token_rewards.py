@@ -79,7 +79,7 @@ def test_a_function_without_token_rewards_joins_the_others_at_the_last_token() -
 
 
 class Fixed:
-    """A judge that always says the same."""
+    """A judge that always gives the same score."""
 
     reward_hash = "fixed"
 
@@ -100,9 +100,9 @@ class Fixed:
 
 async def test_judges_add_up_per_token_as_functions_do() -> None:
     def parts(*judges: Fixed, gate: float | None = None) -> CompositeJudge:
-        made = [Part(label=str(n), judge=judge, weight=2.0) for n, judge in enumerate(judges)]
-        made[0] = Part(label="0", judge=judges[0], weight=2.0, gate=gate)
-        return CompositeJudge(made, "h")
+        parts = [Part(label=str(n), judge=judge, weight=2.0) for n, judge in enumerate(judges)]
+        parts[0] = Part(label="0", judge=judges[0], weight=2.0, gate=gate)
+        return CompositeJudge(parts, "h")
 
     row = Sample(
         uid=Uid("r", "t", 0), data_source="", solution="", ground_truth=None, extra_info={}

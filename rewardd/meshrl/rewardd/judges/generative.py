@@ -90,9 +90,9 @@ class GenerativeJudge(RemoteJudge):
         )
 
     def _parsed(self, answer: str) -> float | None:
-        found = self._pattern.findall(answer)
+        matches = self._pattern.findall(answer)
         try:
-            first = found[-1] if isinstance(found[-1], str) else found[-1][0]
+            first = matches[-1] if isinstance(matches[-1], str) else matches[-1][0]
             score = float(first) / self._config.scale
         except (IndexError, ValueError):
             return None

@@ -194,9 +194,9 @@ def _module_sources(origin: str, seen: set[str]) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(REWARDS):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             for name in [node.module or "", *names] if node.module != REWARDS else names:
-                found = importlib.util.find_spec(name) if _is_module(name) else None
-                if found and found.origin and found.origin not in seen:
-                    yield from _module_sources(found.origin, seen)
+                spec = importlib.util.find_spec(name) if _is_module(name) else None
+                if spec and spec.origin and spec.origin not in seen:
+                    yield from _module_sources(spec.origin, seen)
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["REQUIRES"]:
             for package in ast.literal_eval(node.value):
                 yield f"{package}=={_version(package)}"

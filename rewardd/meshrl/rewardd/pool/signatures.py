@@ -103,7 +103,7 @@ def _of_steps(name: str, result: Any, arguments: dict[str, Any]) -> Any:
                 f"{name}: step {number} is {_shape(step)}, not a number or a pair (end, number)"
             )
     scores = [float(step[1] if _is_pair(step) else step) for step in result]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "score": sum(scores),
         "steps": len(scores),
         "step_min": min(scores, default=0.0),
@@ -112,8 +112,8 @@ def _of_steps(name: str, result: Any, arguments: dict[str, Any]) -> Any:
     token_ends = (arguments["extra_info"] or {}).get("token_ends")
     if token_ends is not None:
         ends = _ends(name, result, arguments["solution_str"])
-        found["token_rewards"] = _at_tokens(ends, scores, token_ends)
-    return found
+        summary["token_rewards"] = _at_tokens(ends, scores, token_ends)
+    return summary
 
 
 def _is_pair(step: Any) -> bool:

@@ -75,16 +75,16 @@ def _check_case(where: str, case: Case) -> None:
 
 
 def _dependency(text: str, config: RegistryConfig) -> str:
-    found = REQUIREMENT.fullmatch(text.strip())
-    if not found:
+    match = REQUIREMENT.fullmatch(text.strip())
+    if not match:
         raise UserError(f"dependency {text[:80]!r}: want a package's name, or name==version")
     allowed = {_normal(name): name for name in config.allowed_dependencies}
-    if _normal(found[1]) not in allowed:
-        near = difflib.get_close_matches(_normal(found[1]), allowed, n=1)
+    if _normal(match[1]) not in allowed:
+        near = difflib.get_close_matches(_normal(match[1]), allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         has = ", ".join(sorted(allowed.values())) or "none"
-        raise UserError(f"dependency {found[1]!r} is not allowed here{hint} (allowed: {has})")
-    return _normal(found[1]) + (found[2] or "")
+        raise UserError(f"dependency {match[1]!r} is not allowed here{hint} (allowed: {has})")
+    return _normal(match[1]) + (match[2] or "")
 
 
 def _normal(name: str) -> str:
@@ -211,11 +211,13 @@ def _check_archive(archive: zipfile.ZipFile, limit: int) -> None:
 def _module_file(archive: zipfile.ZipFile, module: str) -> str:
     path = module.replace(".", "/")
     names = set(archive.namelist())
-    found = next((file for file in (f"{path}.py", f"{path}/__init__.py") if file in names), None)
-    if found is None:
+    file_name = next(
+        (file for file in (f"{path}.py", f"{path}/__init__.py") if file in names), None
+    )
+    if file_name is None:
         has = ", ".join(sorted(n for n in names if n.endswith(".py"))[:5]) or "no Python file"
         raise UserError(f"the wheel has no module {module!r} (it has {has})")
-    return found
+    return file_name
 
 
 def _read(archive: zipfile.ZipFile, file: str, limit: int) -> str:

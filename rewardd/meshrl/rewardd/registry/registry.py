@@ -150,25 +150,25 @@ class Registry:
         """
         if version == RECIPE and name == self.followed:
             return self._base
-        found = self.name(name)
+        entry = self.name(name)
         if not version:
-            if not found.current:
+            if not entry.current:
                 raise NotFoundError(
-                    f"reward {name!r} points to no version; name one of {_short(found)}"
+                    f"reward {name!r} points to no version; name one of {_short(entry)}"
                 )
-            return found.current
-        matching = [known for known in found.versions if known.startswith(version)]
+            return entry.current
+        matching = [known for known in entry.versions if known.startswith(version)]
         if len(matching) != 1:
             what = "no version" if not matching else f"{len(matching)} versions"
             raise NotFoundError(
-                f"reward {name!r} has {what} that start with {version[:40]!r}; it has {_short(found)}"
+                f"reward {name!r} has {what} that start with {version[:40]!r}; it has {_short(entry)}"
             )
         return matching[0]
 
     def version(self, name: str, version: str) -> tuple[Manifest, bytes, tuple[Case, ...]]:
         """One version with what was submitted and the tests that came with it. Raises NotFoundError."""
-        found = self.resolve(name, version)
-        return self.manifest(found), self.content(found), self._store.cases(found)
+        target = self.resolve(name, version)
+        return self.manifest(target), self.content(target), self._store.cases(target)
 
     def manifest(self, version: str) -> Manifest:
         """Of a version. Raises NotFoundError."""
@@ -229,18 +229,18 @@ class Registry:
             ConflictError: there is no version before, or `version` is retired.
         """
         async with self._names_lock:
-            found = self.name(name)
-            wanted = self.resolve(name, version) if version else found.previous
-            if not wanted or wanted == self._base:
+            entry = self.name(name)
+            target = self.resolve(name, version) if version else entry.previous
+            if not target or target == self._base:
                 raise ConflictError(
-                    f"reward {name!r} has no version before {found.current or 'the first'}"
+                    f"reward {name!r} has no version before {entry.current or 'the first'}"
                 )
-            _refuse_retired(found, wanted)
-            async with self._cache.borrow(wanted):
-                if wanted != found.current:
-                    moved = _event(Action.POINT, wanted, by, note="roll back")
-                    found = await self._append(found, moved)
-            return found
+            _refuse_retired(entry, target)
+            async with self._cache.borrow(target):
+                if target != entry.current:
+                    moved = _event(Action.POINT, target, by, note="roll back")
+                    entry = await self._append(entry, moved)
+            return entry
 
     async def retire(self, by: str, name: str, version: str) -> Name:
         """Forbid `version` to score under `name`; idempotent.
@@ -249,17 +249,17 @@ class Registry:
             ConflictError: the name points to it.
         """
         async with self._names_lock:
-            found = self.name(name)
-            wanted = self.resolve(name, version)
-            if wanted == self._base:
+            entry = self.name(name)
+            target = self.resolve(name, version)
+            if target == self._base:
                 raise ConflictError("the recipe's own functions cannot be retired: edit the recipe")
-            if wanted == found.current:
+            if target == entry.current:
                 raise ConflictError(
-                    f"reward {name!r} points to {wanted}: roll back or submit another first"
+                    f"reward {name!r} points to {target}: roll back or submit another first"
                 )
-            if wanted not in found.retired:
-                found = await self._append(found, _event(Action.RETIRE, wanted, by))
-            return found
+            if target not in entry.retired:
+                entry = await self._append(entry, _event(Action.RETIRE, target, by))
+            return entry
 
     async def watch(self, by: str, name: str, version: str, share: float) -> Name:
         """Score `share` (0 to 1) of the run's rows with `version` too and compare; 1 is a shadow, 0 ends it.
@@ -271,23 +271,23 @@ class Registry:
         if not (math.isfinite(share) and 0 <= share <= 1):
             raise UserError(f"share is {share}; want 0 to 1")
         async with self._names_lock:
-            found = self.name(name)
-            wanted = self.resolve(name, version)
+            entry = self.name(name)
+            target = self.resolve(name, version)
             if name != self.followed:
                 raise ConflictError(
                     f"the run follows {self.followed!r}, not {name!r}: there is nothing to compare"
                 )
-            _refuse_retired(found, wanted)
-            if wanted in (found.current, self._base):
-                raise ConflictError(f"{wanted} scores the run already")
-            async with self._cache.borrow(wanted):
-                return await self._append(found, _event(Action.WATCH, wanted, by, share=share))
+            _refuse_retired(entry, target)
+            if target in (entry.current, self._base):
+                raise ConflictError(f"{target} scores the run already")
+            async with self._cache.borrow(target):
+                return await self._append(entry, _event(Action.WATCH, target, by, share=share))
 
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
         """Score `samples` with a version of `name`; nothing of it enters the run. Raises NotFoundError."""
         _check_count(samples)
-        wanted = self.resolve(name, version)
-        async with self._cache.borrow(wanted) as judge:
+        target = self.resolve(name, version)
+        async with self._cache.borrow(target) as judge:
             return await judge.score(samples)
 
     async def compare(self, name: str, a: str, b: str, samples: Sequence[Sample]) -> Differences:

@@ -109,7 +109,7 @@ class Environment:
             raise ConfigError(f"installing {self._named} took more than {BUILD_S:g} s") from error
         if done.returncode != 0:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-            why = (errors or done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+            why = (errors or done.stderr.strip().splitlines() or ["pip printed no reason"])[-1]
             raise ConfigError(f"{self._named} cannot be installed from {wheelhouse}: {why[:300]}")
 
     @property
@@ -145,14 +145,14 @@ def environment_of(
 
 
 def _installed(text: str) -> bool:
-    found = REQUIREMENT.fullmatch(text.strip())
-    if found is None:
+    match = REQUIREMENT.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(f"dependency {text[:80]!r}: want a package's name, or name==version")
     try:
-        version = importlib.metadata.version(found[1])
+        version = importlib.metadata.version(match[1])
     except importlib.metadata.PackageNotFoundError:
         return False
-    return found[2] in (None, version)
+    return match[2] in (None, version)
 
 
 @contextmanager

@@ -54,9 +54,9 @@ class Limits(Config):
                 f"limit {'.'.join(map(str, first['loc']))}: {first['msg']}"
             ) from error
         for name in asked:
-            bound, wanted = getattr(self, name), getattr(limits, name)
-            if bound is not None and (wanted is None or wanted > bound):
+            bound, value = getattr(self, name), getattr(limits, name)
+            if bound is not None and (value is None or value > bound):
                 raise ConfigError(
-                    f"limit {name} = {wanted} exceeds what the operator allows ({bound})"
+                    f"limit {name} = {value} exceeds what the operator allows ({bound})"
                 )
         return limits

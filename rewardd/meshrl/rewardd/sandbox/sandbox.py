@@ -247,7 +247,7 @@ def no_bubblewrap() -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"bwrap does not run: {error}"
     if done.returncode != 0:
-        return f"bwrap says {(done.stderr.strip().splitlines() or ['nothing'])[-1]!r}"
+        return f"bwrap fails with {(done.stderr.strip().splitlines() or ['nothing'])[-1]!r}"
     return None
 
 
@@ -298,14 +298,14 @@ def system_paths() -> list[Path]:
 
 def python_paths() -> set[Path]:
     """This interpreter, its packages, and the packages of ours that a scoring process imports."""
-    rooms = {
+    ours = {
         Path(portion)
         for portion in meshrl.__path__
-        if any((Path(portion) / room).is_dir() for room in ("contract", "rewardd"))
+        if any((Path(portion) / name).is_dir() for name in ("contract", "rewardd"))
     }
     packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
-    found = {Path(sys.base_prefix), Path(sys.prefix), *packages, *rooms}
-    return {path for path in found if path.is_dir() and not path.is_relative_to("/usr")}
+    paths = {Path(sys.base_prefix), Path(sys.prefix), *packages, *ours}
+    return {path for path in paths if path.is_dir() and not path.is_relative_to("/usr")}
 
 
 def _confinement(level: Isolation, user: int | None, search: Sequence[Path]) -> Json:

@@ -55,9 +55,9 @@ async def _rescore(queue: Queue, run: str, patience: float) -> int:
     left = total
     while left:
         await asyncio.sleep(TELL_EVERY_S)
-        now, found = time.monotonic(), max(0, await _pending(queue, run) - pending)
-        if found < left:
-            left, moved = found, now
+        now, waiting = time.monotonic(), max(0, await _pending(queue, run) - pending)
+        if waiting < left:
+            left, moved = waiting, now
         done = total - left
         click.echo(f"{done} of {total} rows, {done / (now - began):.0f} rows/s", err=True)
         if now - moved > patience:

@@ -134,7 +134,7 @@ def list_(context: click.Context, as_json: bool) -> None:
     of = "the recipe's own" if found.scoring == found.base else f"as {found.followed!r} says"
     click.echo(f"scoring: {found.scoring} ({of})")
     if found.HasField("watch"):
-        _tell(found.watch)
+        _print_differences(found.watch)
     if found.http_address:
         click.echo(f"HTTP: {found.http_address} (pages: {found.http_address}/docs)")
 
@@ -240,8 +240,8 @@ def compare(context: click.Context, name: str, a: str, b: str, samples: Path | N
 
     `recipe` stands for the functions of the recipe.
     """
-    given = [sample for _, sample in _samples(samples)] if samples else []
-    _tell(_ask(context, lambda client: client.compare(name, a, b, given)))
+    chosen = [sample for _, sample in _samples(samples)] if samples else []
+    _print_differences(_ask(context, lambda client: client.compare(name, a, b, chosen)))
 
 
 @reward.command()
@@ -252,22 +252,22 @@ def compare(context: click.Context, name: str, a: str, b: str, samples: Path | N
 @click.pass_context
 def rescore(context: click.Context, name: str, rows: Path, version: str, out: Path) -> None:
     """Score stored ROWS (JSON lines: solution, ground_truth ...) again; prints progress and rate."""
-    given = list(_samples(rows))
+    numbered = list(_samples(rows))
     began = time.monotonic()
 
     async def all_of_it(client: Any) -> tuple[int, int]:
         done = faults = 0
         draft = out.with_name(f".{out.name}.writing")
         with draft.open("w") as file:
-            for start in range(0, len(given), RESCORE_ROWS):
-                part = given[start : start + RESCORE_ROWS]
+            for start in range(0, len(numbered), RESCORE_ROWS):
+                part = numbered[start : start + RESCORE_ROWS]
                 scores = await client.score(name, version, [sample for _, sample in part])
                 for (row, _), score in zip(part, scores, strict=True):
                     faults += not score.outcome.trainable
                     file.write(json.dumps({**row, **_scored(score)}) + "\n")
                 done += len(part)
                 rate = done / (time.monotonic() - began)
-                click.echo(f"{done} of {len(given)} rows, {rate:.0f} rows/s", err=True)
+                click.echo(f"{done} of {len(numbered)} rows, {rate:.0f} rows/s", err=True)
         draft.replace(out)
         return done, faults
 
@@ -282,13 +282,13 @@ def token(name: str, roles: str) -> None:
     """Make a token for NAME: the token on stderr, its line for reward.registry.tokens on stdout."""
     from meshrl.rpc.auth import Role, new_token
 
-    wanted = [role.strip() for role in roles.split(",")]
-    unknown = [role for role in wanted if role not in set(Role)]
+    chosen = [role.strip() for role in roles.split(",")]
+    unknown = [role for role in chosen if role not in set(Role)]
     if unknown:
         raise UserError(f"no role {unknown[0]!r}; there are {', '.join(Role)}")
-    made, digest = new_token()
-    click.echo(f"the token, shown this once: {made}", err=True)
-    click.echo(f"  - {{name: {json.dumps(name)}, roles: [{', '.join(wanted)}], sha256: {digest}}}")
+    token, digest = new_token()
+    click.echo(f"the token, shown this once: {token}", err=True)
+    click.echo(f"  - {{name: {json.dumps(name)}, roles: [{', '.join(chosen)}], sha256: {digest}}}")
 
 
 def _scored(score: Any) -> dict[str, Json]:
@@ -297,12 +297,18 @@ def _scored(score: Any) -> dict[str, Json]:
     return {"score": score.score, "outcome": score.outcome, "reward_hash": score.reward_hash}
 
 
-def _tell(found: Any) -> None:
-    click.echo(f"{found.a} -> {found.b}: {found.compared} of {found.rows} rows scored by both")
-    click.echo(f"  equal {found.equal}, mean {found.mean_a:.4g} -> {found.mean_b:.4g}")
-    if found.faults_a or found.faults_b or found.skipped:
-        click.echo(f"  no score: {found.faults_a} -> {found.faults_b}; left out: {found.skipped}")
-    for one in found.largest:
+def _print_differences(differences: Any) -> None:
+    click.echo(
+        f"{differences.a} -> {differences.b}: {differences.compared} of {differences.rows} rows scored by both"
+    )
+    click.echo(
+        f"  equal {differences.equal}, mean {differences.mean_a:.4g} -> {differences.mean_b:.4g}"
+    )
+    if differences.faults_a or differences.faults_b or differences.skipped:
+        click.echo(
+            f"  no score: {differences.faults_a} -> {differences.faults_b}; left out: {differences.skipped}"
+        )
+    for one in differences.largest:
         click.echo(f"  {one.uid}: {one.a:g} -> {one.b:g}")
 
 

@@ -147,8 +147,8 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
     @router.post("/completions", tags=["openai"])
     async def completions(body: m.CompletionBody, request: Request, token: Token) -> Response:
         """Continue a prompt; the answer becomes part of the session's row."""
-        wanted = body.logprobs is not None  # 0 means: log-probs of the sampled tokens only
-        return await answer(body, request, token, chat=False, logprobs=wanted)
+        logprobs = body.logprobs is not None  # 0 means: log-probs of the sampled tokens only
+        return await answer(body, request, token, chat=False, logprobs=logprobs)
 
     @router.get("/models", tags=["openai"])
     async def list_models(request: Request, token: Token) -> dict[str, Any]:

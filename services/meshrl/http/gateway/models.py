@@ -62,12 +62,12 @@ class MessageBody(Body):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        found: dict[str, Json] = {
+        message: dict[str, Json] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": content or "",
         }
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -78,8 +78,8 @@ class MessageBody(Body):
                 }
                 for call in self.tool_calls
             ]
-        found |= {k: v for k in ("name", "tool_call_id") if (v := getattr(self, k)) is not None}
-        return found
+        message |= {k: v for k in ("name", "tool_call_id") if (v := getattr(self, k)) is not None}
+        return message
 
 
 class FunctionSchema(Body):

@@ -56,7 +56,7 @@ async def gateway_of(
         app, config.host, port, tls, name="gateway", at_once=config.max_connections
     ) as url:
         sessions.url = url
-        with _announced(recipe.run.path / "gateways" / f"{name}.json", url):
+        with _address_file(recipe.run.path / "gateways" / f"{name}.json", url):
             try:
                 yield sessions
             finally:
@@ -93,12 +93,12 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
 
 def _number(name: str) -> int:
     """Number of a worker on its machine: 3 for `rollout-3`."""
-    found = re.search(r"-(\d+)$", name)
-    return int(found[1]) if found else 0
+    match = re.search(r"-(\d+)$", name)
+    return int(match[1]) if match else 0
 
 
 @contextmanager
-def _announced(path: Path, url: str) -> Iterator[None]:
+def _address_file(path: Path, url: str) -> Iterator[None]:
     """A file with the gateway's address, while it serves."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps({"url": url, "pid": os.getpid()}) + "\n")

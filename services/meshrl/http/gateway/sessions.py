@@ -155,8 +155,8 @@ def address(url: str, session: Session) -> Address:
     return Address(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.token)
 
 
-def _check_id(session_id: str, wanted: str | None) -> None:
-    if wanted is not None and wanted != session_id:
+def _check_id(session_id: str, expected: str | None) -> None:
+    if expected is not None and expected != session_id:
         raise ForbiddenError("this API key belongs to another session")
 
 
