@@ -258,7 +258,7 @@ async def test_a_replica_that_recovers_is_leased_to_again(
     assert ledger.dead_lettered == {}
 
 
-async def test_an_engine_that_fails_every_probe_is_to_be_replaced(
+async def test_an_engine_that_fails_every_probe_must_be_replaced(
     queue: TransferQueue, engine: echo.EchoEngine
 ) -> None:
     await open_run(queue, tasks(8), max_attempts=1000)
@@ -266,7 +266,7 @@ async def test_an_engine_that_fails_every_probe_is_to_be_replaced(
     engine.behave(Behaviour.FAIL)
     fast = CircuitBreakerConfig(pause_s=0.001, longest_pause_s=0.002)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8, breaker=fast)
-    with pytest.raises(InfraError, match=r"fails every request.*told to fail.*started anew"):
+    with pytest.raises(InfraError, match=r"fails every request.*told to fail.*restarted"):
         await worker.run()
     assert (await queue.ledger(RUN)).resident.get("leased", 0) == 0
 
@@ -317,14 +317,14 @@ async def test_a_rollout_past_its_deadline_is_a_timeout_not_a_row(
     assert {letter.reason for letter in dead} == {"no result within 0.05 s"}
 
 
-async def test_when_the_engine_is_gone_the_worker_ends_and_another_takes_over(
+async def test_when_the_engine_has_stopped_the_worker_ends_and_another_takes_over(
     queue: TransferQueue, engine: echo.EchoEngine, tmp_path: Path
 ) -> None:
     await open_run(queue, tasks(10))
     await commit(engine)
     engine.behave(Behaviour.CRASH)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8)
-    with pytest.raises(InfraError, match="the engine is gone"):
+    with pytest.raises(InfraError, match="the engine has stopped"):
         await worker.run(grace_s=5)
     ledger = await queue.ledger(RUN)
     assert ledger.resident.get("leased", 0) == 0

@@ -218,11 +218,11 @@ async def test_a_second_branch_is_refused_where_there_may_be_but_one(
     engine = Scripted(tokenizer, "one", "two")
     session = session_of(tokenizer, engine, SessionRules(branch=Branch.ONLY))
     await say(session, user("x"))
-    with pytest.raises(UserError, match="does not go on from the last answer"):
+    with pytest.raises(UserError, match="does not continue the last answer"):
         await say(session, user("y"))
     engine.go.clear()
     session.ask(SessionRequest(messages=(user("x"), assistant("one"), user("z"))))
-    with pytest.raises(UserError, match="does not go on from the last answer"):
+    with pytest.raises(UserError, match="does not continue the last answer"):
         session.ask(SessionRequest(messages=(user("x"), assistant("one"), user("z"))))
     await session.close("done")
     check_sampled(row(session), engine.sampled)
@@ -246,7 +246,7 @@ async def test_a_template_that_says_nothing_of_tools_is_no_template_for_tools(
     plain = chat_tokenizer(tmp_path)
     plain._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     session = session_of(plain, Scripted(plain, "x"))
-    with pytest.raises(UserError, match="does not tell it of tools"):
+    with pytest.raises(UserError, match="does not show it tools"):
         session.ask(SessionRequest(messages=(user("x"),), tools=(ADD,)))
 
 

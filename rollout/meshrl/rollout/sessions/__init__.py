@@ -1,12 +1,11 @@
-"""Conversations that somebody else leads: a client asks as it would ask any model, and what is sampled is a row.
+"""Conversations led by an agent that sends requests as to any model; what is sampled becomes a row.
 
-    asks       what a client asks, and what it is answered
-    visible    what a client sees of a response: text up to a stop string, tool calls
-    calls      tool calls in the policy's words, and in the client's
-    history    which recorded response a request goes on from
-    asking     one answer on its way
-    session    one row: asks in, a trajectory out
-    agents     who leads the conversation: a function, or a command
-
-HTTP is not here: `meshrl.http.gateway` is the door.
+requests        what a client requests, and the answer it gets
+visible_text    the part of a response that a client sees: text up to a stop string, tool calls
+tool_calls      tool calls as the policy writes them, and as the client sees them
+history         which recorded response a request continues
+answer_stream   one running answer
+session         one row: requests in, a trajectory out
+agents          what leads the conversation: a function, or a command
+gateway         the port of the HTTP endpoint; `meshrl.http.gateway` implements it
 """

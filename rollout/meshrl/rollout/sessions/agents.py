@@ -1,6 +1,6 @@
-"""Who leads a conversation: a function in this process, or a command in a process group of its own.
+"""Agents that lead a conversation: a function in this process, or a command in its own process group.
 
-Both are given where their session is, and the task as JSON. A function may return what the conversation was worth.
+Both get the address of their session and the task as JSON. A function may return the reward of the conversation.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from meshrl.rollout.tools import subprocess_guard
 from meshrl.rollout.user_functions import load_function
 
 FUNCTION = "rollout.program_options.function"
-LEASH = Path(subprocess_guard.__file__)
+GUARD = Path(subprocess_guard.__file__)
 OUTPUT_BYTES = 4096
-"""Of the end of a command's output: what a failure is told by."""
+"""How much of the end of a command's output is kept, for the message of a failure."""
 MAX_LINE_BYTES = 1 << 20
-CHATTY = ("httpx", "httpx2", "openai")
-"""Clients in this process that would log every request."""
+CHATTY_LOGGERS = ("httpx", "httpx2", "openai")
+"""Libraries that would log every request of an agent in this process."""
 PRIVATE = ("MESHRL_", "OPENAI_")
-"""Variables of the worker that its agents do not inherit, by their beginning."""
+"""Prefixes of the worker's environment variables that its agents do not inherit."""
 
 
 class AgentError(Exception):
-    """The agent failed: it raised, or ended with another code than 0."""
+    """The agent failed: an exception, or an exit code other than 0."""
 
 
 class Agent(Protocol):
     """Leads one conversation to its end."""
 
     async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
-        """What it was worth, where the agent says so here. Raises AgentError. Cancelling it ends the agent."""
+        """Its reward, if the agent returns one. Raises AgentError. Cancelling the call ends the agent."""
         ...
 
 
 def task_json(task: Task, uid: Uid, tokenizer: Tokenizer) -> dict[str, Json]:
-    """What an agent is told of its task."""
+    """The task as an agent gets it."""
     prompt = tokenizer.decode(task.prompt_ids.tolist())
     messages = [{"role": m.role, "content": m.content} for m in task.messages]
     return {
@@ -67,20 +67,20 @@ def task_json(task: Task, uid: Uid, tokenizer: Tokenizer) -> dict[str, Json]:
     }
 
 
-def posted(found: object) -> PostedReward | None:
-    """A number, or a mapping with `score` and further numbers, as a reward; None is none.
+def posted(value: object) -> PostedReward | None:
+    """A number, or a mapping with `score` and further numbers, as a reward; None: no reward.
 
     Raises:
-        UserError: it is something else, or not finite.
+        UserError: the value is of another type, or not finite.
     """
-    if found is None:
+    if value is None:
         return None
-    given = dict(found) if isinstance(found, Mapping) else {"score": found}
+    entries = dict(value) if isinstance(value, Mapping) else {"score": value}
     numbers: dict[str, float] = {}
-    for name, value in given.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"a reward's {name} is {value!r:.80}, want a finite number")
-        numbers[str(name)] = float(value)
+    for name, number in entries.items():
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise UserError(f"a reward's {name} is {number!r:.80}, want a finite number")
+        numbers[str(name)] = float(number)
     if "score" not in numbers:
         raise UserError(f"a reward has {', '.join(numbers) or 'nothing'}, want a score")
     return PostedReward(score=numbers.pop("score"), components=numbers)
@@ -89,14 +89,14 @@ def posted(found: object) -> PostedReward | None:
 class FunctionAgent:
     """`function(base_url=…, api_key=…, task=…)`. A coroutine function is awaited, any other runs in a thread.
 
-    A thread cannot be ended. One that runs past its deadline finds its session closed and is left to itself.
+    A thread cannot be ended: one that runs past its deadline finds its session closed, and is not waited for.
     """
 
     def __init__(self, name: str) -> None:
         """`name` is `package.module.function`, or `path/to/file.py:function`. Raises ConfigError."""
         self._name = name
         self._function = load_function(name, FUNCTION)
-        for chatty in CHATTY:
+        for chatty in CHATTY_LOGGERS:
             logging.getLogger(chatty).setLevel(logging.WARNING)
 
     async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
@@ -113,7 +113,7 @@ class FunctionAgent:
 class CommandAgent:
     """A command with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the task as JSON on stdin.
 
-    It and all that it starts end with the worker, whichever way that ends.
+    The command and all processes that it starts end when the worker ends, in whatever way.
     """
 
     def __init__(
@@ -125,32 +125,32 @@ class CommandAgent:
         self._env = {**inherited, **env}
 
     async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
-        """See `Agent`; a command says what it was worth by `POST {OPENAI_BASE_URL}/reward`."""
-        given = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
-        leashed = (sys.executable, "-S", "-E", str(LEASH), str(os.getpid()), str(MAX_LINE_BYTES))
+        """See `Agent`; a command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""
+        address_env = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
+        guarded = (sys.executable, "-S", "-E", str(GUARD), str(os.getpid()), str(MAX_LINE_BYTES))
         process = await asyncio.create_subprocess_exec(
-            *(*leashed, *self._command),
+            *(*guarded, *self._command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**self._env, **given},
+            env={**self._env, **address_env},
             cwd=self._cwd,
             start_new_session=True,
         )
         try:
-            output, _ = await asyncio.gather(_tail(process), _tell(process, task))
+            output, _ = await asyncio.gather(_tail(process), _send_task(process, task))
             code = await process.wait()
         finally:
             await _end(process)
         if code:
-            said = output.decode(errors="replace").strip().splitlines()
-            raise AgentError(f"{self._command[0]} ended with {code}: {said[-1] if said else ''}")
+            lines = output.decode(errors="replace").strip().splitlines()
+            raise AgentError(f"{self._command[0]} ended with {code}: {lines[-1] if lines else ''}")
         return None
 
 
-async def _tell(process: asyncio.subprocess.Process, task: Mapping[str, Json]) -> None:
+async def _send_task(process: asyncio.subprocess.Process, task: Mapping[str, Json]) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not care for it
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it does not read its stdin
         process.stdin.write(json.dumps(task).encode() + b"\n")
         await process.stdin.drain()
         process.stdin.close()
@@ -158,16 +158,16 @@ async def _tell(process: asyncio.subprocess.Process, task: Mapping[str, Json]) -
 
 
 async def _tail(process: asyncio.subprocess.Process) -> bytes:
-    """The end of the output; the rest is read and forgotten, so that nobody waits for a full pipe."""
+    """The end of the output; the rest is read and dropped, so that the command never waits for a full pipe."""
     assert process.stdout is not None
-    kept = b""
-    while piece := await process.stdout.read(1 << 16):
-        kept = (kept + piece)[-OUTPUT_BYTES:]
-    return kept
+    tail = b""
+    while data := await process.stdout.read(1 << 16):
+        tail = (tail + data)[-OUTPUT_BYTES:]
+    return tail
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Everything that the command started, its leash included."""
+    """Kill the command and everything that it started, its guard included."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGUSR1)
@@ -175,11 +175,11 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _in_thread(call: Callable[[], Any], name: str) -> Any:
-    """`call` in a daemon thread of its own: a pool would make sessions wait for each other."""
+    """Run `call` in its own daemon thread: with a pool, sessions would wait for each other."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def tell(result: Any, error: BaseException | None) -> None:
+    def settle(result: Any, error: BaseException | None) -> None:
         if done.done():
             return
         if error is None:
@@ -192,10 +192,10 @@ async def _in_thread(call: Callable[[], Any], name: str) -> Any:
         failure: BaseException | None = None
         try:
             result = call()
-        except BaseException as error:  # SystemExit too: somebody waits for the end, whatever it is
+        except BaseException as error:  # SystemExit too: the caller waits for the end of the thread
             failure = error if isinstance(error, Exception) else AgentError(repr(error))
         with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(tell, result, failure)
+            loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await done

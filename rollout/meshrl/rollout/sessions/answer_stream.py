@@ -1,4 +1,4 @@
-"""One answer on its way from the engine to a client; whichever of the two is gone, the other hears of it."""
+"""One running answer: passes tokens from the engine to a client; an end of either ends the other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshrl.rollout.sessions.requests import Answer, AnswerPart
 from meshrl.rollout.sessions.visible_text import VisibleText
 
 ENDS = ("stop", "length")
-"""Reasons with which a response is whole."""
+"""Finish reasons of a complete response."""
 
 
 class AnswerStream:
-    """Iterate for the pieces of the answer; then `answer` is there. `aclose` before the end aborts the request."""
+    """Iterate for the parts of the answer; then `answer` is set. `aclose` before the end aborts the request."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class AnswerStream:
         ended: Callable[[Response, Answer], None],
         fault: Callable[[MeshError], None],
     ) -> None:
-        """`ended` hears of a whole response, before the client does; `fault` of what the engine cannot help."""
+        """`ended` gets a complete response, before the client gets its end; `fault` gets a fault of the engine."""
         self.answer: Answer | None = None
         self._engine = engine
         self._request = request
@@ -51,14 +51,14 @@ class AnswerStream:
         return event
 
     async def whole(self) -> Answer:
-        """The answer, once it is complete. Raises what ended it before."""
+        """Wait for the complete answer. Raises the error that ended it early."""
         async for _ in self:
             pass
         assert self.answer is not None
         return self.answer
 
     def end(self, error: MeshError) -> None:
-        """Abort the request; its reader gets `error`."""
+        """Abort the request; the reader gets `error`."""
         if self.task.cancel():
             self._events.put_nowait(error)
 
@@ -70,7 +70,7 @@ class AnswerStream:
     async def _run(self) -> None:
         try:
             response = await self._sampled()
-        except UserError as error:  # the engine's word for a request that it cannot run
+        except UserError as error:  # the engine cannot run the request
             self._events.put_nowait(error)
         except Exception as error:
             fault = error
@@ -104,5 +104,5 @@ class AnswerStream:
                     )
         reason = deltas[-1].finish_reason if deltas else "abort"
         if reason not in ENDS:
-            raise InfraError(f"the engine gave request {self._request.request_id} up: {reason}")
+            raise InfraError(f"the engine aborted request {self._request.request_id}: {reason}")
         return response_of(deltas)

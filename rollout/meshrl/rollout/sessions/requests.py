@@ -1,4 +1,4 @@
-"""What a client asks of a session, and what it is answered."""
+"""The requests of a session's client, and the answers it gets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meshrl.rollout.chat import ChatMessage
 
 
 class SessionEndedError(ConflictError):
-    """The session takes no more requests; says why."""
+    """The session accepts no more requests; the message says why."""
 
     code = "session_ended"
 
 
 class ContextLengthError(UserError):
-    """The conversation is as long as it may get."""
+    """The conversation has reached its maximum length."""
 
     code = "context_length_exceeded"
 
@@ -27,19 +27,19 @@ class SessionRequest:
 
     messages: tuple[ChatMessage, ...] = ()
     tools: tuple[Json, ...] = ()
-    """JSON schemas of functions, as the client gave them."""
+    """JSON schemas of functions, as the client sent them."""
     prompt: str | tuple[int, ...] | None = None
     max_tokens: int | None = None
-    """None: as many as there is room for."""
+    """None: as many as fit."""
     stop: tuple[str, ...] = ()
     temperature: float | None = None
-    """This and `top_p` count only where the session lets the client decide; None: the task's."""
+    """This and `top_p` are used only if the session allows it (`client_sampling`); None: the task's."""
     top_p: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A function that the policy asks for."""
+    """A function call of the policy."""
 
     id: str
     name: str
@@ -49,10 +49,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPart:
-    """More of an answer. k tokens."""
+    """The next part of an answer, k tokens."""
 
     text: str
-    """What the client may see of it; empty while it may still turn out to be a stop string or a tool call."""
+    """The text that the client may see; empty while it may become a stop string or a tool call."""
     tokens: Int32
     """int32[k]"""
     logprobs: Float32
@@ -61,17 +61,17 @@ class AnswerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A whole answer. R tokens."""
+    """A complete answer, R tokens."""
 
     text: str
     """Without the stop string that ended it, without tool calls."""
     tail: str
-    """Of `text`, what no piece had."""
+    """The end of `text` that no part had."""
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     prompt_tokens: int
     tokens: Int32
-    """int32[R]: as sampled, whatever the client sees of them."""
+    """int32[R]: as sampled, including tokens that the client does not see."""
     logprobs: Float32
     """float32[R]"""

@@ -1,12 +1,12 @@
-"""One row whose conversation somebody else leads: asks in, a trajectory out.
+"""One row whose conversation an agent leads: requests in, a trajectory out.
 
     client ──SessionRequest──▶ Session ──place in the history──▶ GenerateRequest ──▶ engine
-       ▲               │                                                    │
-       └──── Pieces ◀──┴── AnswerStream (a task of its own) ◀──────── deltas ─────┘
-                            at the end: a Turn in the history, an Answer
+       ▲                          │                                                    │
+       └────── AnswerParts ◀──────┴── AnswerStream (its own task) ◀───── deltas ───────┘
+                                        at the end: a Turn in the history, an Answer
 
-consumes: asks. waits for: the engine. unblocked by: its deltas, `close`, a client that leaves. produces: turns; or
-a fault of the engine, which ends the row as such. A response that was not sampled to its end leaves nothing behind.
+consumes: requests. waits for: the engine. unblocked by: its deltas, `close`, a client that disconnects. produces:
+turns; or a fault of the engine, with which the row fails. A response that was not sampled to its end is not recorded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.sampling import Response
 from meshrl.rollout.sessions.answer_stream import AnswerStream
-from meshrl.rollout.sessions.history import History, Place, Said, Turn, Written
+from meshrl.rollout.sessions.history import Completion, History, Place, ShownMessage, Turn
 from meshrl.rollout.sessions.requests import (
     Answer,
     ContextLengthError,
@@ -55,32 +55,32 @@ class Branch(StrEnum):
     """Which branch of a conversation becomes the row."""
 
     LAST = "last"
-    """The one with the last answer: what the agent ended with."""
+    """The one with the last answer."""
     LONGEST = "longest"
     """The one with the most sampled tokens."""
     ONLY = "only"
-    """There may be but one: a request that does not go on from the last answer is refused."""
+    """There may be only one: a request that does not continue the last answer is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRules:
-    """What holds for every session of a worker."""
+    """Settings of every session of a worker."""
 
     branch: Branch = Branch.LAST
     client_sampling: bool = False
-    """A request's temperature and top_p count instead of the task's."""
+    """Use the temperature and top_p of requests instead of the task's."""
     tools_unseen: bool = False
-    """Tools need not be in the prompt."""
+    """Accept tools that the prompt does not show."""
     concurrent: int = 16
-    """Requests of one session that run at once; further ones are refused."""
+    """Requests of one session that may run at once; further ones are refused."""
     requests: int = 1024
-    """Of one session in all."""
+    """Requests of one session in total."""
     prompt_tokens: int | None = None
     """The longest prompt of a conversation's first request; None: the engine's limit."""
 
 
 class Session:
-    """One row in the making. Belongs to one event loop."""
+    """One row while it is sampled. Used on one event loop."""
 
     def __init__(
         self,
@@ -94,69 +94,69 @@ class Session:
         self.uid = uid
         self.id = secrets.token_hex(12)
         self.token = TOKEN_PREFIX + secrets.token_urlsafe(32)
-        """Whoever has it may ask; 256 random bits."""
+        """Authorises requests; 256 random bits."""
         self.history = History()
         self.reward: PostedReward | None = None
         self.finished = asyncio.Event()
-        """Whoever leads the conversation has said that it is over."""
+        """The agent has declared the conversation finished."""
         self.fault: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
-        """The first fault of the engine: what follows is no fault of the agent's."""
+        """The first fault of the engine; later failures are not attributed to the agent."""
         self.asked = 0
         """Requests so far."""
         self.full = False
-        """A request found no room for an answer, or came after the last that the session may have."""
+        """A request left no tokens for an answer, or exceeded the number of requests."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._rules = rules or SessionRules()
-        self._asking: list[AnswerStream] = []
+        self._streams: list[AnswerStream] = []
         self._ended = ""
 
     @property
     def ended(self) -> str:
-        """Why no more requests are taken; empty while they are."""
+        """Why no more requests are accepted; empty while they are."""
         return self._ended
 
     @property
     def _running(self) -> list[AnswerStream]:
-        return [asking for asking in self._asking if not asking.task.done()]
+        return [stream for stream in self._streams if not stream.task.done()]
 
-    def ask(self, ask: SessionRequest) -> AnswerStream:
-        """Begin to answer.
+    def ask(self, request: SessionRequest) -> AnswerStream:
+        """Start an answer.
 
         Raises:
-            UserError: the request means nothing, or the chat template refuses it.
-            ContextLengthError: there is no room left for a token of an answer.
+            UserError: the request is invalid, or the chat template refuses it.
+            ContextLengthError: no token is left for an answer.
             CapacityError: too many requests at once.
             SessionEndedError: the session is over.
         """
         self._admit()
-        if ask.prompt is None:
-            return self._ask_chat(ask)
-        return self._ask_text(ask, ask.prompt)
+        if request.prompt is None:
+            return self._ask_chat(request)
+        return self._ask_text(request, request.prompt)
 
     def post(self, reward: PostedReward) -> None:
-        """Say what the conversation was worth; of several the last counts. Raises SessionEndedError."""
+        """Set the reward of the conversation; the last call counts. Raises SessionEndedError."""
         if self._ended and reward != self.reward:
             raise SessionEndedError(f"the session has ended: {self._ended}")
         self.reward = reward
 
-    async def close(self, why: str) -> None:
-        """Take no more requests and end those that run; idempotent."""
-        self._ended = self._ended or why
+    async def close(self, reason: str) -> None:
+        """Accept no more requests and abort those that run; idempotent."""
+        self._ended = self._ended or reason
         running = self._running
-        for asking in running:
-            asking.end(SessionEndedError(f"the session has ended: {self._ended}"))
-        await asyncio.gather(*(asking.task for asking in running), return_exceptions=True)
+        for stream in running:
+            stream.end(SessionEndedError(f"the session has ended: {self._ended}"))
+        await asyncio.gather(*(stream.task for stream in running), return_exceptions=True)
 
     def rollout(self, *, outcome: Outcome | None = None) -> Rollout:
-        """The row: the branch that the rules choose. An `outcome` given stands instead of its last answer's.
+        """The row: the branch that the rules choose. `outcome` replaces that of its last answer.
 
         Raises:
             InfraError: nothing was sampled.
         """
         chosen = self._chosen()
         if chosen is None:
-            raise InfraError("the session gave no answer, so there is nothing to learn from")
+            raise InfraError("the session gave no answer, so there is nothing to train on")
         rollout = self._conversation(chosen).rollout(outcome=outcome)
         return replace(rollout, columns={POSTED_REWARD: posted_column(self.reward)})
 
@@ -185,78 +185,80 @@ class Session:
             self.full = True
             raise SessionEndedError(f"the session has had its {self._rules.requests} requests")
 
-    def _ask_chat(self, ask: SessionRequest) -> AnswerStream:
-        place = self.history.find_chat(ask.messages, ask.tools)
+    def _ask_chat(self, request: SessionRequest) -> AnswerStream:
+        place = self.history.find_chat(request.messages, request.tools)
         if place.turn is None:
-            observed = chat.prompt_of(self._tokenizer, ask.messages, tools=ask.tools)
-            self._check_told(ask, observed)
+            observed = chat.prompt_of(self._tokenizer, request.messages, tools=request.tools)
+            self._check_tools_shown(request, observed)
         else:
-            observed = self._conversation(place.turn).rendered(ask.messages[place.fresh :])
-        visible = VisibleText(self._tokenizer, stop=ask.stop, tools=bool(ask.tools))
+            observed = self._conversation(place.turn).rendered(request.messages[place.known :])
+        visible = VisibleText(self._tokenizer, stop=request.stop, tools=bool(request.tools))
 
         def ended(turn: Turn, answer: Answer) -> None:
-            said = Said(text=answer.text, tool_calls=answer.tool_calls)
-            self.history.chatted(place, turn, said)
+            message = ShownMessage(text=answer.text, tool_calls=answer.tool_calls)
+            self.history.add_chat(place, turn, message)
 
-        return self._begin(ask, place, observed, visible, ended)
+        return self._begin(request, place, observed, visible, ended)
 
-    def _check_told(self, ask: SessionRequest, prompt: Sequence[int]) -> None:
-        """Raises UserError where the policy would not hear of its tools."""
-        if not ask.tools or self._rules.tools_unseen:
+    def _check_tools_shown(self, request: SessionRequest, prompt: Sequence[int]) -> None:
+        """Raises UserError if the prompt does not show the policy its tools."""
+        if not request.tools or self._rules.tools_unseen:
             return
-        if prompt == chat.prompt_of(self._tokenizer, ask.messages):
+        if prompt == chat.prompt_of(self._tokenizer, request.messages):
             raise UserError(
-                "tools: the chat template of this model does not tell it of tools "
-                "(rollout.program_options.tools_unseen takes them all the same)"
+                "tools: the chat template of this model does not show it tools "
+                "(rollout.program_options.tools_unseen accepts them nevertheless)"
             )
 
-    def _ask_text(self, ask: SessionRequest, prompt: str | Sequence[int]) -> AnswerStream:
+    def _ask_text(self, request: SessionRequest, prompt: str | Sequence[int]) -> AnswerStream:
         if isinstance(prompt, str):
             place, rest = self.history.find_text(prompt)
             observed = self._tokenizer.encode(rest)
         else:
             place = self.history.find_tokens(prompt)
-            observed = list(prompt[place.fresh :])
-        visible = VisibleText(self._tokenizer, stop=ask.stop, tools=False)
+            observed = list(prompt[place.known :])
+        visible = VisibleText(self._tokenizer, stop=request.stop, tools=False)
 
         def ended(turn: Turn, answer: Answer) -> None:
             text = prompt + answer.text if isinstance(prompt, str) else ""
             tokens = tuple(self._conversation(turn).tokens.tolist())
-            self.history.wrote(Written(text=text, hidden=visible.hidden, tokens=tokens, turn=turn))
+            self.history.add_completion(
+                Completion(text=text, hidden=visible.hidden, tokens=tokens, turn=turn)
+            )
 
-        return self._begin(ask, place, observed, visible, ended)
+        return self._begin(request, place, observed, visible, ended)
 
     def _begin(
         self,
-        ask: SessionRequest,
+        asked: SessionRequest,
         place: Place,
         observed: Sequence[int],
         visible: VisibleText,
         ended: Ended,
     ) -> AnswerStream:
-        """Start the request that answers at `place`, after the tokens `observed`."""
+        """Start the answer that continues `place` after the tokens `observed`."""
         last = next(reversed(self.history.turns), None)
         if self._rules.branch is Branch.ONLY and (place.turn is not last or self._running):
             raise UserError(
-                "this request does not go on from the last answer, and the run trains one branch only "
+                "this request does not continue the last answer, and the run trains one branch only "
                 "(rollout.program_options.branch)"
             )
-        request = self._request(ask, self._before(place, observed))
+        request = self._request(asked, self._before(place, observed))
         self.asked += 1
 
-        def whole(response: Response, answer: Answer) -> None:
+        def complete(response: Response, answer: Answer) -> None:
             ended(Turn(parent=place.turn, observed=tuple(observed), response=response), answer)
 
-        asking = AnswerStream(self._engine, request, visible, ended=whole, fault=self._broke)
-        self._asking = [*self._running, asking]
-        return asking
+        stream = AnswerStream(self._engine, request, visible, ended=complete, fault=self._failed)
+        self._streams = [*self._running, stream]
+        return stream
 
-    def _broke(self, error: MeshError) -> None:
+    def _failed(self, error: MeshError) -> None:
         if not self.fault.done():
             self.fault.set_result(error)
 
     def _before(self, place: Place, observed: Sequence[int]) -> Conversation:
-        """The conversation up to where the answer begins. Raises ContextLengthError."""
+        """The conversation up to the start of the answer. Raises ContextLengthError."""
         most = self._rules.prompt_tokens
         if place.turn is None:
             if not observed:
@@ -276,24 +278,26 @@ class Session:
             )
         return conversation
 
-    def _request(self, ask: SessionRequest, conversation: Conversation) -> GenerateRequest:
-        sampling = conversation.request(self._sampling(ask)).sampling
-        # The first request is known by the uid itself, which is what a journal keeps; draws of others are their own.
+    def _request(self, asked: SessionRequest, conversation: Conversation) -> GenerateRequest:
+        sampling = conversation.request(self._sampling(asked)).sampling
+        # The id of the first request is the uid, of which checkpoints are kept; others have draws of their own.
         name = f"{self.uid}/{self.asked}" if self.asked else str(self.uid)
         return GenerateRequest(request_id=name, prompt_ids=conversation.tokens, sampling=sampling)
 
-    def _sampling(self, ask: SessionRequest) -> SamplingParams:
-        """The task's: what is trained is what was sampled. Lengths and stops change no distribution."""
+    def _sampling(self, asked: SessionRequest) -> SamplingParams:
+        """The task's, so that training and sampling agree. Lengths and stops do not change the distribution."""
         task = self.task.sampling
-        most = task.max_tokens if ask.max_tokens is None else min(ask.max_tokens, task.max_tokens)
-        stop = (*task.stop, *(stop for stop in ask.stop if stop not in task.stop))
+        most = (
+            task.max_tokens if asked.max_tokens is None else min(asked.max_tokens, task.max_tokens)
+        )
+        stop = (*task.stop, *(stop for stop in asked.stop if stop not in task.stop))
         sampling = replace(task, max_tokens=most, stop=stop)
         if not self._rules.client_sampling:
             return sampling
         return replace(
             sampling,
-            temperature=task.temperature if ask.temperature is None else ask.temperature,
-            top_p=task.top_p if ask.top_p is None else ask.top_p,
+            temperature=task.temperature if asked.temperature is None else asked.temperature,
+            top_p=task.top_p if asked.top_p is None else asked.top_p,
         )
 
     def _beginning(self, prompt: Sequence[int]) -> Conversation:
@@ -301,7 +305,7 @@ class Session:
         return Conversation(self.uid, self._tokenizer, ids, budget=Budget.of(self.task))
 
     def _conversation(self, turn: Turn) -> Conversation:
-        """Everything up to the end of `turn`, joined as it was sampled."""
+        """All turns up to the end of `turn`, joined as they were sampled."""
         first, *later = turn.path()
         conversation = self._beginning(first.observed)
         conversation.append(first.response)

@@ -1,4 +1,4 @@
-r"""Tool calls in the policy's words (the form of Hermes and Qwen), and in a client's.
+r"""Converts tool calls as the policy writes them (the format of Hermes and Qwen) to those of a client.
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -23,12 +23,12 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """What is said before the first call, and the calls.
+    """The text before the first call, and the calls.
 
-    Where one of them cannot be read, or text follows that is none, nothing is a call and everything is said: a client
-    must not run half of what the policy asked for.
+    If a call cannot be read, or other text follows, there are no calls and everything is text: a client must not run
+    half of the calls.
     """
-    said, opening, rest = text.partition(OPENING)
+    before, opening, rest = text.partition(OPENING)
     if not opening:
         return text, ()
     found = CALL.findall(opening + rest)
@@ -36,7 +36,7 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     leftover = CALL.sub("", opening + rest).strip()
     if leftover or len(calls) < len(found):
         return text, ()
-    return said, calls
+    return before, calls
 
 
 def _read(text: str) -> ToolCall | None:
@@ -48,7 +48,7 @@ def _read(text: str) -> ToolCall | None:
 
 
 def read_arguments(text: str) -> Any:
-    """Arguments as a template wants them, an object; text that is no JSON stays text."""
+    """Arguments as an object, as templates want them; text that is no JSON stays text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -56,10 +56,10 @@ def read_arguments(text: str) -> Any:
 
 
 def same_call(ours: ToolCall, theirs: Mapping[str, Any]) -> bool:
-    """Whether a client's tool call is the one that it was given; arguments may be written otherwise."""
+    """Whether a client's tool call is the one that it received; the JSON may be formatted differently."""
     function = theirs.get("function") or {}
-    given = function.get("arguments")
-    arguments = read_arguments(given) if isinstance(given, str) else given
+    sent = function.get("arguments")
+    arguments = read_arguments(sent) if isinstance(sent, str) else sent
     return (theirs.get("id"), function.get("name"), arguments) == (
         ours.id,
         ours.name,

@@ -1,4 +1,4 @@
-"""What a client sees of a response while it comes: whole characters, up to a stop string, no tool call."""
+"""The text of a response that a client sees while it streams: up to a stop string, no tool calls."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from meshrl.rollout.sessions.tool_calls import OPENING, parse_calls
 from meshrl.rollout.tokenizer import Tokenizer
 
 BROKEN = "�"
-"""What a tokenizer decodes part of a character to."""
+"""A tokenizer decodes a part of a character to this."""
 
 
 class VisibleText:
-    """Decodes one response. What has been shown is never taken back: whatever may still change waits."""
+    """Decodes one response. Shown text never changes: text that may still change is held back."""
 
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str], tools: bool) -> None:
         self.hidden = ""
-        """After `end`: the stop string that ended the response and what its last token had beyond."""
+        """After `end`: the stop string that ended the response, and the rest of its last token."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tools = tools
@@ -25,7 +25,7 @@ class VisibleText:
         self._shown = 0
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """More of the response; the text that can be shown by now."""
+        """Add tokens; returns the text that can be shown now."""
         self._ids += tokens
         text, _ = self._cut()
         end = len(text.rstrip(BROKEN))
@@ -36,7 +36,7 @@ class VisibleText:
         return self._show(text, end)
 
     def end(self) -> tuple[str, str, tuple[ToolCall, ...]]:
-        """The whole text, what of it was not shown yet, and the tool calls behind it."""
+        """The whole text, the part of it not shown yet, and the tool calls after it."""
         text, self.hidden = self._cut()
         calls: tuple[ToolCall, ...] = ()
         if self._tools:
@@ -44,16 +44,16 @@ class VisibleText:
         return text, self._show(text, len(text)), calls
 
     def _cut(self) -> tuple[str, str]:
-        """What lies before the first stop string, and what does not."""
+        """The text before the first stop string, and the rest."""
         text = self._tokenizer.decode(self._ids)
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         cut = min(found, default=len(text))
         return text[:cut], text[cut:]
 
     def _show(self, text: str, end: int) -> str:
-        fresh = text[self._shown : end]
+        new = text[self._shown : end]
         self._shown = max(self._shown, end)
-        return fresh
+        return new
 
 
 def _held(text: str, mark: str) -> int:
