@@ -17,13 +17,13 @@ MAX_REPLY_BYTES = 1 << 20
 """Replies are small: a longer one did not come from our code."""
 
 
-def encode(message: Json) -> bytes:
+def encode_frame(message: Json) -> bytes:
     """One frame. Raises TypeError or ValueError for what JSON cannot carry."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return HEADER.pack(len(body)) + body
 
 
-def read(stream: BinaryIO) -> Json | None:
+def read_frame(stream: BinaryIO) -> Json | None:
     """The next frame of a blocking stream; None at its end."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -33,7 +33,7 @@ def read(stream: BinaryIO) -> Json | None:
     return json.loads(body) if len(body) == size else None
 
 
-class Decoder:
+class FrameDecoder:
     """Reads frames from chunks of any size."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.plugins import known
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
@@ -97,7 +97,8 @@ def _read(function: RewardFunctionConfig) -> FunctionSpec:
     if function.path is not None:
         path = function.path.expanduser().absolute()
         source = _read_source(path)
-        _check_defines(path, source, function.name)
+        wanted = f"{function.name}{SIGNATURE}"
+        find_function(source, function.name, wanted, f"reward file {path}", ConfigError)
         return FunctionSpec(
             component=function.component,
             weight=function.weight,
@@ -135,34 +136,38 @@ def _siblings(path: Path) -> list[str]:
     return [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
 
 
-def _check_defines(path: Path, source: str, name: str) -> None:
+def find_function(
+    source: str, name: str, wanted: str, where: str, error: type[UserError] = UserError
+) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The definition of function `name` in `source`, which is not run; None if an import or assignment binds `name`.
+
+    Raises:
+        UserError: `source` is not Python (with `line`), or nothing in it binds `name`; as class `error`.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an odd escape in a string of the user's is harmless
-            tree = ast.parse(source, filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 0
-        raise ConfigError(f"reward file {path}, line {line}: {error}") from error
-    functions = [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:
+        line = getattr(fault, "lineno", None) or 1
+        reason = getattr(fault, "msg", None) or str(fault) or "nested too deeply"
+        raise error(f"{where}, line {line}: {reason}", line=line) from fault
+    functions = {
+        node.name: node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    if name in functions:
+        return functions[name]
     bound = {
-        identifier
-        for node in ast.walk(tree)
-        for identifier in (
-            getattr(node, "name", None),
-            getattr(node, "asname", None),
-            getattr(node, "id", None),
-        )
+        getattr(node, kind, None) for node in ast.walk(tree) for kind in ("name", "asname", "id")
     }
     if name in bound or "*" in bound:
-        return  # bound by a def, an import or an assignment: the scoring process checks it
+        return None  # the scoring process checks it
     near = difflib.get_close_matches(name, functions, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     has = f"it defines {', '.join(functions)}" if functions else "it defines no function"
-    raise ConfigError(
-        f"reward file {path} defines no {name!r}{hint} ({has}; wanted: {name}{SIGNATURE})"
-    )
+    raise error(f"{where} defines no {name!r}{hint} ({has}; wanted: {wanted})")
 
 
 def _find(name: str) -> str:

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Json, Outcome
-from meshrl.rewardd.pool import messages as frames
 from meshrl.rewardd.pool.functions import Scorer, combine, describe, load, where
+from meshrl.rewardd.pool.messages import encode_frame, read_frame
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.sandbox import confinement
 
@@ -68,7 +68,7 @@ class ScoringLoop:
 
     def reply(self, *messages: Json) -> None:
         """Send complete frames, together."""
-        view = memoryview(b"".join(map(frames.encode, messages)))
+        view = memoryview(b"".join(map(encode_frame, messages)))
         while view:
             view = view[self._replies.write(view) :]
 
@@ -128,18 +128,18 @@ class ScoringLoop:
     async def serve(self, requests: BinaryIO, concurrent: bool) -> None:
         """Answer requests until they end. Plain functions run one after the other, `async def` ones concurrently."""
         if self.batched:
-            while (message := frames.read(requests)) is not None:
+            while (message := read_frame(requests)) is not None:
                 self.reply(*self.score_together(message["score"]))
             return
         if not concurrent:
             while (
-                message := frames.read(requests)
+                message := read_frame(requests)
             ) is not None:  # blocking is fine: nothing else runs in this event loop
                 for sample in message["score"]:
                     self.reply(await self.score(sample))
             return
         async with asyncio.TaskGroup() as group:
-            while (message := await asyncio.to_thread(frames.read, requests)) is not None:
+            while (message := await asyncio.to_thread(read_frame, requests)) is not None:
                 for sample in message["score"]:
                     group.create_task(self._score_and_reply(sample))
 
@@ -159,19 +159,19 @@ def main() -> None:
     requests, replies = move_pipes()
     faulthandler.enable()
     faulthandler.register(WHERE_SIGNAL, all_threads=False)
-    message = frames.read(requests)
+    message = read_frame(requests)
     if message is None:
         return
     confinement.confine(message["confinement"], message["limits"])
     try:
         scorers = tuple(load(spec) for spec in Rule.from_json(message["load"]).functions)
     except MeshError as error:
-        replies.write(frames.encode({"refused": error.message}))
+        replies.write(encode_frame({"refused": error.message}))
         return
     except MemoryError:
         bound = message["limits"]["memory_bytes"]
         replies.write(
-            frames.encode({"refused": f"loading needs more memory than the limit of {bound} bytes"})
+            encode_frame({"refused": f"loading needs more memory than the limit of {bound} bytes"})
         )
         return
     concurrent = any(scorer.concurrent for scorer in scorers)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rewardd.pool import messages as frames
+from meshrl.rewardd.pool.messages import HEADER, FrameDecoder, encode_frame
 from meshrl.rewardd.pool.pipes import PipeReader, PipeWriter
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.sandbox.sandbox import Isolation, Launch, Sandbox
@@ -83,7 +83,7 @@ class Worker:
         self._wake = wake
         self._output = _Output(name, sandbox.limits.output_bytes, self._on_excess_output)
         self._messages: deque[Json | None] = deque()
-        self._decoder = frames.Decoder()
+        self._decoder = FrameDecoder()
         self._launch: Launch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: PipeWriter | None = None
@@ -203,13 +203,13 @@ class Worker:
 
     def _send(self, message: Json) -> None:
         assert self._requests is not None
-        self._requests.write(frames.encode(message))
+        self._requests.write(encode_frame(message))
 
     def score(self, encoded: Sequence[bytes]) -> None:
         """Send samples, each a JSON object with an `id`; results come as `messages`."""
         assert self._requests is not None
         body = b'{"score":[' + b",".join(encoded) + b"]}"
-        self._requests.write(frames.HEADER.pack(len(body)) + body)
+        self._requests.write(HEADER.pack(len(body)) + body)
 
     @property
     def messages(self) -> deque[Json | None]:

@@ -8,12 +8,12 @@ import io
 import json
 import math
 import re
-import warnings
 import zipfile
 from dataclasses import replace
 from pathlib import PurePosixPath
 
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.rewardd.pool.rule import find_function
 from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.types import Case, Submission, checked_name
@@ -102,7 +102,7 @@ def _checked_source(submission: Submission, config: RegistryConfig) -> Submissio
     entry = submission.entry_point or _default_entry(submission.kind)
     if not entry.isidentifier():
         raise UserError(f"entry point {entry[:80]!r}: want the name of a function in the file")
-    check_function(submission.source, entry, submission.kind, "the source")
+    _check_function(submission.source, entry, submission.kind, "the source")
     return replace(submission, entry_point=entry)
 
 
@@ -110,45 +110,11 @@ def _default_entry(kind: Kind) -> str:
     return "compute_score_batched" if kind is Kind.BATCH else "compute_score"
 
 
-def check_function(source: str, entry: str, kind: Kind, where: str) -> None:
-    """Parse `source` and look for `entry`. Raises UserError, with `line`."""
-    tree = parse(source, where)
-    functions = {
-        node.name: node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+def _check_function(source: str, entry: str, kind: Kind, where: str) -> None:
     wanted = f"{entry}({', '.join(ARGUMENTS[kind])})"
-    if entry in functions:
-        _check_arguments(functions[entry], kind, where, wanted)
-        return
-    bound = {
-        name
-        for node in ast.walk(tree)
-        for name in (
-            getattr(node, "name", None),
-            getattr(node, "asname", None),
-            getattr(node, "id", None),
-        )
-    }
-    if entry in bound or "*" in bound:
-        return  # an import or an assignment: the scoring process checks it
-    near = difflib.get_close_matches(entry, list(functions), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    has = f"it defines {', '.join(functions)}" if functions else "it defines no function"
-    raise UserError(f"{where} defines no {entry!r}{hint} ({has}; wanted: {wanted})")
-
-
-def parse(source: str, where: str) -> ast.Module:
-    """The syntax tree. Raises UserError with `line` if it is not Python."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an odd escape in a string of the user's is harmless
-            return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None) or 1
-        reason = getattr(error, "msg", None) or str(error) or "nested too deeply"
-        raise UserError(f"{where}, line {line}: {reason}", line=line) from error
+    function = find_function(source, entry, wanted, where)
+    if function is not None:
+        _check_arguments(function, kind, where, wanted)
 
 
 def _check_arguments(
@@ -183,7 +149,7 @@ def _checked_wheel(submission: Submission, config: RegistryConfig) -> Submission
         raise UserError(f"the wheel is not a zip archive that can be read: {error}") from error
     except (UnicodeDecodeError, ValueError, zipfile.LargeZipFile) as error:
         raise UserError(f"the wheel is broken: {error}") from error
-    check_function(data, function, submission.kind, f"{file} of the wheel")
+    _check_function(data, function, submission.kind, f"{file} of the wheel")
     return submission
 
 
