@@ -7,20 +7,20 @@
 
 **The bound is exact.** Let `limit = (max_staleness + 1) x batch_groups` (see ../admission.py). A shard admits under a
 turn only while no other turn has begun there, and a turn admits only after it has begun on *every* shard. So of two
-turns one has, on each shard where it admitted, done so before the other was told the number of open groups: the
-other has counted it. Hence open groups over all shards never exceed `limit` by admission. What else opens groups (a
-rewind, a replay) does so without asking, on one queue as on several. A group that leaves gives its credit back by no
-longer being counted: credits are nowhere stored, so no restart can leak one.
+turns one has, on each shard where it admitted, done so before the other read the number of open groups: the other
+has counted it. Hence open groups over all shards never exceed `limit` by admission. What else opens groups (a
+rewind, a replay) does so without asking, on one queue as on several. A group that leaves is no longer
+counted: credits are stored nowhere, so no restart can leak one.
 
-**Turns stand in line** at shard 0, so that feeders do not fence each other for ever. A turn is over with its
+**Turns queue up** at shard 0, so that feeders do not fence each other for ever. A turn is over with its
 admission on shard 0, which is its last; that of a feeder that died is over after TURN_S.
 
-**A shard that is added** is noted on shard 0. A turn that begins there with fewer shards is refused, so whoever
-admits has asked, and counts, every shard that anybody admitted to before; a turn that began earlier is fenced by the
-first one over more shards as by any other.
+**A shard that is added** is noted on shard 0. A turn that begins there with fewer shards is refused, so every turn
+has counted every shard that anybody admitted to before; a turn that began earlier is fenced by the first one over
+more shards as by any other.
 
-**Staleness** does not rest on it: each shard lets a group that is too old for a step leave in `take`, and gives
-rollout rows only to engines fresh enough, as a single queue does.
+**Staleness** does not depend on it: in `take` each shard drops a group that is too old for a step, and it leases
+rollout rows only to engines that are fresh enough, as a single queue does.
 
 **The cursor** is on shard 0 and moves in the last transaction of a call, once every other shard has made its tasks
 durable. A kill before that leaves tasks ahead of the cursor, which the feeder repeats and their shards know.
@@ -43,20 +43,20 @@ from meshrl.transferqueue.sharding.port import RowCounts, Shard, ShardCapacity
 from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
 
 TURN_S = 2.0
-"""A turn that lasts longer is taken away: its feeder is slow or dead, and if it comes back it is fenced."""
+"""A turn that lasts longer is ended: its feeder is slow or dead, and if it comes back it is fenced."""
 
 
 def free(
     spec: RunSpec,
-    told: Sequence[ShardCapacity] | Sequence[RowCounts],
+    counts: Sequence[ShardCapacity] | Sequence[RowCounts],
     groups: int = 0,
     size: int = 0,
 ) -> int:
     """Groups that may come in now (`admission.free_groups`, over all shards), beside `groups` of `size` bytes."""
     limit = spec.admission_groups
-    if sum(one.open_bytes for one in told) + size >= spec.resident_bytes:
+    if sum(one.open_bytes for one in counts) + size >= spec.resident_bytes:
         limit = min(limit, spec.batch_groups)
-    return max(0, math.floor(limit) - groups - sum(one.open_groups for one in told))
+    return max(0, math.floor(limit) - groups - sum(one.open_groups for one in counts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class ShardedAdmission:
         """See Queue. Raises ShardsAdded."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + max(0.0, wait_s)
-        asked = self._asked(tasks)
+        asked = self._tasks_by_shard(tasks)
         while True:
             turn = uuid.uuid4().hex
             capacities = await self._begin(turn, asked)
@@ -79,14 +79,14 @@ class ShardedAdmission:
             try:
                 admitted = await self._spend(tasks[:prefix], new, turn, cursor, len(tasks))
             except FencedError:
-                continue  # another turn has begun: count anew, with what it admitted
+                continue  # another turn has begun: count again, with what it admitted
             if admitted or not tasks:
                 return admitted
             if not prefix:
                 await self._until_capacity(capacities, deadline - clock())
 
     async def _begin(self, turn: str, asked: Mapping[int, Sequence[str]]) -> list[ShardCapacity]:
-        """What every shard tells as the turn begins there. Raises ShardsAdded."""
+        """Begin the turn on every shard; returns their capacities. Raises ShardsAdded."""
         first, *others = self.shards
         run = self.spec.run
         capacity = await first.capacity(run, turn=turn, tasks=asked.get(0, ()), wait_s=TURN_S)
@@ -102,7 +102,7 @@ class ShardedAdmission:
         )
         return [capacity, *capacities]
 
-    def _asked(self, tasks: Sequence[Task]) -> Mapping[int, Sequence[str]]:
+    def _tasks_by_shard(self, tasks: Sequence[Task]) -> Mapping[int, Sequence[str]]:
         """Which shards may know which tasks."""
         return by_key(
             (number, task.task_id) for task in tasks for number in self.members.homes(task.task_id)

@@ -3,8 +3,9 @@
     batch id on a shard:  <batch id>#<round>/<shard>:<groups>.<shard>:<groups>. ...
 
 The plan is part of the id under which a shard records its groups of a batch, in the same transaction and under the
-trainer's epoch. Shard 0 does so before any other, even where it gives none, and records one plan for a batch: so all
-who ask for a batch at once follow the same, and whoever asks again finds it, whatever died in between.
+trainer's epoch. Shard 0 records it before any other shard, even where it gives no group, and records one plan for a
+batch. So all callers that ask for a batch at the same time follow the same plan, and a caller that asks again finds
+it, whatever died in between.
 
 A round is a number that grows from batch to batch, the same on all shards. A group keeps the round in which it was
 first taken in its position, so that shards agree on the order in which groups come again after a rewind.
@@ -29,26 +30,26 @@ class BatchPlan:
 
     round: int
     runs: tuple[tuple[int, int], ...]
-    """(shard, groups): so many groups of that shard are next. A shard may come several times."""
+    """(shard, groups): that many groups of that shard are next. A shard may stand here several times."""
 
     @classmethod
     def of(cls, round_: int, runs: Sequence[tuple[int, int]]) -> Self:
-        """Neighbouring runs of one shard as one, empty ones left out."""
-        kept = groupby((run for run in runs if run[1]), key=lambda run: run[0])
-        return cls(round_, tuple((shard, sum(n for _, n in part)) for shard, part in kept))
+        """Joins neighbouring runs of one shard and leaves out empty ones."""
+        joined = groupby((run for run in runs if run[1]), key=lambda run: run[0])
+        return cls(round_, tuple((shard, sum(n for _, n in part)) for shard, part in joined))
 
     @property
     def shares(self) -> dict[int, int]:
-        """Groups of shard 0, and of each other that gives any."""
-        found = {0: 0}
+        """Groups by shard: of shard 0, and of every other shard that gives any."""
+        shares = {0: 0}
         for shard, groups in self.runs:
-            found[shard] = found.get(shard, 0) + groups
-        return found
+            shares[shard] = shares.get(shard, 0) + groups
+        return shares
 
     def in_order(self, parts: Mapping[int, Sequence[Item]]) -> tuple[Item, ...]:
         """What each shard gave, in the order of the batch."""
-        given = {shard: iter(part) for shard, part in parts.items()}
-        return tuple(next(given[shard]) for shard, groups in self.runs for _ in range(groups))
+        parts_left = {shard: iter(part) for shard, part in parts.items()}
+        return tuple(next(parts_left[shard]) for shard, groups in self.runs for _ in range(groups))
 
     def name(self, batch_id: str) -> str:
         """The id of the batch on a shard."""
@@ -66,7 +67,7 @@ class BatchPlan:
 
 
 def parse_batch_name(name: str) -> tuple[str, BatchPlan | None]:
-    """The batch id and the plan in the id of a batch on a shard; no plan in one that no router made."""
+    """The batch id and the plan in the id of a batch on a shard; no plan where no router made the id."""
     batch_id, _, text = name.rpartition("#")
     try:
         return batch_id, BatchPlan.parse(text)

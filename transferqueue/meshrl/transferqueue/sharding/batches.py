@@ -1,18 +1,18 @@
-"""Batches over several shards: a plan says how many groups each gives, and is recorded with them (plan.py).
+"""Takes batches from several shards, by a plan (batch_plan.py) that is recorded with the groups of each shard.
 
-    shards tell their complete groups ──▶ enough? ──▶ plan ──▶ shard 0 takes its share under it, then the others
+    shards count their complete groups ──▶ enough? ──▶ plan ──▶ shard 0 takes its share under it, then the others
 
 **Exactly once, whatever dies.** A group that is complete and fresh enough for a step stays so until it is taken, so
-the shares of a plan can always be taken. Shard 0 records its share first, empty or not, and with it the plan: ranks
-that ask for a batch at once and have planned differently are told of the one that is recorded. Whoever asks for the
+the shares of a plan can always be taken. Shard 0 records its share first, empty or not, and with it the plan. Ranks
+that ask for one batch at the same time and planned differently get the recorded plan. A caller that asks for the
 batch again, before or after a kill, follows it too, and a shard that has given its share gives the same one again.
-Shares of an older epoch that were not settled come back at `acquire`, as from a single queue. Shard 0 says with its
-figures which shards the run is on, so nobody plans, or comes to the end of the data, without those that were added.
+Shares of an older epoch that were not settled come back at `acquire`, as from a single queue. Shard 0 also says
+which shards the run is on, so that no plan, and no end of data, misses shards that were added.
 
-**Order.** What was taken before is taken first: by the round that first took it, then by shard, then in its old
-order there. That is the order in which it stood, so a rewound trainer gets the same batches. What is new is taken in
-even shares, each shard's in its sampler's order; where one has fewer, the others give more. So batches are in order
-of admission (or the sampler's) on each shard, and about so over all.
+**Order.** Groups that were taken before are taken first: by the round that first took them, then by shard, then in
+their old order there. That is the order in which they stood, so a rewound trainer gets the same batches. New groups
+are taken in even shares, each shard's in its sampler's order; where one shard has fewer, the others give more. So
+batches are in order of admission (or of the sampler) on each shard, and approximately so over all.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
 from meshrl.transferqueue.sharding.watcher import ShardWatcher
 
 PLANS = 64
-"""Plans that a router keeps in mind; older ones are asked for again."""
+"""Plans that a router remembers; older ones are asked for again."""
 
 
-def plan_batch(told: Sequence[GroupCounts], count: int, step: int) -> BatchPlan:
-    """`count` groups, fewer only when there are fewer. Who gives one more of what is new changes with `step`."""
+def plan_batch(counts: Sequence[GroupCounts], count: int, step: int) -> BatchPlan:
+    """`count` groups, or all if there are fewer. Which shard gives one new group more changes with `step`."""
     runs: list[tuple[int, int]] = []
     left = count
-    for round_ in sorted({at for one in told for at, _ in one.replays}):
-        for shard, one in enumerate(told):
+    for round_ in sorted({at for one in counts for at, _ in one.replays}):
+        for shard, one in enumerate(counts):
             groups = min(left, dict(one.replays).get(round_, 0))
             runs.append((shard, groups))
             left -= groups
-    fresh = [0] * len(told)
-    turns = [(step + turn) % len(told) for turn in range(len(told))]
-    while left and any(one.fresh > given for one, given in zip(told, fresh, strict=True)):
+    fresh = [0] * len(counts)
+    turns = [(step + turn) % len(counts) for turn in range(len(counts))]
+    while left and any(one.fresh > given for one, given in zip(counts, fresh, strict=True)):
         for shard in turns:
-            if left and fresh[shard] < told[shard].fresh:
+            if left and fresh[shard] < counts[shard].fresh:
                 fresh[shard] += 1
                 left -= 1
-    return BatchPlan.of(max(one.next_round for one in told), [*runs, *enumerate(fresh)])
+    return BatchPlan.of(max(one.next_round for one in counts), [*runs, *enumerate(fresh)])
 
 
 class BatchRequest(NamedTuple):
-    """The batch that is asked for, as shards are asked for it."""
+    """The batch that is asked for."""
 
     epoch: int
     step: int
@@ -73,19 +73,21 @@ class ShardedBatches:
     members: RunShards
     watcher: ShardWatcher
     since: str
-    """The roll that was learned when this was made."""
+    """The shard list that was known when this was made, as written."""
     plans: OrderedDict[str, BatchPlan] = field(default_factory=OrderedDict)
     """Of batches whose shares are all taken."""
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from the look at the shards until the batch is taken, so that no two plans count on the same groups; never
-    while rows are waited for."""
+    """Held from the counts of the shards until the batch is taken, so that no two plans use the same groups; never
+    held
+    while waiting for rows."""
 
     async def take(
         self, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> tuple[Batch, Mapping[int, Sequence[BatchGroup]]]:
         """See Queue; also which shard gave which groups. Raises ShardsAdded.
 
-        A shard is heard of again when it has its share of what is missing: when enough have come in, some shard has.
+        A shard answers again when it has its share of the missing groups: when enough groups are complete, one
+        shard does.
         """
         if groups < 1 or not batch_id:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
@@ -94,12 +96,12 @@ class ShardedBatches:
         request = BatchRequest(epoch, step, groups, batch_id)
         asked = request._asdict()
         while True:
-            told: Sequence[GroupCounts] = ()
+            counts: Sequence[GroupCounts] = ()
             async with self.planning:
                 plan = self.plans.get(batch_id)
                 if plan is None:
-                    told = await all_of(shard.groups(self.run, **asked) for shard in self.shards)
-                    plan = self._plan(told, request)
+                    counts = await all_of(shard.groups(self.run, **asked) for shard in self.shards)
+                    plan = self._plan(counts, request)
                 if plan is not None:
                     plan, first = await self._record(plan, request)
                     with suppress(WaitTimeoutError):
@@ -108,10 +110,10 @@ class ShardedBatches:
             if plan is not None:
                 # There is no other plan to be made: rows of a share that are being done again are waited for.
                 return await self._taken(plan, first, request, max(0.0, left))
-            why = self._why(told, request)
+            why = self._why(counts, request)
             if left <= 0:
                 raise WaitTimeoutError(f"timed out waiting for {why}")
-            share = -(-(groups - sum(one.complete for one in told)) // len(told))
+            share = -(-(groups - sum(one.complete for one in counts)) // len(counts))
             questions = (
                 shard.groups(
                     self.run,
@@ -121,24 +123,24 @@ class ShardedBatches:
                     why=why,
                     wait_s=left,
                 )
-                for shard, one in zip(self.shards, told, strict=True)
+                for shard, one in zip(self.shards, counts, strict=True)
             )
             await any_of([*questions, self.watcher.until_shards_added(self.since)])
 
-    def _plan(self, told: Sequence[GroupCounts], request: BatchRequest) -> BatchPlan | None:
+    def _plan(self, counts: Sequence[GroupCounts], request: BatchRequest) -> BatchPlan | None:
         """The plan on record, or a new one if there are enough groups.
 
         Raises:
             EndOfDataError. ShardsAdded: the run is on more shards.
         """
-        self.members.check(told[0].members)
-        recorded = next((one.plan for one in told if one.plan), "")
+        self.members.check(counts[0].members)
+        recorded = next((one.plan for one in counts if one.plan), "")
         if recorded:
             return BatchPlan.parse(recorded)
-        complete = sum(one.complete for one in told)
-        done = all(one.done for one in told)
+        complete = sum(one.complete for one in counts)
+        done = all(one.done for one in counts)
         if complete >= request.groups or (done and complete):
-            return plan_batch(told, request.groups, request.step)
+            return plan_batch(counts, request.groups, request.step)
         if done:
             raise EndOfDataError(
                 f"run {self.run}: the feed is closed and every group is taken or has left"
@@ -206,11 +208,11 @@ class ShardedBatches:
             self.plans.popitem(last=False)
 
     @staticmethod
-    def _why(told: Sequence[GroupCounts], request: BatchRequest) -> str:
-        complete = sum(one.complete for one in told)
-        open_groups = complete + sum(one.unfinished for one in told)
-        feeds = "closed" if all(one.feed_closed for one in told) else "open"
-        shards = ", ".join(str(one.complete) for one in told)
+    def _why(counts: Sequence[GroupCounts], request: BatchRequest) -> str:
+        complete = sum(one.complete for one in counts)
+        open_groups = complete + sum(one.unfinished for one in counts)
+        feeds = "closed" if all(one.feed_closed for one in counts) else "open"
+        shards = ", ".join(str(one.complete) for one in counts)
         return (
             f"{request.groups} complete groups for step {request.step}: {complete} are (by shard: {shards}),"
             f" of {open_groups} open; the feed is {feeds}"

@@ -1,11 +1,11 @@
-"""What a router knows: the shards, which of them each run is on, where tasks are; and how it learns of more.
+"""What a router knows: the shards, which of them each run is on, where tasks are; and how it learns of added shards.
 
-    watcher.py ── the roll is another one ──▶ learn: reach the shards that were added, bring every known run to them
-    a call that meets ShardsAdded ──────────────▶ catch_up ──▶ the call is made anew
+    watcher.py ── another shard list ──────▶ learn: connect to the added shards, open every known run on them
+    a call that raises ShardsAdded ────────▶ catch_up ──▶ the call is made again
 
-**A router uses a shard only after it has brought it up to what shard 0 said once the run was on it; whoever tells
-shard 0 something looks afterwards whether the run is on more shards.** So each shard of a run has heard of everything
-before anybody works there, whichever of the routers was killed in between.
+**A router uses a shard only after it has brought it up to what shard 0 said once the run was on it; whoever changes
+something on shard 0 checks afterwards whether the run is on more shards.** So each shard of a run knows of every
+change before anybody works there, whichever of the routers was killed in between.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Dial: TypeAlias = Callable[[str], Awaitable[Shard]]
 PLACES = 1 << 18
-"""Tasks whose place is kept in mind."""
+"""Tasks whose shard is remembered."""
 
 
 class TaskPlaces:
-    """What one router knows. A place never changes: a task stays where it is until it has left."""
+    """The shard of each task, as far as one router knows. A task stays on its shard until it has left."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -51,7 +51,7 @@ class TaskPlaces:
     async def by_shard(
         self, run: str, members: RunShards, items: Sequence[Item], task_of: Callable[[Item], str]
     ) -> Mapping[int, Sequence[Item]]:
-        """`items` by the shard that has their task; one that no shard knows belongs where it would be admitted."""
+        """`items` by the shard that has their task; a task that no shard knows belongs where it would be admitted."""
         if not members.grown:
             return by_key((members.home(task_of(item)), item) for item in items)
         found = await self._located(run, members, {task_of(item) for item in items})
@@ -84,7 +84,7 @@ class KnownRun:
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """Those of the run."""
+        """The shards of the run."""
         return self.batches.shards
 
 
@@ -93,7 +93,7 @@ class ShardDirectory:
 
     def __init__(self, shards: Sequence[Shard], addresses: Sequence[str], dial: Dial | None):
         self.shards = list(shards)
-        """All that are known, by number; it only ever gets longer."""
+        """All known shards, by number; the list only grows."""
         self.watcher = ShardWatcher(self.shards[0])
         self.places = TaskPlaces(self.shards)
         self._addresses = list(addresses)
@@ -111,7 +111,7 @@ class ShardDirectory:
         if address in self._addresses:
             number = self._addresses.index(address)
             raise UserError(f"the queue at {address} is shard {number} of this one already")
-        added = await self._dialled(address)
+        added = await self._connect(address)
         first, number = self.shards[0], len(self.shards)
         runs = (await first.note(shard_list.SHARD_LIST)).runs
         for run in runs:
@@ -138,14 +138,14 @@ class ShardDirectory:
         return self._enrolled
 
     async def learned(self) -> str:
-        """The roll that is known, after learning what there is to learn."""
+        """The shard list that is known, as written, after learning of added shards."""
         while self.watcher.has_news():
             await self._learn()
         assert self.watcher.learned is not None
         return self.watcher.learned
 
     async def _learn(self) -> None:
-        """Reach the shards that were added, and bring every run that is known to all of them."""
+        """Connect to the shards that were added, and open every known run on them."""
         async with self._learning:
             while (text := await self.watcher.read()) != self.watcher.learned:
                 try:
@@ -159,8 +159,8 @@ class ShardDirectory:
                 else:
                     self.watcher.learn(text)
 
-    async def _with_roll(self, call: Callable[[str], Awaitable[Answer]]) -> Answer:
-        """`call` with the roll that is known; anew when it failed, and the roll is another one by then."""
+    async def _with_shard_list(self, call: Callable[[str], Awaitable[Answer]]) -> Answer:
+        """Call `call` with the known shard list; again if it failed and the list has changed by then."""
         while True:
             since = await self.learned()
             try:
@@ -171,19 +171,19 @@ class ShardDirectory:
                 await self._learn()
 
     async def _reach(self, written: ShardList) -> None:
-        """Raises UserError when a queue is not the shard that it was named as, or another has its address by now."""
+        """Raises UserError when a queue is not the shard it was named as, or another queue has its address by now."""
         if not self._enrolled:
             for number, shard in enumerate(self.shards):
                 await shard_list.check_named_as(shard, number, written)
         for number in range(len(self.shards), len(written.addresses)):
             address = written.addresses[number]
-            shard = await self._dialled(address)
+            shard = await self._connect(address)
             await shard_list.check_known_as(shard, address, number, written)
             self.shards.append(shard)
             self._addresses.append(address)
         self._enrolled = len(written.addresses)
 
-    async def _dialled(self, address: str) -> Shard:
+    async def _connect(self, address: str) -> Shard:
         if self._dial is None:
             raise UserError(
                 f"the queue has more than the {len(self.shards)} shards named, one at {address}: name all"
@@ -193,23 +193,23 @@ class ShardDirectory:
     # --- runs
 
     def has(self, number: int) -> Callable[[str], bool]:
-        """Whether a run is on the shard of that number, as far as is known."""
+        """A function that says whether a run is on the shard of that number, as far as is known."""
 
-        def asked(run: str) -> bool:
+        def is_on_shard(run: str) -> bool:
             known = self._runs.get(run)
             return known is not None and number < known.members.count
 
-        return asked
+        return is_on_shard
 
     async def known(self, run: str) -> KnownRun:
-        """Of an open run. Raises NotFoundError."""
+        """What is known of an open run. Raises NotFoundError."""
         if self.watcher.has_news():
             await self._learn()
         if (known := self._runs.get(run)) is not None:
             return known
-        async with self._finding:  # calls that begin together ask once
+        async with self._finding:  # calls that begin together share one look-up
             known = self._runs.get(run)
-            return known if known else await self._with_roll(partial(self._find, run))
+            return known if known else await self._with_shard_list(partial(self._find, run))
 
     async def _find(self, run: str, since: str) -> KnownRun:
         first = self.shards[0]
@@ -217,7 +217,7 @@ class ShardDirectory:
         members = await run_shards.recorded(first, run)
         run_shards.check_available(run, members, len(self.shards))
         if members.grown or members.count < self._enrolled:
-            # Whoever made the run larger may have died before it was open everywhere.
+            # The router that put the run on more shards may have died before the run was open on all of them.
             await self._bring(state.spec, since)
             return self._runs[run]
         return self._know(state.spec, members, since)
@@ -232,10 +232,10 @@ class ShardDirectory:
 
     async def open(self, spec: RunSpec) -> RunState:
         """Open a run on all shards that there are."""
-        return await self._with_roll(lambda since: self._open(spec, since, len(self.shards)))
+        return await self._with_shard_list(lambda since: self._open(spec, since, len(self.shards)))
 
     async def _bring(self, spec: RunSpec, since: str) -> None:
-        """Open a run on all shards that are enrolled, and on those that others have opened it on."""
+        """Open a run on all enrolled shards, and on those where other routers have opened it."""
         members = await run_shards.recorded(self.shards[0], spec.run)
         run_shards.check_available(spec.run, members, len(self.shards))
         await self._open(spec, since, max(members.count, self._enrolled))
@@ -245,8 +245,8 @@ class ShardDirectory:
         first, *others = self.shards[:available]
         state = await first.open_run(spec)
         await all_of(shard.open_run(spec) for shard in others)
-        # Shard 0 hears of everything last, but for epochs: whoever is behind it missed something. An epoch that began
-        # since then has its own trainer to bring the shards along.
+        # Shard 0 hears of everything last, except for epochs: a shard that is behind it missed something. An epoch
+        # that began since then has its own trainer, which brings the shards along.
         with suppress(FencedError):
             await all_of(shard.follow(state, "") for shard in others)
         self._know(spec, members, since)
@@ -267,21 +267,21 @@ class ShardDirectory:
             known = self._runs[spec.run] = KnownRun(spec, members, batches)
         return known
 
-    # --- calls that outlive a shard more
+    # --- calls that survive the addition of a shard
 
     async def has_more_shards(self, known: KnownRun) -> bool:
         """True when the run is on more shards by now."""
         return await run_shards.recorded(self.shards[0], known.spec.run) != known.members
 
     async def catch_up(self, run: str) -> None:
-        """Learn what there is to learn of a run."""
+        """Learn of added shards, and open the run on them."""
         await self._learn()
-        await self._with_roll(partial(self._bring, self._runs[run].spec))
+        await self._with_shard_list(partial(self._bring, self._runs[run].spec))
 
     async def with_current_shards(
         self, run: str, call: Callable[[KnownRun], Awaitable[Answer]]
     ) -> Answer:
-        """`call`, anew whenever it says that there are more shards."""
+        """Call `call`; again whenever it raises ShardsAdded."""
         while True:
             try:
                 return await call(await self.known(run))
@@ -291,25 +291,25 @@ class ShardDirectory:
     async def everywhere(
         self, run: str, call: Callable[[Shard], Awaitable[Answer]]
     ) -> list[Answer]:
-        """Call every shard of a run, shard 0 when all others have answered; the answers, its own first."""
+        """Call every shard of a run, shard 0 after the others; returns the answers, that of shard 0 first."""
         while True:
             known = await self.known(run)
             first, *others = known.shards
             answers = await all_of(call(shard) for shard in others)
-            told = [await call(first), *answers]
+            every = [await call(first), *answers]
             if not await self.has_more_shards(known):
-                return told
+                return every
             await self.catch_up(run)
 
-    async def told(
+    async def broadcast(
         self,
         run: str,
         call: Callable[[Shard], Awaitable[None]],
         first: Callable[[Shard], Awaitable[str]],
     ) -> None:
-        """Call every shard of a run at once; what shard 0 answers to `first` says on which shards the run is.
+        """Call every shard of a run at once; the answer of shard 0 to `first` says which shards the run is on.
 
-        For what `follow` repairs where shard 0 has heard of it and another has not.
+        For changes that `follow` repairs where shard 0 has them and another shard has not.
         """
 
         async def tell(known: KnownRun) -> None:
@@ -340,9 +340,9 @@ class ShardDirectory:
         task_of: Callable[[Item], str],
         call: Callable[[Mapping[int, Sequence[Item]]], Awaitable[Answer]],
     ) -> Answer:
-        """`call` with `items` by shard; anew where they were not found and the run is on more shards by now.
+        """Call `call` with `items` by shard; again where they were not found and the run is on more shards by now.
 
-        For rows of which somebody else told, who may know of shards that are unknown here.
+        For rows that another process named, which may know of shards that are unknown here.
         """
         known = await self.known(run)
         try:
@@ -354,7 +354,7 @@ class ShardDirectory:
             return await call(await self.by_shard(run, items, task_of))
 
     def handed_out(self, run: str, tasks: Iterable[str], number: int) -> None:
-        """A shard has handed these tasks out: nobody need be asked where they are."""
+        """Note that a shard has handed out these tasks, so that no shard need be asked for them."""
         known = self._runs.get(run)
         if known is not None and known.members.grown:
             self.places.note(run, tasks, number)

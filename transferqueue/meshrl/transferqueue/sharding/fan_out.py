@@ -1,4 +1,4 @@
-"""Asking several shards at once: everybody's answer, the first one's, or one after the other as they come."""
+"""Calls several shards at once: for all answers, for the first one, or for one after the other as they come."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from meshrl.contract.errors import EndOfDataError
 Answer = TypeVar("Answer")
 
 NEWS = -1
-"""Stands among shards for what concerns them all."""
+"""Stands in the place of a shard number for the call that concerns them all."""
 
 
 async def all_of(questions: Iterable[Awaitable[Answer]]) -> list[Answer]:
     """Every answer, in order. When some fail, all have been asked to the end; the first failure is raised."""
     answers = await asyncio.gather(*questions, return_exceptions=True)
-    found: list[Answer] = []
+    results: list[Answer] = []
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-        found.append(answer)
-    return found
+        results.append(answer)
+    return results
 
 
 async def any_of(questions: Iterable[Coroutine[Any, Any, Answer]]) -> Answer:
@@ -46,10 +46,10 @@ def by_key(pairs: Iterable[tuple[int, Answer]]) -> Mapping[int, Sequence[Answer]
 
 
 class Questions:
-    """Which shards have something: a question to each, free of effects, asked anew only once it was answered."""
+    """Which shards have something: one call to each, free of side effects, repeated only after it was answered."""
 
     def __init__(self, news: Coroutine[Any, Any, Never]) -> None:
-        """`news` raises when it is no use to wait any longer."""
+        """`news` raises when waiting is of no more use."""
         self._asked: dict[asyncio.Future[None], int] = {}
         self._ready: list[int] = []
         self._ended: dict[int, EndOfDataError] = {}
@@ -65,7 +65,7 @@ class Questions:
         await asyncio.gather(*asked, return_exceptions=True)
 
     def unasked(self, shards: int) -> list[int]:
-        """Those of the first so many shards that owe no answer and have not come to the end of the data."""
+        """Those of the first `shards` shards that owe no answer and have not reached the end of the data."""
         known = {*self._asked.values(), *self._ended}
         return [number for number in range(shards) if number not in known]
 
@@ -89,9 +89,9 @@ class Questions:
         self._heard.set()
 
     async def answered(self) -> Iterable[int]:
-        """The shards that have something, once there is one; those that say so while this is read come last.
+        """The shards that have something, once there is one; shards that answer while this is read come last.
 
-        Raises what came instead: the news, a failure, EndOfDataError once it has come from every shard.
+        Raises what came instead: what `news` raised, a failure, or EndOfDataError once every shard has raised it.
         """
         ready = self._ready = list[int]()
         while not ready:

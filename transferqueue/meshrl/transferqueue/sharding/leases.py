@@ -1,14 +1,15 @@
-"""Leases from several shards: one shard after the other while there is work, a question to all when there is none.
+"""Leases from several shards: one after the other while there is work, a waiting call to all when there is none.
 
     sweep   each shard in turn until the limit is reached, without a wait; the next call begins with the next shard
-    park    every shard is asked when it has rows, which grants none ──▶ sweep those that have some
+    park    every shard is asked to answer when it has rows, which grants none ──▶ sweep those that have some
 
-Where the last lease got all it wanted the next one sweeps: while there is work, one shard serves a whole lease. Else
-it parks at once, and rows that are there answer its questions.
+After a lease that got all it wanted the next one sweeps: while there is work, one shard serves a whole lease. Else it
+parks at once, and rows that are there answer its calls.
 
-A lease is granted only by a call that nobody cancels for another's answer: one whose answer is lost holds its rows
-until its time to live is over, and costs them an attempt. A shard that does not answer a sweep soon (it restarts) is
-passed over until it does; what it grants then is given back untouched. Whoever waits hears of shards that are added.
+A lease is granted only by a call that is never cancelled for the answer of another shard: a grant whose answer is
+lost holds its rows until its time to live is over, and costs them an attempt. A shard that does not answer a sweep
+soon (it restarts) is skipped until it does; what it grants then is given back untouched. A parked call learns of
+added shards.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class LeaseQuestion:
     def of(
         self, shard: Shard, wait_s: float, *, runs: Sequence[str] = (), limit: int = 0
     ) -> Coroutine[Any, Any, Lease]:
-        """The lease that one shard is asked for."""
+        """A call of `lease` on one shard."""
         return shard.lease(
             list(runs) or list(self.runs),
             self.stage,
@@ -56,7 +57,7 @@ class LeaseQuestion:
 
     @property
     def work(self) -> tuple[tuple[str, ...], str]:
-        """What it is leased from, whoever leases."""
+        """Runs and stage: what is leased from, whoever leases."""
         return self.runs, self.stage
 
     @property
@@ -66,7 +67,7 @@ class LeaseQuestion:
         return f"{self.at_least} rows of stage {self.stage}{at}"
 
     def fresh(self, spec: RunSpec, epoch: int, published: Version) -> bool:
-        """May rows of the run go to this engine? Raises UserError when it did not say what its version is."""
+        """Whether rows of the run may go to this engine. Raises UserError when it did not give its version."""
         if not spec.gated or any(stage.reads for stage in spec.stages if stage.name == self.stage):
             return True
         if self.version is None:
@@ -77,7 +78,7 @@ class LeaseQuestion:
         return self.version.epoch == epoch and behind <= spec.max_staleness
 
     def too_old(self, run: str, published: Version) -> WaitTimeoutError:
-        """What ends the wait of an engine whose version a publish has made too old."""
+        """The error that ends the wait of an engine whose version a publish has made too old."""
         return WaitTimeoutError(
             f"version {self.version} is too old for run {run} at {published}:"
             " ask again with the engine's version"
@@ -90,7 +91,7 @@ class ShardedLeases:
     def __init__(
         self, shards: Sequence[Shard], watcher: ShardWatcher, granted: Callable[[int, Lease], None]
     ) -> None:
-        """`granted` hears which shard granted what."""
+        """`granted` is called with the number of the shard and the lease that it granted."""
         self._shards = shards
         self._watcher = watcher
         self._granted = granted
@@ -98,11 +99,11 @@ class ShardedLeases:
         self._plenty: set[tuple[tuple[str, ...], str]] = set()
         """Runs and stages whose last lease got all that it wanted."""
         self._lagging: dict[int, asyncio.Task[Lease]] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Give up what is under way."""
-        tasks = [*self._lagging.values(), *self._chores]
+        """Cancel what is under way."""
+        tasks = [*self._lagging.values(), *self._releases]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -110,7 +111,7 @@ class ShardedLeases:
     async def lease(
         self, question: LeaseQuestion, specs: Mapping[str, RunSpec], wait_s: float, since: str
     ) -> Lease:
-        """See Queue. `specs` are those of the runs that are open; `since` is the roll that was learned.
+        """See Queue. `specs` are those of the runs that are open; `since` is the shard list that was learned.
 
         Raises ShardsAdded where it would have waited.
         """
@@ -130,7 +131,7 @@ class ShardedLeases:
         return lease
 
     def _sweeps_first(self, question: LeaseQuestion, specs: Mapping[str, RunSpec]) -> bool:
-        """Also where runs differ in priority: only a sweep of all shards finds the highest that has rows."""
+        """After a full lease, or where runs differ in priority: only a sweep of all shards finds the highest."""
         return (
             question.work in self._plenty
             or len({_priority(specs, run) for run in question.runs}) > 1
@@ -165,7 +166,7 @@ class ShardedLeases:
                 try:
                     lease = await self._soon(number, call)
                 except (WaitTimeoutError, EndOfDataError, UserError):
-                    continue  # what is wrong with the whole question is told to who parks
+                    continue  # a parked call reports what is wrong with the question
                 if lease is not None:
                     parts.append((number, lease))
                     self._granted(number, lease)
@@ -215,7 +216,7 @@ class ShardedLeases:
             await questions.close()
 
     async def _until_rows(self, number: int, question: LeaseQuestion, wait_s: float) -> None:
-        """Of a shard that lags, wait for what it still owes: until then sweeps pass it over."""
+        """For a shard that lags, wait for the answer that it still owes: until then sweeps skip it."""
         if (late := self._lagging.get(number)) is not None:
             await asyncio.wait({late}, timeout=wait_s)
         await self._shards[number].until_rows(
@@ -228,7 +229,7 @@ class ShardedLeases:
         )
 
     async def _drop(self, asked: Mapping[asyncio.Task[Lease], int]) -> None:
-        """Cancel; give back what was granted all the same."""
+        """Cancel the calls, and give back what was granted all the same."""
         for task in asked:
             task.cancel()
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -241,10 +242,10 @@ class ShardedLeases:
             self._give_back(number, part)
 
     def _give_back(self, number: int, lease: Lease) -> None:
-        """In the background: nobody waits for it, and the time to live stands behind it."""
-        chore = asyncio.ensure_future(self._release(self._shards[number], lease))
-        self._chores.add(chore)
-        chore.add_done_callback(self._chores.discard)
+        """In the background: nobody waits for it; if it fails, the leases expire."""
+        release = asyncio.ensure_future(self._release(self._shards[number], lease))
+        self._releases.add(release)
+        release.add_done_callback(self._releases.discard)
 
     @staticmethod
     async def _release(shard: Shard, lease: Lease) -> None:
@@ -265,9 +266,9 @@ class ShardedLeases:
         seen: dict[str, Version] = {}
         while True:
             shards = tuple(self._shards)
-            told = [await self._rows(shard, question) for shard in shards]
+            answers = [await self._rows(shard, question) for shard in shards]
             for run in question.runs:
-                parts = [row for rows in told for row in rows or () if row.run == run]
+                parts = [row for rows in answers for row in rows or () if row.run == run]
                 if len(parts) < len(shards):
                     continue
                 spec = specs.get(run)
@@ -282,7 +283,7 @@ class ShardedLeases:
                 )
                 if lease is not None:
                     return lease
-            if all(rows is None for rows in told):
+            if all(rows is None for rows in answers):
                 raise EndOfDataError(f"nothing is left to lease in {', '.join(question.runs)}")
             left = deadline - clock()
             if left <= 0:
@@ -296,7 +297,7 @@ class ShardedLeases:
                     why=question.why,
                     wait_s=left,
                 )
-                for shard, rows in zip(shards, told, strict=True)
+                for shard, rows in zip(shards, answers, strict=True)
                 if rows is not None
             )
             await any_of([*questions, self._watcher.until_shards_added(since)])

@@ -1,4 +1,4 @@
-"""What several shards tell, told as one."""
+"""Merges the ledgers and the waits of several shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALLS = ("admit waits", "lease waits", "take waits")
 
 
 def total_ledger(ledgers: Sequence[Ledger]) -> Ledger:
-    """The sum. Each shard's books balance at every instant, and no row is on two shards: so does the sum."""
+    """The sum. Each shard's ledger balances at every instant and no row is on two shards, so the sum balances too."""
     first = ledgers[0]
     return Ledger(
         run=first.run,
@@ -32,22 +32,22 @@ def _counts(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-def merged_waits(told: Sequence[Sequence[Waiting]]) -> list[Waiting]:
-    """Everything that blocks, the longest wait first. A call that waits on several shards is told once."""
+def merged_waits(waits_by_shard: Sequence[Sequence[Waiting]]) -> list[Waiting]:
+    """Everything that blocks, the longest wait first. A call that waits on several shards is listed once."""
     calls: dict[tuple[str, str], list[Waiting]] = {}
     found: list[Waiting] = []
-    for number, waits in enumerate(told):
+    for number, waits in enumerate(waits_by_shard):
         for one in waits:
             if one.what.startswith(CALLS):
                 calls.setdefault((one.who, one.what), []).append(one)
             else:
                 found.append(replace(one, what=f"{one.what} (shard {number})"))
-    found += [_one(parts) for parts in calls.values()]
+    found += [_merged_call(parts) for parts in calls.values()]
     return sorted(found, key=lambda one: -one.since_s)
 
 
-def _one(parts: Sequence[Waiting]) -> Waiting:
-    """One call. Whoever holds the rows that it waits for is to be asked, else whoever was named."""
+def _merged_call(parts: Sequence[Waiting]) -> Waiting:
+    """Merge one call: its owners are the holders of the rows that it waits for, else all who were named."""
     blamed = [part for part in parts if part.uids] or parts
     return replace(
         parts[0],

@@ -1,7 +1,7 @@
-"""What a shard is: a queue that also tells, without handing anything out, what it could hand out.
+"""The Shard port: a queue that also says, without handing anything out, what it could hand out.
 
-The router decides on these figures and then acts through the Queue port with no wait. Asking changes nothing that
-anybody could miss, so a question may be cancelled at any moment.
+The router decides by these figures and then acts through the Queue port with no wait. Reading figures changes nothing
+that anybody could miss, so such a call may be cancelled at any moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshrl.contract.types import RunState, Task, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCapacity:
-    """What admission must know of a run on one shard."""
+    """How full a run is on one shard; for admission."""
 
     open_groups: int
     """Admitted and not consumed (see admission.py)."""
@@ -24,27 +24,27 @@ class ShardCapacity:
     """Payload of these groups."""
     feed_closed: bool
     known: frozenset[str]
-    """Those of the tasks asked about that were ever admitted here."""
+    """Those of the tasks in question that were ever admitted here."""
     members: str = ""
     """The note on which shards the run is (run_shards.py); on shard 0 only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardNote:
-    """Something written on a shard that is no row: which shards there are (shard_list.py, run_shards.py)."""
+    """A text on a shard that is not a row: which shards there are (shard_list.py, run_shards.py)."""
 
     text: str
-    """Empty when nothing is written."""
+    """Empty where nothing is written."""
     runs: tuple[str, ...]
     """The runs that are open here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCounts:
-    """What a take must know of a run on one shard."""
+    """How many groups of a run one shard could give; for `take`."""
 
     plan: str
-    """Of the batch asked about, if any of its groups were taken here; else empty."""
+    """The plan of the batch in question, if any of its groups were taken here; else empty."""
     replays: tuple[tuple[int, int], ...]
     """(round, groups): complete groups that were taken before, by the round that first took them, in order."""
     fresh: int
@@ -70,7 +70,7 @@ class GroupCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """What a lease of a fixed number of rows must know of one run on one shard."""
+    """How many rows of one run one shard could lease; for leases of a fixed number of rows."""
 
     run: str
     ready: int
@@ -85,7 +85,7 @@ class RowCounts:
 
 
 class Shard(Queue, Protocol):
-    """One of several queues that a router speaks for."""
+    """One of several queues behind a router."""
 
     async def note(
         self, name: str, *, other_than: str | None = None, wait_s: float = 0.0
@@ -162,7 +162,7 @@ class Shard(Queue, Protocol):
         ...
 
     async def publish_and_tell(self, run: str, version: Version) -> str:
-        """`publish`; then, on shard 0, the note on which shards the run is (run_shards.py)."""
+        """`publish`; then returns, from shard 0, the note of the run's shards (run_shards.py)."""
         ...
 
     async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:

@@ -1,7 +1,7 @@
-"""Renewals over several shards: each is asked about all rows of a held_leases, and what all have lost is lost.
+"""Renews held leases over several shards: every shard is asked about all rows; a row that all shards deny is lost.
 
-Where a row is, its shard knows best: nothing here follows tasks about. What a shard has that is away is not lost: it
-has not said so.
+A shard knows best which rows it has, so nothing here follows tasks about. A row of a shard that is away is not
+lost: the shard has not said so.
 """
 
 from __future__ import annotations
@@ -12,54 +12,54 @@ from meshrl.contract.held_leases import Held, HeldLeases
 from meshrl.contract.types import Uid
 
 
-class Part(HeldLeases):
-    """What one shard is asked to renew: everything, of the runs that it has."""
+class ShardHeldLeases(HeldLeases):
+    """What one shard is asked to renew: all held rows of the runs that it has."""
 
     def __init__(
-        self, whole: HeldLeases, has: Callable[[str], bool], told: Callable[[], None]
+        self, every: HeldLeases, has: Callable[[str], bool], on_lost: Callable[[], None]
     ) -> None:
-        """`has` knows the shard's runs; `told` is called when the shard has said that rows are lost."""
-        super().__init__(whole.stage, whole.worker, self._lose)
-        self._whole = whole
+        """`has` says whether a run is on the shard; `on_lost` is called when the shard denies rows."""
+        super().__init__(every.stage, every.worker, self._lose)
+        self._every = every
         self._has = has
-        self._told = told
+        self._on_lost = on_lost
         self._gone: dict[Uid, int] = {}
 
     @property
     def period_s(self) -> float:
         """See HeldLeases."""
-        return self._whole.period_s
+        return self._every.period_s
 
     def by_run(self) -> Mapping[str, Held]:
         """See HeldLeases."""
-        return {run: rows for run, rows in self._whole.by_run().items() if self._has(run)}
+        return {run: rows for run, rows in self._every.by_run().items() if self._has(run)}
 
     def _lose(self, rows: Held) -> None:
         gone = {**self._gone, **rows}
-        self._gone = {uid: gone[uid] for uid in self._whole.still(gone)}
-        self._told()
+        self._gone = {uid: gone[uid] for uid in self._every.still(gone)}
+        self._on_lost()
 
     def lacks(self, uid: Uid, token: int) -> bool:
-        """The shard does not hold this row for us."""
+        """Whether the shard denies that we hold this row."""
         return self._gone.get(uid) == token or not self._has(uid.run)
 
     @property
     def gone(self) -> Held:
-        """What the shard has said to be lost, of what is still held."""
+        """Rows that the shard denies, of those that are still held."""
         return self._gone
 
 
 class ShardedHeldLeases:
-    """One held_leases and its parts."""
+    """The held leases of one worker, and a part for each shard."""
 
     def __init__(self, held_leases: HeldLeases) -> None:
         self._held_leases = held_leases
-        self._parts: list[Part] = []
+        self._parts: list[ShardHeldLeases] = []
         held_leases.began = self._began
 
-    def part(self, has: Callable[[str], bool]) -> Part:
-        """For one shard more."""
-        part = Part(self._held_leases, has, self._agree)
+    def part(self, has: Callable[[str], bool]) -> ShardHeldLeases:
+        """The part for one more shard."""
+        part = ShardHeldLeases(self._held_leases, has, self._agree)
         self._parts.append(part)
         return part
 

@@ -1,16 +1,20 @@
 """Several queues as one: the port of contract/ports.py over shards.
 
-    admit ── feeding.py ─┐                     ┌── leasing.py ── lease
-    task ─▶ its shard: write, fail, release, renew, fetch, filter, replay
-    every shard: publish, commit (at once); close_feed, rewind, acquire ── shard 0 has the last word (and first epoch)
-    take, settle ── taking.py                    ledger, why_waiting ── books.py
+    admit                  admission.py
+    lease                  leases.py
+    take, settle           batches.py
+    ledger, why_waiting    merge.py
+    write, fail, release, renew, fetch, filter, replay    the shard of each task
+    publish, commit                                       every shard at once
+    close_feed, rewind                                    every shard, shard 0 last
+    acquire                                               shard 0 first, then the others
 
-**Half-done calls are repaired by repeating them.** What goes to every shard is idempotent there. An epoch is made by
-shard 0, which answers `run_state`, and followed by the others: whoever opens or acquires the run brings a shard that
-is behind up to shard 0, its published version and its committed step too, so these are told to all at once. Of a
-rewind, which nobody follows, and of a closed feed shard 0 hears last: what it tells, every shard knows.
+**Half-done calls are repaired by repeating them.** What goes to every shard is idempotent there. Shard 0 makes an
+epoch and answers `run_state`; the others follow: a router that opens or acquires the run brings a shard that is
+behind up to shard 0, its published version and its committed step too, so these go to all shards at once. A rewind,
+which no shard follows, and a closed feed reach shard 0 last: what shard 0 says, every shard knows.
 
-**Shards are added while runs go on**: roll.py has how, roster.py how a router learns of it.
+**Shards are added while runs go on**: see shard_list.py, and directory.py for how a router learns of it.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases
 from meshrl.transferqueue.sharding.run_shards import ShardsAdded
 
 RENEW_S = 5.0
-"""A renewal waits no longer for a shard that restarts: the leases of the others must not end meanwhile."""
+"""How long a renewal waits for a shard that restarts: the leases of the other shards must not end meanwhile."""
 
 
 class ShardedQueue(RowMethods):
@@ -58,7 +62,7 @@ class ShardedQueue(RowMethods):
     def __init__(
         self, shards: Sequence[Shard], addresses: Sequence[str] = (), dial: Dial | None = None
     ) -> None:
-        """`addresses` are those of `shards`; `dial` reaches those that were added. Without them none can be."""
+        """`addresses` are those of `shards`; `dial` connects to added shards. Without them none can be added."""
         if not shards:
             raise UserError("a queue needs at least one shard")
         self._directory = ShardDirectory(shards, addresses, dial)
@@ -67,7 +71,7 @@ class ShardedQueue(RowMethods):
 
     @property
     def num_shards(self) -> int:
-        """How many there are, as far as is known."""
+        """How many shards there are, as far as is known."""
         return len(self._shards)
 
     async def close(self) -> None:
@@ -76,7 +80,7 @@ class ShardedQueue(RowMethods):
         await self._leasing.close()
 
     async def add_shard(self, address: str) -> int:
-        """Make the empty queue at `address` one more shard, of all runs; its number. Everybody hears of it.
+        """Make the empty queue at `address` one more shard of all runs; returns its number. All routers learn of it.
 
         Raises:
             UserError: it is a shard already, holds runs, or not all shards were named. ConflictError: another shard
@@ -89,7 +93,7 @@ class ShardedQueue(RowMethods):
         return await self._directory.addresses()
 
     async def enrolled(self) -> int:
-        """How many shards there are by what shard 0 has noted; 0 where none was ever added to a run that went on."""
+        """How many shards the list on shard 0 has; 0 where no shard was ever added to a running queue."""
         return await self._directory.enrolled()
 
     # --- runs
@@ -115,7 +119,7 @@ class ShardedQueue(RowMethods):
 
     async def publish(self, run: str, version: Version) -> None:
         """See Queue."""
-        await self._directory.told(
+        await self._directory.broadcast(
             run,
             lambda shard: shard.publish(run, version),
             lambda first: first.publish_and_tell(run, version),
@@ -124,13 +128,15 @@ class ShardedQueue(RowMethods):
     # --- the feeder
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
-        """See Queue, and feeding.py."""
+        """See Queue, and admission.py."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
 
         async def admit(known: KnownRun) -> int:
-            feeding = ShardedAdmission(shards=known.shards, members=known.members, spec=known.spec)
-            return await feeding.admit(tasks, cursor=cursor, wait_s=deadline - clock())
+            admission = ShardedAdmission(
+                shards=known.shards, members=known.members, spec=known.spec
+            )
+            return await admission.admit(tasks, cursor=cursor, wait_s=deadline - clock())
 
         return await self._directory.with_current_shards(run, admit)
 
@@ -151,7 +157,7 @@ class ShardedQueue(RowMethods):
         version: Version | None = None,
         wait_s: float,
     ) -> Lease:
-        """See Queue, and leasing.py. Rows come oldest first from each shard; which shard is first changes."""
+        """See Queue, and leases.py. Rows come oldest first from each shard; which shard is first changes."""
         if limit < 1 or not runs:
             raise UserError(f"a lease wants at least one row of at least one run, not {limit}")
         question = LeaseQuestion(
@@ -202,16 +208,16 @@ class ShardedQueue(RowMethods):
         return [uid for task in asked if task in done for uid in task.result()]
 
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """See Queue, and keeping.py. A shard that is added is asked from then on."""
+        """See Queue, and renewals.py. A shard that is added is asked from then on."""
         while True:
             since = await self._directory.learned()
             sharded = ShardedHeldLeases(held_leases)
-            keeping = [
+            renewals = [
                 shard.renew_held(sharded.part(self._directory.has(number)))
                 for number, shard in enumerate(self._shards)
             ]
             with suppress(ShardsAdded):
-                return await any_of([*keeping, self._directory.watcher.until_shards_added(since)])
+                return await any_of([*renewals, self._directory.watcher.until_shards_added(since)])
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue. All or none of the groups of each shard."""
@@ -308,7 +314,7 @@ class ShardedQueue(RowMethods):
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See Queue."""
-        await self._directory.told(
+        await self._directory.broadcast(
             run,
             lambda shard: shard.commit(run, epoch=epoch, step=step),
             lambda first: first.commit_and_tell(run, epoch=epoch, step=step),
@@ -327,16 +333,16 @@ class ShardedQueue(RowMethods):
         await self._directory.everywhere(run, rewind)
         return rows
 
-    # --- the books
+    # --- ledger and waits
 
     async def ledger(self, run: str) -> Ledger:
-        """See Queue: the sum of the shards' books."""
+        """See Queue: the sum of the shards' ledgers."""
         return total_ledger(await self._directory.everywhere(run, lambda shard: shard.ledger(run)))
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See Queue: shard after shard, each in the order in which they died."""
-        told = await self._directory.everywhere(run, lambda shard: shard.dead_letters(run))
-        return [letter for letters in told for letter in letters]
+        answers = await self._directory.everywhere(run, lambda shard: shard.dead_letters(run))
+        return [letter for letters in answers for letter in letters]
 
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
         """See Queue."""

@@ -24,7 +24,7 @@ SUFFIX = ".shards"
 
 
 class ShardsAdded(Exception):
-    """There are more shards than the router knew of: it learns of them and asks again."""
+    """The run is on more shards than the router knew: it learns of them and repeats the call."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -45,11 +45,11 @@ class RunShards:
     count: int
 
     def home(self, task: str) -> int:
-        """Where a task that nobody knows yet is admitted."""
+        """The shard to which a new task is admitted."""
         return owner(task, self.count)
 
     def homes(self, task: str) -> Iterator[int]:
-        """Where a task may be, the newest place first: one place, unless shards were added."""
+        """The shards that may have a task, the newest first: one shard, unless shards were added."""
         last = -1
         for shards in range(self.count, self.began - 1, -1):
             place = owner(task, shards)
@@ -81,7 +81,7 @@ class RunShards:
 
 
 async def recorded(first: Queue, run: str) -> RunShards:
-    """The shards of an open run. One without a record began before there were shards."""
+    """The shards of an open run. A run without a note began on a single queue."""
     record = await _state(first, run + SUFFIX)
     return RunShards.parse(record.cursor) if record and record.cursor else RunShards(1, 1)
 
@@ -93,7 +93,7 @@ async def join(first: Shard, run: str, available: int) -> RunShards:
         UserError: the run is on more shards than are available.
     """
     while True:
-        # The run is asked for before its record: whoever opens it writes the record first.
+        # The run is looked up before its note: a router that opens a run writes the note first.
         opened = await _state(first, run) is not None
         text = (await first.note(run + SUFFIX)).text
         began = 1 if opened else available
@@ -103,7 +103,7 @@ async def join(first: Shard, run: str, available: int) -> RunShards:
         try:
             await first.write_note(run + SUFFIX, str(members), instead_of=text)
         except ConflictError:
-            continue  # somebody else opened the run, or made it larger
+            continue  # another router opened the run, or put it on more shards
         return members
 
 

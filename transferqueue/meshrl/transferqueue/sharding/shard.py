@@ -1,4 +1,4 @@
-"""A transfer queue that can be one of several: it tells what it could hand out, and takes groups by plan."""
+"""A transfer queue that can be one of several: it says what it could hand out, and takes groups by plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ShardQueue(TransferQueue):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._turns: dict[str, str] = {}
-        """Whose turn it is to admit, by run. In RAM: after a restart nobody has the turn, and feeders begin anew."""
+        """Whose turn it is to admit, by run. In RAM: after a restart nobody has the turn, and feeders begin again."""
         self._turn_over = Signal()
         self._written = Signal()
 
@@ -114,7 +114,7 @@ class ShardQueue(TransferQueue):
             known=frozenset(task for task in tasks if task in state.known_tasks),
             members=self._text(run + SUFFIX),
         )
-        # A task that is told to be known must stay known.
+        # A task that was reported as known must stay known.
         await self._commit_log.flush()
         return answer
 
@@ -251,7 +251,7 @@ class ShardQueue(TransferQueue):
             await self._until(look, signals, ("lease", tuple(runs), worker, why), wait_s)
 
     def _signals(self, runs: Sequence[str], stage: str) -> list[Signal]:
-        """What rings when a stage may have other rows to lease."""
+        """Signals of a change in what a stage may lease."""
         candidates = leases.leasable(self._runs, runs, stage)
         return [*(run.rows_signals[spec.number] for run, spec in candidates), self._runs_signal]
 
@@ -284,7 +284,7 @@ class ShardQueue(TransferQueue):
         wait: tuple[str, tuple[str, ...], str, str],
         wait_s: float,
     ) -> None:
-        """Return once `true()`, looking again whenever a signal rings. Raises WaitTimeoutError."""
+        """Return once `true()`; checks again at every signal. Raises WaitTimeoutError."""
         if true():
             return
         kind, runs, who, why = wait

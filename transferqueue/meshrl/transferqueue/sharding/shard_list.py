@@ -1,12 +1,12 @@
-"""The roll of a queue: its shards by number, and where each was reached when the last one was added.
+"""The list of a queue's shards, by number, and the address of each when the last one was added.
 
-Written on shard 0 it is the truth; every other shard has a line that says which one it is, so that a shard that is
-reached by an address of the roll can be known for the one that is meant. A queue that never grew has no roll.
+Written on shard 0 it is the truth. Every other shard has a line that says which shard it is, so that a shard
+reached by an address of the list can be checked. A queue that never got another shard has no list.
 
-    shard 0: the roll as it is ──▶ the others: who they are ──▶ the new shard: who it is ──▶ shard 0: one more
+    shard 0: the list as it is ──▶ the others: who they are ──▶ the new shard: who it is ──▶ shard 0: one more
 
-The last write adds the shard. A kill before it has changed nothing: whoever adds the shard again goes on. After
-it everybody who works with the queue hears of the shard (watcher.py, roster.py), whoever wrote it.
+The last write adds the shard. A kill before it has changed nothing: repeating the addition goes on. After it every
+router learns of the shard (watcher.py, directory.py), whoever wrote it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.transferqueue.sharding.port import Shard
 
 SHARD_LIST = ".shards"
-"""The note that holds it."""
+"""The name of the note that holds the list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class ShardList:
     """What is written on one shard."""
 
     queue: str
-    """Made with the roll, the same for ever."""
+    """An id made with the list; it never changes."""
     number: int
     """Of this shard."""
     shard: str
-    """This shard under whatever address: no other has the same."""
+    """An id of this shard, whatever its address."""
     addresses: tuple[str, ...] = ()
-    """On shard 0 those of all shards, in their order."""
+    """On shard 0 the addresses of all shards, in their order; else none."""
 
     @classmethod
     def begin(cls, queue: str = "", number: int = 0) -> Self:
@@ -51,29 +51,29 @@ class ShardList:
             queue, number, shard, *addresses = text.split()
             return cls(queue=queue, number=int(number), shard=shard, addresses=tuple(addresses))
         except ValueError:
-            raise CorruptError(f"not the roll of a queue: {text!r}") from None
+            raise CorruptError(f"not a list of shards: {text!r}") from None
 
 
 async def read(shard: Shard) -> ShardList | None:
-    """What is written on a shard; None where nobody enrolled it."""
+    """What is written on a shard; None for a shard that was never enrolled."""
     text = (await shard.note(SHARD_LIST)).text
     return ShardList.parse(text) if text else None
 
 
-async def check_known_as(shard: Shard, address: str, number: int, roll: ShardList) -> None:
+async def check_known_as(shard: Shard, address: str, number: int, listed: ShardList) -> None:
     """Raises UserError unless the queue at `address` is the shard of that number."""
     found = await read(shard)
-    if found is None or (found.queue, found.number) != (roll.queue, number):
+    if found is None or (found.queue, found.number) != (listed.queue, number):
         raise UserError(
             f"the queue at {address} is not shard {number} of this one: give the addresses of all"
-            f" {len(roll.addresses)} shards, in order"
+            f" {len(listed.addresses)} shards, in order"
         )
 
 
-async def check_named_as(shard: Shard, number: int, roll: ShardList) -> None:
+async def check_named_as(shard: Shard, number: int, listed: ShardList) -> None:
     """Raises UserError when somebody named a shard in another place than its own."""
     found = await read(shard)
-    if found is not None and (found.queue, found.number) != (roll.queue, number):
+    if found is not None and (found.queue, found.number) != (listed.queue, number):
         raise UserError(
             f"shard {found.number} of a queue is named as shard {number}:"
             " give the addresses of the shards in their order"
@@ -91,18 +91,18 @@ async def enrol(
     """
     first, *others = shards
     before = await read(first)
-    roll = before or ShardList.begin()
-    if len(roll.addresses) > len(addresses):
+    listed = before or ShardList.begin()
+    if len(listed.addresses) > len(addresses):
         raise ConflictError(f"another shard was added at the same time: add {address} again")
-    await _check_empty(shards, added, address, roll.queue)
+    await _check_empty(shards, added, address, listed.queue)
     if before is None:
-        roll = replace(roll, addresses=tuple(addresses))
-        await _write(first, roll, None)
+        listed = replace(listed, addresses=tuple(addresses))
+        await _write(first, listed, None)
     for number, shard in enumerate(others, start=1):
-        await check_named_as(shard, number, roll)
+        await check_named_as(shard, number, listed)
     for number, shard in enumerate((*others, added), start=1):
-        await _claim(shard, roll.queue, number)
-    await _write(first, replace(roll, addresses=(*addresses, address)), roll)
+        await _claim(shard, listed.queue, number)
+    await _write(first, replace(listed, addresses=(*addresses, address)), listed)
 
 
 async def _check_empty(shards: Sequence[Shard], added: Shard, address: str, queue: str) -> None:
@@ -130,8 +130,8 @@ async def _claim(shard: Shard, queue: str, number: int) -> None:
         await _write(shard, ShardList.begin(queue, number), line)
 
 
-async def _write(shard: Shard, roll: ShardList, instead_of: ShardList | None) -> None:
+async def _write(shard: Shard, listed: ShardList, instead_of: ShardList | None) -> None:
     try:
-        await shard.write_note(SHARD_LIST, str(roll), instead_of=str(instead_of or ""))
+        await shard.write_note(SHARD_LIST, str(listed), instead_of=str(instead_of or ""))
     except ConflictError as error:
         raise ConflictError("another shard is added at the same time: try again") from error
