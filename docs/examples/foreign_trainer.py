@@ -1,15 +1,15 @@
-"""A trainer of your own on meshrl's queue: a plain PyTorch loop, a model of one matrix, no other part of the mesh.
+"""Your own trainer on meshrl's queue: a plain PyTorch loop and a model of one matrix, without the rest of the mesh.
 
     python foreign_trainer.py --queue 127.0.0.1:7001 --folder runs/mine
 
-Three people work on one run, here as three threads; anywhere else as processes on as many machines:
+Three parts work on one run. Here they are threads; elsewhere they may be processes on different machines:
 
     feeder    puts prompts                    run.put
     worker    samples answers, scores them    run.lease … lease.write
     trainer   REINFORCE with a group baseline QueueDataset … settle … checkpoint
 
-The task is to answer each prompt with its double. Stop it at any moment, kill -9 included, and start it again: it
-goes on at its last checkpoint, and each row counts once.
+The task is to answer each prompt with its double. Stop it at any moment, even with kill -9, and start it again: it
+continues from its last checkpoint, and each row is trained once.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SPEC = RunSpec(
     run="doubles",
     group_size=GROUP,
     batch_groups=BATCH_GROUPS,
-    lease_ttl_s=3,  # a worker that died is silent for so long before others get its rows
+    lease_ttl_s=3,  # after this time without renewal other workers get a row
     max_staleness=1,  # rows are at most one optimizer step old when they are trained
     stages=(SAMPLE,),
 )
 
 
 class Policy:
-    """What the worker samples from: the newest weights, and their version."""
+    """The newest weights and their version, from which the worker samples."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,18 +59,18 @@ class Policy:
         self._version = Version(0, 0)
 
     def update(self, logits: torch.Tensor, version: Version) -> None:
-        """The trainer has made a version."""
+        """Set the weights of a new version."""
         with self._lock:
             self._logits, self._version = logits.detach().clone(), version
 
     def read(self) -> tuple[torch.Tensor, Version]:
-        """Logits of each answer to each prompt, and whose they are."""
+        """The logits [prompt, answer] and their version."""
         with self._lock:
             return self._logits, self._version
 
 
 def feed(queue: Queue, steps: int) -> None:
-    """Prompts for `steps` batches. The cursor is stored with the tasks: a feeder that comes back goes on there."""
+    """Put prompts for `steps` batches. The cursor is stored with the tasks, so a restarted feeder continues there."""
     run = queue.open_run(SPEC)
     first = int(run.state().cursor or 0)
     for number in range(first, steps * BATCH_GROUPS):
@@ -81,7 +81,7 @@ def feed(queue: Queue, steps: int) -> None:
 
 
 def sample(queue: Queue, policy: Policy) -> None:
-    """Answers prompts until no more come. What a lease does not write goes back to the queue by itself."""
+    """Answer prompts until no more come. Rows that a lease does not write return to the queue."""
     run = queue.open_run(SPEC)
     while True:
         logits, version = policy.read()
@@ -95,7 +95,7 @@ def sample(queue: Queue, policy: Policy) -> None:
 
 
 def answer(row: LeasedRow, logits: torch.Tensor, version: Version) -> RowWrite:
-    """One sampled answer with its log-probability and its reward."""
+    """Sample one answer, with its log-probability and its reward."""
     prompt = int(row.task.prompt_ids[0])
     distribution = torch.distributions.Categorical(logits=logits[prompt])
     drawn = distribution.sample()
@@ -113,7 +113,7 @@ def answer(row: LeasedRow, logits: torch.Tensor, version: Version) -> RowWrite:
 
 
 def loss_of(logits: torch.Tensor, batch: TensorBatch) -> torch.Tensor:
-    """REINFORCE: -A π/μ, A = reward - mean of the group, μ what the row was sampled with."""
+    """REINFORCE: -A π/μ, where A = reward - mean of the group, and μ is the policy that sampled the row."""
     reward = batch["reward"].values
     groups = int(batch.groups.max()) + 1
     mean = torch.zeros(groups).index_add(0, batch.groups, reward) / batch.groups.bincount()
@@ -123,7 +123,7 @@ def loss_of(logits: torch.Tensor, batch: TensorBatch) -> torch.Tensor:
 
 
 def train(address: str, folder: Path, policy: Policy) -> list[float]:
-    """The trainer; returns the mean reward of each step."""
+    """Train; return the mean reward of each step."""
     logits = torch.zeros(VOCABULARY, VOCABULARY, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.3)
     saved, step, rewards = folder / "checkpoint.pt", 0, []
@@ -138,7 +138,9 @@ def train(address: str, folder: Path, policy: Policy) -> list[float]:
             optimizer.zero_grad()
             loss_of(logits, batch).backward()
             optimizer.step()
-            policy.update(logits, Version(batch.epoch, batch.step + 1))  # before `settle` tells
+            policy.update(
+                logits, Version(batch.epoch, batch.step + 1)
+            )  # before `settle` publishes it
             dataset.settle(batch.step)
             rewards.append(float(batch["reward"].values.mean()))
             if dataset.step % 10 == 0:
@@ -150,7 +152,7 @@ def train(address: str, folder: Path, policy: Policy) -> list[float]:
 def save(
     dataset: QueueDataset, path: Path, logits: torch.Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
-    """A checkpoint that the queue knows of: rows of earlier steps leave it for good."""
+    """Save a checkpoint and commit it to the queue: rows of earlier steps never come again."""
     with dataset.checkpoint() as step:
         state = {"logits": logits.data, "optimizer": optimizer.state_dict(), "step": step}
         torch.save(state, path.with_suffix(".new"))
@@ -158,12 +160,12 @@ def save(
 
 
 def main() -> None:
-    """Feeder and worker as threads, the trainer here."""
+    """Run feeder and worker as threads, and the trainer in the main thread."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--queue", required=True, help="host:port")
-    parser.add_argument("--folder", type=Path, required=True, help="of the checkpoint")
+    parser.add_argument("--folder", type=Path, required=True, help="for the checkpoint")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -171,15 +173,15 @@ def main() -> None:
     policy = Policy()
     with Queue.connect(options.queue) as queue:
         run = queue.open_run(SPEC)
-        others = [
+        threads = [
             threading.Thread(target=feed, args=(queue, options.steps), daemon=True),
             threading.Thread(target=sample, args=(queue, policy), daemon=True),
         ]
-        for other in others:
-            other.start()
+        for thread in threads:
+            thread.start()
         rewards = train(options.queue, options.folder, policy)
-        for other in others:
-            other.join()
+        for thread in threads:
+            thread.join()
         ledger = run.ledger()
     if rewards:
         print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}")

@@ -81,7 +81,7 @@ class _Owner:
         self._call_in_loop(lambda: self.held_leases.lost(rows))
 
     def refuse(self, error: MeshError) -> None:
-        """End `keep` with the error of a queue that refused to renew."""
+        """End `renew_held` with the error of a queue that refused to renew."""
         self._call_in_loop(partial(self._refuse, error))
 
     def _refuse(self, error: MeshError) -> None:
@@ -98,7 +98,7 @@ class _Owner:
 
 
 class LeaseRenewer:
-    """Renews leases in a thread that starts with the first `keep`."""
+    """Renews leases in a thread that starts with the first `renew_held`."""
 
     def __init__(self, service: str, address: str, metadata: Metadata) -> None:
         """`service` is the queue's name in error messages."""
