@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshrl.cli.commands.fleet import roster_json
-from meshrl.cli.membership import Site, call_roll
-from meshrl.launcher.address_book import BOOK_NAME, AddressBook
+from meshrl.cli.commands.fleet import membership_json
+from meshrl.cli.membership import MeshAddress, read_membership
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 
 from .mesh import PATIENCE_S, Mesh, make_mesh
 
@@ -56,9 +56,11 @@ def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
 
 async def members(mesh: Mesh) -> Members:
     """The workers by name, as `meshrl fleet --json` tells them, without a process for each question."""
-    book = AddressBook.load(mesh.run_dir / BOOK_NAME)
-    roster = await call_roll(Site(trainer=book.address("trainer"), run_dir=mesh.run_dir))
-    return {told["name"]: told for told in roster_json(roster)["members"]}
+    address_book = AddressBook.load(mesh.run_dir / ADDRESS_BOOK_NAME)
+    membership = await read_membership(
+        MeshAddress(trainer=address_book.address("trainer"), run_dir=mesh.run_dir)
+    )
+    return {told["name"]: told for told in membership_json(membership)["members"]}
 
 
 async def wait_for(

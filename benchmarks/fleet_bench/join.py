@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
-from meshrl.cli.membership import Member, Site, call_roll
-from meshrl.launcher.address_book import BOOK_NAME, AddressBook
+from meshrl.cli.membership import Member, MeshAddress, read_membership
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.launcher.control import ask_up
 
 REWARD = (
@@ -75,11 +75,11 @@ async def until(met: Callable[[], bool]) -> None:
 
 async def seen(run_dir: Path, met: Callable[[Member], bool]) -> None:
     """Wait until the worker is as wanted."""
-    book = AddressBook.load(run_dir / BOOK_NAME)
-    site = Site(trainer=book.address("trainer"), run_dir=run_dir)
+    address_book = AddressBook.load(run_dir / ADDRESS_BOOK_NAME)
+    address = MeshAddress(trainer=address_book.address("trainer"), run_dir=run_dir)
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            told = (await call_roll(site)).members
+            told = (await read_membership(address)).members
             if NAME in told and met(told[NAME]):
                 return
             await asyncio.sleep(0.1)

@@ -2,7 +2,7 @@
 
 Four devices. Two sample (32 agents each at a time) and two train, STEP_S a step; or, colocated, all four do the
 one and then the other: twice the slots, half the step. The trainer is a stub that sleeps, around the queue's
-real verbs: take, settle, publish, commit. A new version takes SYNC_S to travel; then each engine commits it, by
+real operations: take, settle, publish, commit. A new version takes SYNC_S to travel; then each engine commits it, by
 `on_update`. From mode to mode one thing is added:
 
     synchronous   staleness 0   a batch is sampled, trained, published; then the next

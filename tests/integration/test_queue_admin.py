@@ -15,7 +15,7 @@ from meshrl.cli import find_mesh as cli_mesh
 from meshrl.cli import main, operator
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
-from meshrl.launcher.address_book import BOOK_NAME, AddressBook
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.rpc.clients import queue_admin as wire
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
@@ -69,7 +69,7 @@ async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncItera
     recipe = load_recipe(tmp_path / "my.yaml", check=False)
     recipe.run.path.mkdir(parents=True)
     AddressBook(run="run", recipe=tmp_path / "my.yaml", services={}).save(
-        recipe.run.path / BOOK_NAME
+        recipe.run.path / ADDRESS_BOOK_NAME
     )
     store = stores.build(recipe.queue, recipe.queue_path)
     queue = await ShardQueue.open(store)

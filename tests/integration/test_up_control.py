@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConflictError, UnavailableError, UserError
-from meshrl.launcher.control import SOCKET_NAME, Answer, ask_up, control_door, short_path
+from meshrl.launcher.control import SOCKET_NAME, Answer, ask_up, control_socket, short_path
 
 
 async def echo(request: Mapping[str, object]) -> Answer:
@@ -27,7 +27,7 @@ VERBS = {"echo": echo, "refuse": refuse}
 
 
 async def test_a_verb_is_answered_and_its_error_is_raised_again(tmp_path: Path) -> None:
-    async with control_door(tmp_path, VERBS):
+    async with control_socket(tmp_path, VERBS):
         assert await ask_up(tmp_path, "echo", timeout_s=5, word="hi") == {"said": "hi"}
         with pytest.raises(ConflictError, match="over and drains"):
             await ask_up(tmp_path, "refuse", timeout_s=5)
@@ -37,7 +37,7 @@ async def test_a_verb_is_answered_and_its_error_is_raised_again(tmp_path: Path) 
 
 
 async def test_only_its_owner_may_open_it(tmp_path: Path) -> None:
-    async with control_door(tmp_path, VERBS):
+    async with control_socket(tmp_path, VERBS):
         mode = (tmp_path / SOCKET_NAME).stat().st_mode
         assert stat.S_ISSOCK(mode) and stat.S_IMODE(mode) == 0o600
 
@@ -47,7 +47,7 @@ async def test_a_socket_that_a_killed_up_left_is_replaced(tmp_path: Path) -> Non
         left.bind(path)
     with pytest.raises(UnavailableError, match="has it ended"):
         await ask_up(tmp_path, "echo", timeout_s=5, word="hi")
-    async with control_door(tmp_path, VERBS):
+    async with control_socket(tmp_path, VERBS):
         assert await ask_up(tmp_path, "echo", timeout_s=5, word="hi") == {"said": "hi"}
 
 
@@ -56,13 +56,13 @@ async def test_a_directory_with_a_path_longer_than_a_sockets_address_will_do(
 ) -> None:
     directory = tmp_path / ("d" * 100) / ("e" * 100)
     directory.mkdir(parents=True)
-    async with control_door(directory, VERBS):
+    async with control_socket(directory, VERBS):
         assert await ask_up(directory, "echo", timeout_s=5, word="hi") == {"said": "hi"}
 
 
 @pytest.mark.parametrize("line", [b"not json\n", b"[]\n", b"{}\n", b"null\n"])
 async def test_nonsense_is_answered_with_what_would_be_right(tmp_path: Path, line: bytes) -> None:
-    async with control_door(tmp_path, VERBS):
+    async with control_socket(tmp_path, VERBS):
         with short_path(tmp_path) as path:
             reader, writer = await asyncio.open_unix_connection(path)
         writer.write(line)
@@ -72,7 +72,7 @@ async def test_nonsense_is_answered_with_what_would_be_right(tmp_path: Path, lin
 
 
 async def test_a_client_that_leaves_or_says_nothing_holds_up_nobody(tmp_path: Path) -> None:
-    async with control_door(tmp_path, VERBS):
+    async with control_socket(tmp_path, VERBS):
         with short_path(tmp_path) as path:
             _, gone = await asyncio.open_unix_connection(path)
             _, silent = await asyncio.open_unix_connection(path)
@@ -90,7 +90,7 @@ async def test_an_up_that_ends_in_the_middle_is_unavailable(tmp_path: Path) -> N
         await asyncio.Event().wait()
         return {}
 
-    async with control_door(tmp_path, {"never": never}):
+    async with control_socket(tmp_path, {"never": never}):
         asking = asyncio.create_task(ask_up(tmp_path, "never", timeout_s=30))
         await begun.wait()
     with pytest.raises(UnavailableError, match="has it ended"):

@@ -1,4 +1,4 @@
-"""Finds the mesh that a person asks about; says plainly when it does not run, or reads what its queue left."""
+"""Finds the mesh that a command is about; where it does not run, opens the files of its queue or raises."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe
 from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.ports import Queue
-from meshrl.launcher.address_book import BOOK_NAME, AddressBook, is_up, newest_run_dir, run_lock
+from meshrl.launcher.address_book import (
+    ADDRESS_BOOK_NAME,
+    AddressBook,
+    is_up,
+    newest_run_dir,
+    run_lock,
+)
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 
-PATIENCE_S = 5.0
-"""How long a person waits for a service that does not answer."""
+RETRY_S = 5.0
+"""How long a command tries a service that does not answer."""
 Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Whom to ask."""
+    """The addresses of a mesh, or the recipe of one that does not run."""
 
     run: str
     queue: str
@@ -39,14 +45,14 @@ class Mesh:
         return self.run, self.run + EVAL_SUFFIX
 
     def ask_queue(self, question: Callable[[Queue], Awaitable[Answer]]) -> Answer:
-        """One conversation with the queue, or with what it left on disk."""
+        """Ask the running queue, or the one on disk."""
 
         async def ask() -> Answer:
             if self.stopped is not None:
                 with run_lock(self.stopped.run.path):
                     async with open_stored_queue(self.stopped) as left:
                         return await question(left)
-            async with connect_queue(self.queue, retry_s=PATIENCE_S) as queue:
+            async with connect_queue(self.queue, retry_s=RETRY_S) as queue:
                 return await question(queue)
 
         return asyncio.run(ask())
@@ -67,20 +73,20 @@ def find_mesh(
             raise UserError("--queue needs --run NAME: a queue may serve several runs")
         return Mesh(run=run, queue=queue)
     directory = run_dir if run_dir is not None else newest_run_dir()
-    book = AddressBook.load(directory / BOOK_NAME)
+    address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     if not is_up(directory):
         if stopped:
-            recipe = load_recipe(book.recipe, check=False)
-            return Mesh(run=run or book.run, queue="", stopped=recipe)
+            recipe = load_recipe(address_book.recipe, check=False)
+            return Mesh(run=run or address_book.run, queue="", stopped=recipe)
         raise UnavailableError(
-            f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
+            f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
         )
-    tls.use(load_recipe(book.recipe, check=False).tls.certificates)
+    tls.use(load_recipe(address_book.recipe, check=False).tls.certificates)
     return Mesh(
-        run=run or book.run,
-        queue=book.peers()["queue"],
-        trainer=book.address("trainer"),
-        fleet={name: entry.address for name, entry in book.of_kind("rollout").items()},
+        run=run or address_book.run,
+        queue=address_book.peers()["queue"],
+        trainer=address_book.address("trainer"),
+        fleet={name: entry.address for name, entry in address_book.of_kind("rollout").items()},
     )
 
 
@@ -93,10 +99,10 @@ def reward_address(run_dir: Path | None, address: str | None) -> str:
     if address is not None:
         return address
     directory = run_dir if run_dir is not None else newest_run_dir()
-    book = AddressBook.load(directory / BOOK_NAME)
+    address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     if not is_up(directory):
         raise UnavailableError(
-            f"the mesh in {directory} is not running; start it with: meshrl up {book.recipe}"
+            f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
         )
-    tls.use(load_recipe(book.recipe, check=False).tls.certificates)
-    return book.address("reward")
+    tls.use(load_recipe(address_book.recipe, check=False).tls.certificates)
+    return address_book.address("reward")

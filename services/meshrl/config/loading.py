@@ -78,8 +78,8 @@ def load_recipe(
     if check:
         checked = sections(recipe) if callable(sections) else sections
         broken = [
-            f"{origin_of(written.origins, at)}: {said}"
-            for at, said in cross_checks(recipe)
+            f"{origin_of(written.origins, at)}: {sentence}"
+            for at, sentence in cross_checks(recipe)
             if checked is None or at[0] in checked
         ]
         if broken:
@@ -173,8 +173,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{where}: not valid YAML: {said}") from error
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not valid YAML: {reason}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: want sections (run, model, data, ...), got {tree!r:.60}")
     return tree, origins

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.files import replace_file
 
-BOOK_NAME = "mesh.json"
+ADDRESS_BOOK_NAME = "mesh.json"
 LOCK_NAME = "up.lock"
 
 
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressBook:
-    """Who listens where."""
+    """The address of every service."""
 
     run: str
     recipe: Path
@@ -60,16 +60,16 @@ class AddressBook:
         }
 
     def with_entry(self, name: str, entry: Entry) -> AddressBook:
-        """A copy in which `name` listens elsewhere."""
+        """A copy with this entry for `name`."""
         return replace(self, services={**self.services, name: entry})
 
     def without(self, name: str) -> AddressBook:
-        """A copy in which there is no `name`."""
+        """A copy without `name`."""
         left = {each: entry for each, entry in self.services.items() if each != name}
         return replace(self, services=left)
 
     def save(self, path: Path) -> None:
-        """Write the book; a reader sees the old one or this one, never a part."""
+        """Write the file at once: a reader sees the old address book or this one, never a part."""
         fields = {
             "run": self.run,
             "recipe": str(self.recipe),
@@ -79,7 +79,7 @@ class AddressBook:
 
     @classmethod
     def load(cls, path: Path) -> AddressBook:
-        """Read a book. Raises NotFoundError when there is none, UserError when it is something else."""
+        """Read an address book. Raises NotFoundError without a file, UserError for another kind of file."""
         try:
             fields = json.loads(path.read_text())
             entries = {name: Entry(**entry) for name, entry in fields["services"].items()}
@@ -128,9 +128,9 @@ def is_up(run_dir: Path) -> bool:
 
 def newest_run_dir(runs: Path = Path("runs")) -> Path:
     """The directory in `runs` whose mesh was started last. Raises NotFoundError."""
-    books = sorted(runs.glob(f"*/{BOOK_NAME}"), key=lambda book: book.stat().st_mtime)
+    books = sorted(runs.glob(f"*/{ADDRESS_BOOK_NAME}"), key=lambda path: path.stat().st_mtime)
     if not books:
         raise NotFoundError(
-            f"no mesh was ever started here: no {runs}/*/{BOOK_NAME}; see --run-dir"
+            f"no mesh was ever started here: no {runs}/*/{ADDRESS_BOOK_NAME}; see --run-dir"
         )
     return books[-1].parent

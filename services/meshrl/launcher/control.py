@@ -1,4 +1,4 @@
-"""The control door of a running `up`: a Unix socket in the run's directory that only its owner can open.
+"""The control socket of a running `up`: a Unix socket in the run's directory that only its owner can open.
 
     meshrl fleet ── {"verb": …} line ──▶ up.sock ──▶ Fleet        one request and one answer per connection
                  ◀── {"answer": …} or {"error": …} ──
@@ -26,12 +26,12 @@ ASK_S = 5.0
 """A client that connects has this long to say what it wants."""
 
 Answer: TypeAlias = Mapping[str, object]
-Verb: TypeAlias = Callable[[Mapping[str, object]], Awaitable[Answer]]
+Operation: TypeAlias = Callable[[Mapping[str, object]], Awaitable[Answer]]
 
 
 @asynccontextmanager
-async def control_door(run_dir: Path, verbs: Mapping[str, Verb]) -> AsyncIterator[None]:
-    """Answer `verbs` while the body runs. The caller holds the run's lock.
+async def control_socket(run_dir: Path, operations: Mapping[str, Operation]) -> AsyncIterator[None]:
+    """Answer `operations` while the body runs. The caller holds the run's lock.
 
     Raises:
         UserError: the directory's file system has no sockets.
@@ -39,7 +39,7 @@ async def control_door(run_dir: Path, verbs: Mapping[str, Verb]) -> AsyncIterato
     running: set[asyncio.Task[None]] = set()
 
     def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(_serve(reader, writer, verbs), name="up-control")
+        task = asyncio.create_task(_serve(reader, writer, operations), name="up-control")
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -67,27 +67,27 @@ async def control_door(run_dir: Path, verbs: Mapping[str, Verb]) -> AsyncIterato
 
 
 async def _serve(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, verbs: Mapping[str, Verb]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, operations: Mapping[str, Operation]
 ) -> None:
     try:
         async with asyncio.timeout(ASK_S):
             line = await reader.readline()
-        answer = await _answer(line, verbs)
+        answer = await _answer(line, operations)
         writer.write(json.dumps(answer).encode() + b"\n")
         await writer.drain()
     except (OSError, TimeoutError, ValueError):
-        pass  # the client went away, said nothing, or never ended its line: nobody is there to be told
+        pass  # the client went away, said nothing, or never ended its line: nobody reads the answer
     finally:
         writer.close()
 
 
-async def _answer(line: bytes, verbs: Mapping[str, Verb]) -> Mapping[str, object]:
+async def _answer(line: bytes, operations: Mapping[str, Operation]) -> Mapping[str, object]:
     try:
         try:
             request = json.loads(line)
-            verb = verbs[request["verb"]]
+            verb = operations[request["verb"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"this `up` knows the verbs {', '.join(verbs)}") from error
+            raise UserError(f"this `up` knows the operations {', '.join(operations)}") from error
         return {"answer": await verb(request)}
     except MeshError as error:
         return {"error": {"code": error.code, "message": str(error)}}
@@ -105,7 +105,7 @@ async def ask_up(run_dir: Path, verb: str, *, timeout_s: float, **arguments: obj
                 reader, writer = await asyncio.open_unix_connection(path)
             try:
                 writer.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
-                told = json.loads(await reader.readline())
+                reply = json.loads(await reader.readline())
             finally:
                 writer.close()
                 with contextlib.suppress(OSError):
@@ -116,9 +116,9 @@ async def ask_up(run_dir: Path, verb: str, *, timeout_s: float, **arguments: obj
         ) from error
     except (OSError, ValueError) as error:
         raise UnavailableError(f"`up` in {run_dir} does not answer; has it ended?") from error
-    if "error" in told:
-        raise from_detail(told["error"]["code"], told["error"]["message"], {})
-    answer: Answer = told["answer"]
+    if "error" in reply:
+        raise from_detail(reply["error"]["code"], reply["error"]["message"], {})
+    answer: Answer = reply["answer"]
     return answer
 
 

@@ -1,4 +1,4 @@
-"""What keeps rollout workers from sampling, as they say themselves; the queue knows only that nobody asks."""
+"""Why rollout workers do not sample, asked of the workers: the queue only knows that nobody leases rows."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from meshrl.rollout.circuit_breaker import CircuitState
 from meshrl.rollout.ports import NO_BREAKER, UNSERVED
 from meshrl.rpc.clients.member import MemberClient, MemberReport
 
-PATIENCE_S = 1.0
+RETRY_S = 1.0
 """How long a worker that does not answer is tried."""
 WELL = (CircuitState.CLOSED, NO_BREAKER)
 
 
 async def fleet_waits(fleet: Mapping[str, str]) -> list[Waiting]:
     """A line for each of `fleet` (addresses by name) that cannot sample now."""
-    told = await asyncio.gather(*(_hindrance(address) for address in fleet.values()))
+    reasons = await asyncio.gather(*(_why_not_sampling(address) for address in fleet.values()))
     return [
         Waiting(who=name, what=what, since_s=0.0, owners=(name,))
-        for name, what in zip(fleet, told, strict=True)
+        for name, what in zip(fleet, reasons, strict=True)
         if what
     ]
 
 
-async def _hindrance(address: str) -> str:
-    async with MemberClient(address, retry_s=PATIENCE_S) as member:
+async def _why_not_sampling(address: str) -> str:
+    async with MemberClient(address, retry_s=RETRY_S) as member:
         try:
-            return _said(await member.report())
+            return _reason(await member.report())
         except MeshError as error:
             return f"an answer: {error}"
 
 
-def _said(report: MemberReport) -> str:
+def _reason(report: MemberReport) -> str:
     worker = report.worker
     if worker.breaker not in WELL:
         times = f"breaker {worker.breaker}, opened {worker.opened} times"

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.text import Text
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
-TELLING = re.compile(
+ERRORS = re.compile(
     r"\b(WARNING|ERROR|CRITICAL)\b|^(error|warning):|^Traceback|^\w*(Error|Exception):"
 )
 
 
 class MergedLog:
-    """Takes (service, line); `up` speaks as a service too."""
+    """Takes (service, line); `up` has lines of its own."""
 
     def __init__(self, directory: Path, names: Sequence[str], console: Console) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,11 +43,11 @@ class MergedLog:
             file.close()
 
     def __call__(self, name: str, line: str) -> None:
-        """Keep and show one line."""
-        self._keep(name, line)
+        """Save and show one line."""
+        self._save(name, line)
         self._show(name, line)
 
-    def _keep(self, name: str, line: str) -> None:
+    def _save(self, name: str, line: str) -> None:
         try:
             if name not in self._files:
                 path = self._directory / f"{name}.log"
@@ -55,16 +55,16 @@ class MergedLog:
             self._files[name].write(line + "\n")
         except OSError as error:
             if not self._full:
-                # A full disk must not take the run down through its logs; said once, shown all the same.
+                # A full disk must not end the run: this is reported once, and the lines are still shown.
                 self._full = True
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 why = "the disk is full" if full else str(error)
-                self._show("up", f"error: logs are shown but not kept: {self._directory}: {why}")
+                self._show("up", f"error: logs are shown but not saved: {self._directory}: {why}")
 
     def _show(self, name: str, line: str) -> None:
         # A worker that was added later takes the next colour.
         colour = self._colour.setdefault(name, COLOURS[len(self._colour) % len(COLOURS)])
         style = "bold" if name == "up" else colour
         text = Text(f"{name:>{self._width}} │ ", style=style)
-        text.append(Text.from_ansi(line, style="" if not TELLING.search(line) else "bold red"))
+        text.append(Text.from_ansi(line, style="" if not ERRORS.search(line) else "bold red"))
         self._console.print(text, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Reads the mesh for the view: the trainer's stream, the queue's ledger, the engines' figures.
 
-consumes: Watch (trainer), ledger and why_waiting (queue), stats (rollout). waits for: their answers, PATIENCE_S each.
-unblocked by: an answer, or its deadline; a service that is away shows as away. produces: the Board.
+consumes: Watch (trainer), ledger and why_waiting (queue), stats (rollout). waits for: their answers, RETRY_S each.
+unblocked by: an answer, or its deadline; a service that does not answer is shown as such. produces: the MeshStatus.
 Nothing here can end a run: what is not known is not shown.
 """
 
@@ -16,7 +16,7 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.types import TrainerStatus
 from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.fleet_waits import fleet_waits
-from meshrl.launcher.status import Board
+from meshrl.launcher.status import MeshStatus
 from meshrl.rpc.clients.rollout import RolloutClient
 from meshrl.rpc.clients.trainer import TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
@@ -24,21 +24,21 @@ from meshrl.rpc.queue_connection import connect_queue
 log = logging.getLogger(__name__)
 
 EVERY_S = 2.0
-PATIENCE_S = 1.0
+RETRY_S = 1.0
 """How long an unreachable service is tried before it is shown as away; it is asked again EVERY_S later."""
 
 
 class Observer:
-    """Keeps `board` up to date until its context ends. `on_step` hears of every new step."""
+    """Keeps `mesh_status` up to date until its context ends. `on_step` hears of every new step."""
 
     def __init__(
         self,
-        board: Board,
-        book: Callable[[], AddressBook],
+        mesh_status: MeshStatus,
+        address_book: Callable[[], AddressBook],
         on_step: Callable[[TrainerStatus], None],
     ) -> None:
-        self._board = board
-        self._book = book
+        self._mesh_status = mesh_status
+        self._address_book = address_book
         self._on_step = on_step
 
     @asynccontextmanager
@@ -58,38 +58,38 @@ class Observer:
                 if isinstance(ended, Exception):
                     log.error("the view stopped being updated: %r", ended)
 
-    async def last_look(self) -> None:
-        """The ledger as it stands at the end. Raises what the queue's wire raises."""
-        addresses = self._book().peers()["queue"]
-        async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
-            self._board.ledger = await queue.ledger(self._board.run)
+    async def read_final_ledger(self) -> None:
+        """Read the ledger at the end. Raises what the queue's client raises."""
+        addresses = self._address_book().peers()["queue"]
+        async with connect_queue(addresses, retry_s=RETRY_S) as queue:
+            self._mesh_status.ledger = await queue.ledger(self._mesh_status.run)
 
     async def _watch_trainer(self) -> None:
         while True:
             await self._until_ready("trainer")
-            address = self._book().address("trainer")
-            async with TrainerClient(address, retry_s=PATIENCE_S) as trainer:
+            address = self._address_book().address("trainer")
+            async with TrainerClient(address, retry_s=RETRY_S) as trainer:
                 try:
                     async for status in trainer.watch(every_s=5.0):
-                        if self._board.see(status):
+                        if self._mesh_status.see(status):
                             self._on_step(status)
                 except MeshError as error:
                     log.debug("trainer: %s", error)
             await asyncio.sleep(EVERY_S)
 
     async def _ask_queue(self) -> None:
-        for name in self._book().of_kind("queue"):
+        for name in self._address_book().of_kind("queue"):
             await self._until_ready(name)
-        async with connect_queue(self._book().peers()["queue"], retry_s=PATIENCE_S) as queue:
+        async with connect_queue(self._address_book().peers()["queue"], retry_s=RETRY_S) as queue:
             while True:
                 try:
-                    self._board.ledger = await queue.ledger(self._board.run)
-                    if self._board.stuck:
-                        fleet = self._book().of_kind("rollout")
+                    self._mesh_status.ledger = await queue.ledger(self._mesh_status.run)
+                    if self._mesh_status.stuck:
+                        fleet = self._address_book().of_kind("rollout")
                         addresses = {name: entry.address for name, entry in fleet.items()}
-                        self._board.waiting = [
+                        self._mesh_status.waiting = [
                             *await fleet_waits(addresses),
-                            *await queue.why_waiting(self._board.run),
+                            *await queue.why_waiting(self._mesh_status.run),
                         ]
                 except MeshError as error:
                     log.debug("queue: %s", error)
@@ -99,28 +99,28 @@ class Observer:
         asked: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                names = self._book().of_kind("rollout").keys()
+                names = self._address_book().of_kind("rollout").keys()
                 for name in names - asked.keys():
-                    self._board.fleet[name] = None
+                    self._mesh_status.fleet[name] = None
                     task = group.create_task(self._ask_replica(name), name=f"observe-{name}")
                     asked[name] = task
                 for name in asked.keys() - names:
                     asked.pop(name).cancel()
-                    self._board.fleet.pop(name, None)
+                    self._mesh_status.fleet.pop(name, None)
                 await asyncio.sleep(EVERY_S)
 
     async def _ask_replica(self, name: str) -> None:
         await self._until_ready(name)
-        async with RolloutClient(self._book().address(name), retry_s=PATIENCE_S) as replica:
+        async with RolloutClient(self._address_book().address(name), retry_s=RETRY_S) as replica:
             while True:
                 try:
-                    self._board.fleet[name] = await replica.stats()
+                    self._mesh_status.fleet[name] = await replica.stats()
                 except MeshError as error:
-                    self._board.fleet[name] = None
+                    self._mesh_status.fleet[name] = None
                     log.debug("%s: %s", name, error)
                 await asyncio.sleep(EVERY_S)
 
     async def _until_ready(self, name: str) -> None:
-        """The supervisor knows; before that a question would only be refused."""
-        while self._board.states[name].phase != "ready":  # noqa: ASYNC110 - a state read, not a wait
+        """Wait for the supervisor to see the service ready: before that a call would only be refused."""
+        while self._mesh_status.states[name].phase != "ready":  # noqa: ASYNC110 - a state read, not a wait
             await asyncio.sleep(0.2)

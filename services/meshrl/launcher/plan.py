@@ -26,14 +26,14 @@ class LaunchPlan:
     """The services of one `up`, and the address book in which they find each other."""
 
     def __init__(
-        self, recipe: Recipe, recipe_path: Path, book_path: Path, fixed: Mapping[str, int]
+        self, recipe: Recipe, recipe_path: Path, address_book_path: Path, fixed: Mapping[str, int]
     ) -> None:
         """Choose ports and write the address book.
 
         Args:
             recipe: what to run.
             recipe_path: the resolved recipe that the services read.
-            book_path: where the address book goes.
+            address_book_path: where the address book goes.
             fixed: ports that must be taken as they are, by service name.
 
         Raises:
@@ -47,17 +47,17 @@ class LaunchPlan:
                 f"--port: no service named {unknown[0]!r} in this mesh; it has {', '.join(self._services)}"
             )
         self._fixed = fixed
-        self._path = book_path
+        self._path = address_book_path
         self._taken: set[int] = set(fixed.values())
-        self._apart: dict[str, Entry] = {}
-        """Shards that nobody works with yet, by name."""
-        self.book = AddressBook(run=recipe.run.name, recipe=recipe_path, services={})
+        self._unlisted: dict[str, Entry] = {}
+        """Queue processes that are started and not in the address book yet, by name."""
+        self.address_book = AddressBook(run=recipe.run.name, recipe=recipe_path, services={})
         for name in self._services:
             self._choose(name)
-        self.book.save(book_path)
+        self.address_book.save(address_book_path)
 
     def services(self, probe_of: ProbeOf) -> list[Service]:
-        """What the supervisor runs. `probe_of` makes a probe of whatever address the book then has."""
+        """What the supervisor runs. `probe_of` makes a probe of the address that the book has when it is asked."""
         return [self._service(service, probe_of) for service in self._services.values()]
 
     def add_rollout(self, probe_of: ProbeOf) -> Service:
@@ -66,11 +66,11 @@ class LaunchPlan:
         service = self._another("rollout", 1 + max(numbers, default=-1))
         self._services[service.name] = service
         self._choose(service.name)
-        self.book.save(self._path)
+        self.address_book.save(self._path)
         return replace(self._service(service, probe_of), expendable=True)
 
     def new_shard(self, probe_of: ProbeOf) -> Service:
-        """One more queue process, in the address book once `enlist` is called. Raises UserError on a single queue."""
+        """One more queue process, for `list_shard` to put in the address book. Raises UserError on a single queue."""
         shards = len(self._of_kind("queue"))
         if shards == 1:
             raise UserError(
@@ -82,36 +82,36 @@ class LaunchPlan:
         service = self._service(shard, probe_of)
 
         def choose() -> None:
-            if name not in self.book.services:
-                self._apart[name] = self._entry(name, shard.kind)
+            if name not in self.address_book.services:
+                self._unlisted[name] = self._entry(name, shard.kind)
 
         def argv() -> tuple[str, ...]:
-            entry = self.of_shard(name)
+            entry = self.shard_entry(name)
             return (
                 *(sys.executable, "-m", "meshrl.cli", "serve", "queue"),
-                *(str(self.book.recipe), f"queue.shards={shards + 1}", "--name", name),
+                *(str(self.address_book.recipe), f"queue.shards={shards + 1}", "--name", name),
                 *("--host", entry.host, "--port", str(entry.port)),
                 *("--metrics-port", str(entry.metrics_port)),
             )
 
         choose()
-        probe = probe_of(lambda: self.of_shard(name))
+        probe = probe_of(lambda: self.shard_entry(name))
         return replace(service, argv=argv, probe=probe, on_port_taken=choose)
 
-    def of_shard(self, name: str) -> Entry:
+    def shard_entry(self, name: str) -> Entry:
         """Where a queue process listens, whether it is in the address book or not."""
-        return self._apart.get(name) or self.book.services[name]
+        return self._unlisted.get(name) or self.address_book.services[name]
 
-    def enlist(self, name: str) -> None:
+    def list_shard(self, name: str) -> None:
         """Put the shard `name` in the address book: whoever starts from here on finds it."""
         self._services[name] = self._another("queue", int(name.rpartition("-")[2]))
-        self.book = self.book.with_entry(name, self._apart.pop(name))
-        self.book.save(self._path)
+        self.address_book = self.address_book.with_entry(name, self._unlisted.pop(name))
+        self.address_book.save(self._path)
 
     def remove(self, name: str) -> None:
-        """Nobody listens there any more."""
-        self.book = self.book.without(name)
-        self.book.save(self._path)
+        """Take a service out of the address book."""
+        self.address_book = self.address_book.without(name)
+        self.address_book.save(self._path)
 
     def _of_kind(self, kind: str) -> list[str]:
         return [name for name, each in self._services.items() if each.kind == kind]
@@ -123,13 +123,20 @@ class LaunchPlan:
     def _service(self, service: MeshService, probe_of: ProbeOf) -> Service:
         name, rules = service.name, service.rules
         argv = (
-            *(sys.executable, "-m", "meshrl.cli", "serve", service.kind, str(self.book.recipe)),
+            *(
+                sys.executable,
+                "-m",
+                "meshrl.cli",
+                "serve",
+                service.kind,
+                str(self.address_book.recipe),
+            ),
             *("--address-book", str(self._path), "--name", name),
         )
         return Service(
             name=name,
             argv=lambda: argv,
-            probe=probe_of(lambda: self.book.services[name]),
+            probe=probe_of(lambda: self.address_book.services[name]),
             start_order=rules.start_order,
             drain_order=rules.drain_order,
             drain_s=rules.drain_s,
@@ -142,7 +149,9 @@ class LaunchPlan:
         )
 
     def _choose(self, name: str) -> None:
-        self.book = self.book.with_entry(name, self._entry(name, self._services[name].kind))
+        self.address_book = self.address_book.with_entry(
+            name, self._entry(name, self._services[name].kind)
+        )
 
     def _entry(self, name: str, kind: str) -> Entry:
         host = "127.0.0.1"
@@ -155,6 +164,6 @@ class LaunchPlan:
         return port
 
     def _replace(self, name: str) -> None:
-        """Another program took the port between our choice and the start: nobody has heard of it yet."""
+        """Choose another port: a program took this one between our choice and the start, before anybody used it."""
         self._choose(name)
-        self.book.save(self._path)
+        self.address_book.save(self._path)

@@ -17,20 +17,20 @@ from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
-from meshrl.launcher.control import Answer, Verb
+from meshrl.launcher.control import Answer, Operation
 from meshrl.launcher.plan import LaunchPlan, ProbeOf
 from meshrl.launcher.supervisor import Supervisor
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.transferqueue.sharding import ShardedQueue
 
-NOTE_NAME: Final = "queue.shards"
-PATIENCE_S: Final = 30.0
+SHARD_COUNT_NAME: Final = "queue.shards"
+RETRY_S: Final = 30.0
 """How long a shard that restarts is waited for; then the one to be added waits to be asked for again."""
 
 
-def grown(recipe: Recipe) -> Recipe:
+def with_recorded_shards(recipe: Recipe) -> Recipe:
     """The recipe with as many shards as its run has. Raises CorruptError."""
-    note = recipe.run.path / NOTE_NAME
+    note = recipe.run.path / SHARD_COUNT_NAME
     if not note.exists():
         return recipe
     try:
@@ -47,7 +47,7 @@ def _with_shards(recipe: Recipe, shards: int) -> Recipe:
     return recipe.model_copy(update={"queue": queue})
 
 
-class Shards:
+class ShardOperations:
     """The verb of the control door."""
 
     def __init__(
@@ -56,19 +56,19 @@ class Shards:
         plan: LaunchPlan,
         supervisor: Supervisor,
         probe_of: ProbeOf,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._recipe = recipe
         self._plan = plan
         self._supervisor = supervisor
         self._probe_of = probe_of
-        self._say = say
+        self._log = log
         self._adding = asyncio.Lock()
         self._started = ""
-        """A shard that may be enrolled or not: shard 0 went away before it said so."""
+        """A shard that may be enrolled or not: shard 0 ended before it answered."""
 
     @property
-    def verbs(self) -> Mapping[str, Verb]:
+    def operations(self) -> Mapping[str, Operation]:
         """By name."""
         return {"add-shard": self.add}
 
@@ -77,31 +77,31 @@ class Shards:
         async with self._adding:
             self._supervisor.check_running()
             name = self._started or await self._start()
-            shards = len(self._plan.book.of_kind("queue")) + 1
+            shards = len(self._plan.address_book.of_kind("queue")) + 1
             try:
-                replace_file(self._recipe.run.path / NOTE_NAME, f"{shards}\n")
+                replace_file(self._recipe.run.path / SHARD_COUNT_NAME, f"{shards}\n")
                 await self._enrol(name)
             except (ConflictError, UserError):
-                replace_file(self._recipe.run.path / NOTE_NAME, f"{shards - 1}\n")
+                replace_file(self._recipe.run.path / SHARD_COUNT_NAME, f"{shards - 1}\n")
                 self._started = ""
                 await self._supervisor.dismiss(name)
                 raise
             self._started = ""
-            save_recipe(_with_shards(self._recipe, shards), self._plan.book.recipe)
-            self._plan.enlist(name)
-            self._say(f"queue: added {name}, {shards} shards")
+            save_recipe(_with_shards(self._recipe, shards), self._plan.address_book.recipe)
+            self._plan.list_shard(name)
+            self._log(f"queue: added {name}, {shards} shards")
             return {"added": name, "shards": shards}
 
     async def _start(self) -> str:
         service = self._plan.new_shard(self._probe_of)
-        await self._supervisor.take_on(service)
+        await self._supervisor.add_required(service)
         self._started = service.name
         return service.name
 
     async def _enrol(self, name: str) -> None:
-        addresses = self._plan.book.peers()["queue"]
-        address = self._plan.of_shard(name).address
-        async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
+        addresses = self._plan.address_book.peers()["queue"]
+        address = self._plan.shard_entry(name).address
+        async with connect_queue(addresses, retry_s=RETRY_S) as queue:
             assert isinstance(queue, ShardedQueue), "a single queue gets no shard"
             known = await queue.addresses()
             if address in known:

@@ -1,4 +1,4 @@
-"""What a service of a stage does: open the runs, lease rows until told to stop, drain. `serve_stage` does it all."""
+"""What a service of a stage does: open the runs, lease rows until stopped, drain. `serve_stage` does it all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
 
 LONGEST_CONFLICT = 200
-"""Characters of a conflict that a person will read; the stages of two specs side by side are longer."""
+"""Longest message of a conflict that is shown whole, in characters; two lists of stages are longer."""
 
 
 async def serve_stage(
@@ -64,9 +64,9 @@ async def serve_stage(
 
 
 async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
-    """Declare the training run, which whoever comes first does; the names of the runs that stages work on.
+    """Open the training run, whichever service comes first; returns the names of the runs that stages work on.
 
-    The evaluation's is among them although its evaluator declares it later: the queue waits for runs by name.
+    The evaluation's is among them although the trainer opens it later: the queue waits for a run by its name.
 
     Raises:
         UserError: a run of this name exists with other settings.
@@ -77,7 +77,7 @@ async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
 
 
 async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
-    """Declare one run. Raises UserError when a run of this name exists with other settings."""
+    """Open one run. Raises UserError when a run of this name exists with other settings."""
     given = queue.num_shards if isinstance(queue, ShardedQueue) else 1
     wanted = recipe.queue.shards
     enrolled = await queue.enrolled() if isinstance(queue, ShardedQueue) else 0
@@ -91,11 +91,11 @@ async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
     try:
         await queue.open_run(spec)
     except ConflictError as error:
-        said = str(error)
-        if len(said) > LONGEST_CONFLICT:
-            said = f"run {spec.run} is open with another {error.details.get('field', 'spec')}"
+        reason = str(error)
+        if len(reason) > LONGEST_CONFLICT:
+            reason = f"run {spec.run} is open with another {error.details.get('field', 'spec')}"
         raise UserError(
-            f"{said}; the queue in {recipe.queue_path} holds this run from before: "
+            f"{reason}; the queue in {recipe.queue_path} holds this run from before: "
             "keep its settings, choose another run.name, or remove the directory"
         ) from error
 
@@ -106,10 +106,10 @@ async def work_until_stopped(
     drain: Callable[[], None],
     beside: Awaitable[None] | None = None,
 ) -> None:
-    """Work until the server is told to stop, then drain.
+    """Work until the server is asked to stop, then drain.
 
     Args:
-        server: It is told to stop by a signal.
+        server: A signal asks it to stop.
         work: Returns some time after `drain` was called; earlier when it has nothing left to do.
         drain: Ends `work`.
         beside: Runs for as long as `work` does, and must not end before it.
@@ -128,7 +128,7 @@ async def work_until_stopped(
         for ended in done:
             ended.result()
         drain()
-        # Drained work must not wait for a helper that broke meanwhile.
+        # Draining must not wait for a helper that failed meanwhile.
         await asyncio.wait(watched - {stopped}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()

@@ -1,4 +1,4 @@
-"""What is known of a running mesh at this moment: filled by `observe`, drawn by `view`."""
+"""What is known of a running mesh at this moment: filled by `observer`, drawn by `view`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStat
 from meshrl.launcher.supervisor import State
 
 STUCK_S = 10.0
-"""A trainer that waits for longer is stuck enough to ask why."""
+"""A trainer that waits for longer counts as stuck: the view then asks why."""
 
 
 @dataclass(slots=True)
-class Board:
+class MeshStatus:
     """One mesh as a person sees it."""
 
     run: str
     states: Mapping[str, State]
-    """Of every process, kept by the supervisor."""
+    """Of every process, updated by the supervisor."""
     started: float = field(default_factory=time.monotonic)
     trainer: TrainerStatus | None = None
     rewards: dict[int, float] = field(default_factory=dict)
@@ -58,10 +58,12 @@ class Board:
             # No record, or a last line that was cut short: what was seen is shown.
             return
         for key, seen in (("reward/mean", self.rewards), ("val/score/mean", self.scores)):
-            told = {line["step"]: line[key] for line in lines if isinstance(line.get(key), float)}
-            if told:
+            recorded = {
+                line["step"]: line[key] for line in lines if isinstance(line.get(key), float)
+            }
+            if recorded:
                 seen.clear()
-                seen.update(sorted(told.items()))
+                seen.update(sorted(recorded.items()))
 
     @property
     def elapsed_s(self) -> float:

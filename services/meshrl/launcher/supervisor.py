@@ -1,8 +1,8 @@
 """Starts services in order, restarts what crashes, ends the run once, drains in order, leaves nothing behind.
 
-    start:  start_order 0 ──ready──▶ 1 ──ready──▶ ...    one `_keep` task per service owns its processes
+    start:  start_order 0 ──ready──▶ 1 ──ready──▶ ...    one `_keep_running` task per service owns its processes
     fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
-    parts:  `take_on` starts one more that the run needs once it is ready · `dismiss` ends and forgets it
+    parts:  `add_required` starts one more that the run needs once it is ready · `dismiss` ends and forgets it
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
     drain:  drain_order 0 ──ended──▶ 1 ──▶ ...           SIGTERM, then SIGKILL after each service's own deadline
 
@@ -21,10 +21,8 @@ from itertools import groupby
 from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
-from meshrl.launcher.child import Child, LineSink
+from meshrl.launcher.processes import LineSink, ServiceProcess, Watchdog
 from meshrl.launcher.service import Service
-from meshrl.launcher.sweeper import Sweeper
-from meshrl.launcher.waits import first_of
 from meshrl.rpc.exit_codes import Exit
 
 log = logging.getLogger(__name__)
@@ -51,12 +49,12 @@ Phase = Literal[
     "stopped",
 ]
 GONE: frozenset[Phase] = frozenset({"failed", "drained"})
-"""Services that do no work any more."""
+"""Phases of services that do no work any more."""
 
 
 @dataclass(slots=True)
 class State:
-    """Where one service stands; the view reads it."""
+    """The state of one service; the view shows it."""
 
     phase: Phase = "waiting"
     pid: int = 0
@@ -91,17 +89,17 @@ class Supervisor:
         self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
-        self._children: dict[str, Child] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._leaving: dict[str, asyncio.Event] = {}
-        self._on_trial: set[str] = set()
+        self._processes: dict[str, ServiceProcess] = {}
+        self._restart_tasks: dict[str, asyncio.Task[None]] = {}
+        self._drain_requested: dict[str, asyncio.Event] = {}
+        self._unproven: set[str] = set()
         self._signalled: set[int] = set()
         """Processes that were asked to drain: a second signal would end them at once."""
         self._ready = {service.name: asyncio.Event() for service in services}
         self._over = asyncio.Event()
         self._kill = asyncio.Event()
         self._verdict: Verdict | None = None
-        self._sweeper = Sweeper()
+        self._watchdog = Watchdog()
 
     @property
     def stopping(self) -> bool:
@@ -116,22 +114,22 @@ class Supervisor:
 
     async def run(self) -> Verdict:
         """Start, watch, drain; returns when no process of ours is left."""
-        with self._sweeper:
+        with self._watchdog:
             try:
                 await self._start_in_order()
                 await self._over.wait()
                 if self._before_drain and not self._kill.is_set():
-                    await self._last_look(self._before_drain)
+                    await self._before_the_drain(self._before_drain)
                 await self._drain()
             finally:
                 self._over.set()
-                for child in self._children.values():
-                    if child.running:
-                        child.sweep()
-                for keeper in self._keepers.values():
-                    keeper.cancel()
-                await asyncio.gather(*self._keepers.values(), return_exceptions=True)
-                await asyncio.gather(*(child.done for child in self._children.values()))
+                for process in self._processes.values():
+                    if process.running:
+                        process.kill_group()
+                for restart_task in self._restart_tasks.values():
+                    restart_task.cancel()
+                await asyncio.gather(*self._restart_tasks.values(), return_exceptions=True)
+                await asyncio.gather(*(process.done for process in self._processes.values()))
         assert self._verdict is not None
         return self._verdict
 
@@ -148,35 +146,41 @@ class Supervisor:
         self._services.append(service)
         self._keep_alive(service)
 
-    async def take_on(self, service: Service) -> None:
+    async def add_required(self, service: Service) -> None:
         """Start one more service, and return when it is ready: from then on the run needs it.
 
         Raises:
             UnavailableError: it cannot be started; the run goes on without it. ConflictError: as `add`.
         """
-        self._on_trial.add(service.name)
+        self._unproven.add(service.name)
         self.add(service)
         await first_of(
             self._ready[service.name].wait(),
-            asyncio.shield(self._keepers[service.name]),
+            asyncio.shield(self._restart_tasks[service.name]),
             self._over.wait(),
         )
         if not self._ready[service.name].is_set():
-            child = self._children.get(service.name)
-            said = child.last_error.removeprefix("error: ") if child else "it has no process"
+            process = self._processes.get(service.name)
+            reason = process.last_error.removeprefix("error: ") if process else "it has no process"
             await self.dismiss(service.name)
             self.check_running()
-            raise UnavailableError(f"{service.name} cannot be started: {said}")
-        self._on_trial.discard(service.name)
+            raise UnavailableError(f"{service.name} cannot be started: {reason}")
+        self._unproven.discard(service.name)
 
     async def dismiss(self, name: str) -> None:
-        """End a service that was taken on, and forget it."""
-        self._leaving[name].set()
-        await asyncio.shield(self._keepers[name])
-        self._on_trial.discard(name)
+        """End a service that `add_required` started, and forget it."""
+        self._drain_requested[name].set()
+        await asyncio.shield(self._restart_tasks[name])
+        self._unproven.discard(name)
         self._services = [each for each in self._services if each.name != name]
-        for told in (self.states, self._ready, self._leaving, self._keepers, self._children):
-            told.pop(name, None)
+        for by_name in (
+            self.states,
+            self._ready,
+            self._drain_requested,
+            self._restart_tasks,
+            self._processes,
+        ):
+            by_name.pop(name, None)
 
     async def drain(self, name: str) -> bool:
         """End one service for good; the run goes on. True when it drained in time, False when it had to be killed.
@@ -192,13 +196,13 @@ class Supervisor:
         if not service.removable:
             raise UserError(f"{name} cannot be drained: the run cannot go on without it")
         self.check_running()
-        if name not in self._keepers:
+        if name not in self._restart_tasks:
             raise ConflictError(f"{name} has not been started yet: try again in a moment")
-        self._leaving[name].set()
+        self._drain_requested[name].set()
         self._ready[name].set()  # those that start after it must not wait for it
-        await asyncio.shield(self._keepers[name])
-        child = self._children.get(name)
-        return child is None or child.done.result() != -signal.SIGKILL
+        await asyncio.shield(self._restart_tasks[name])
+        process = self._processes.get(name)
+        return process is None or process.done.result() != -signal.SIGKILL
 
     def check_running(self) -> None:
         """Raises ConflictError once the run is over."""
@@ -207,10 +211,10 @@ class Supervisor:
 
     def _keep_alive(self, service: Service) -> None:
         self._ready.setdefault(service.name, asyncio.Event())
-        self._leaving[service.name] = asyncio.Event()
-        keeper = asyncio.create_task(self._keep(service), name=f"keep-{service.name}")
-        keeper.add_done_callback(self._keeper_ended)
-        self._keepers[service.name] = keeper
+        self._drain_requested[service.name] = asyncio.Event()
+        restart_task = asyncio.create_task(self._keep_running(service), name=f"keep-{service.name}")
+        restart_task.add_done_callback(self._restart_task_ended)
+        self._restart_tasks[service.name] = restart_task
 
     def _end(self, verdict: Verdict) -> None:
         if self._verdict is None:
@@ -229,28 +233,28 @@ class Supervisor:
             if self._over.is_set():
                 return
 
-    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
-        if not keeper.cancelled() and (error := keeper.exception()):
-            self._end(Verdict(code=Exit.FAILED, line=f"{keeper.get_name()}: {error}"))
+    def _restart_task_ended(self, restart_task: asyncio.Task[None]) -> None:
+        if not restart_task.cancelled() and (error := restart_task.exception()):
+            self._end(Verdict(code=Exit.FAILED, line=f"{restart_task.get_name()}: {error}"))
 
-    async def _keep(self, service: Service) -> None:
-        """Keep one service alive until the run is over, its work is done, or it is to leave."""
-        state, leaving = self.states[service.name], self._leaving[service.name]
-        quick, ports_tried = 0, 0
-        while not self._over.is_set() and not leaving.is_set():
+    async def _keep_running(self, service: Service) -> None:
+        """Start one service again whenever it ends, until the run is over, its work is done, or it is drained."""
+        state, drain_requested = self.states[service.name], self._drain_requested[service.name]
+        failures, ports_tried = 0, 0
+        while not self._over.is_set() and not drain_requested.is_set():
             state.phase = "starting"
-            child = await self._start(service)
-            ready = await self._until_ready(child)
-            await first_of(asyncio.shield(child.done), leaving.wait())
-            if leaving.is_set() and child.running:
-                await self._drain_one(child)
-            code = await asyncio.shield(child.done)
-            self._sweeper.remove(child.pid)
-            self._signalled.discard(child.pid)
+            process = await self._start(service)
+            ready = await self._until_ready(process)
+            await first_of(asyncio.shield(process.done), drain_requested.wait())
+            if drain_requested.is_set() and process.running:
+                await self._drain_one(process)
+            code = await asyncio.shield(process.done)
+            self._watchdog.remove(process.pid)
+            self._signalled.discard(process.pid)
             if self._over.is_set():
                 state.phase = "stopped"
                 return
-            if leaving.is_set():
+            if drain_requested.is_set():
                 break
             if code == Exit.DONE and service.finite:
                 state.phase = "done"
@@ -259,38 +263,38 @@ class Supervisor:
                     self._end(Verdict(code=Exit.DONE, line="finished"))
                 return
             if code == Exit.USER_ERROR:
-                line = f"{service.name}: {child.last_error.removeprefix('error: ')}"
+                line = f"{service.name}: {process.last_error.removeprefix('error: ')}"
                 self._fail(service, Verdict(code=Exit.USER_ERROR, line=line))
                 return
             if code == Exit.PORT_IN_USE and service.on_port_taken and ports_tried < PORT_TRIES:
                 ports_tried += 1
                 service.on_port_taken()
                 continue
-            if service.cannot_restart and service.name not in self._on_trial:
-                line = (
-                    f"{service.name} {_how(code)} and cannot be restarted: {service.cannot_restart}"
-                )
+            if service.cannot_restart and service.name not in self._unproven:
+                line = f"{service.name} {_exit_text(code)} and cannot be restarted: {service.cannot_restart}"
                 self._end(Verdict(code=Exit.FAILED, line=line))
                 return
-            alive_s = asyncio.get_running_loop().time() - (child.ready_at or child.started)
+            alive_s = asyncio.get_running_loop().time() - (process.ready_at or process.started)
             useless = not ready or alive_s < QUICK_S or code == Exit.NO_PROGRESS
-            quick = quick + 1 if useless else 1
-            if quick >= QUICK_FAILURES:
-                line = f"{service.name} failed {quick} times in a row; it last said: {child.last_error}"
+            failures = failures + 1 if useless else 1
+            if failures >= QUICK_FAILURES:
+                line = f"{service.name} failed {failures} times in a row; it last said: {process.last_error}"
                 self._fail(service, Verdict(code=Exit.FAILED, line=line))
                 return
             state.phase = "restarting"
             state.restarts += 1
-            backoff = min(FIRST_BACKOFF_S * 2**quick, LONGEST_BACKOFF_S)
-            self._sink("up", f"{service.name} {_how(code)}; starting it again in {backoff:.1f} s")
-            await first_of(self._over.wait(), leaving.wait(), timeout_s=backoff)
-        state.phase = "drained" if leaving.is_set() else "stopped"
+            backoff = min(FIRST_BACKOFF_S * 2**failures, LONGEST_BACKOFF_S)
+            self._sink(
+                "up", f"{service.name} {_exit_text(code)}; starting it again in {backoff:.1f} s"
+            )
+            await first_of(self._over.wait(), drain_requested.wait(), timeout_s=backoff)
+        state.phase = "drained" if drain_requested.is_set() else "stopped"
 
     def _fail(self, service: Service, verdict: Verdict) -> None:
-        """A service that is not coming back: the end of the run, unless others of its fleet do its work."""
+        """Handle a service that will not be started again: ends the run, unless others of its fleet do its work."""
         self.states[service.name].phase = "failed"
         without = f"the run goes on without it: {verdict.line}"
-        if service.name in self._on_trial:
+        if service.name in self._unproven:
             self._sink("up", without)
             return
         self._ready[service.name].set()  # those that start after it must not wait for it
@@ -304,65 +308,83 @@ class Supervisor:
             verdict = Verdict(code=verdict.code, line=line)
         self._end(verdict)
 
-    async def _start(self, service: Service) -> Child:
-        child = await Child.start(service, self._sink)
-        self._sweeper.add(child.pid)
-        self._children[service.name] = child
-        self.states[service.name].pid = child.pid
-        return child
+    async def _start(self, service: Service) -> ServiceProcess:
+        process = await ServiceProcess.start(service, self._sink)
+        self._watchdog.add(process.pid)
+        self._processes[service.name] = process
+        self.states[service.name].pid = process.pid
+        return process
 
-    async def _until_ready(self, child: Child) -> bool:
+    async def _until_ready(self, process: ServiceProcess) -> bool:
         """True when the probe says so; False when the process ended, or took too long and was killed."""
-        service = child.service
+        service = process.service
         clock = asyncio.get_running_loop().time
-        leaving = self._leaving[service.name]
-        while child.running and not self._over.is_set() and not leaving.is_set():
+        drain_requested = self._drain_requested[service.name]
+        while process.running and not self._over.is_set() and not drain_requested.is_set():
             if await service.probe():
-                child.ready_at = clock()
+                process.ready_at = clock()
                 self.states[service.name].phase = "ready"
                 self._ready[service.name].set()
                 return True
-            if clock() - child.started > service.ready_s:
+            if clock() - process.started > service.ready_s:
                 self._sink(
                     "up", f"{service.name} was not ready after {service.ready_s:.0f} s; killing it"
                 )
-                child.sweep()
+                process.kill_group()
                 return False
-            await first_of(asyncio.shield(child.done), timeout_s=PROBE_EVERY_S)
+            await first_of(asyncio.shield(process.done), timeout_s=PROBE_EVERY_S)
         return False
 
-    async def _last_look(self, look: Callable[[], Awaitable[None]]) -> None:
+    async def _before_the_drain(self, look: Callable[[], Awaitable[None]]) -> None:
         try:
             await first_of(look(), self._kill.wait(), timeout_s=BEFORE_DRAIN_S)
         except MeshError as error:
-            log.debug("the last look at the mesh failed: %s", error)
+            log.debug("the ledger could not be read before the drain: %s", error)
 
     async def _drain(self) -> None:
         ordered = sorted(self._services, key=lambda service: service.drain_order)
         for _, together in groupby(ordered, key=lambda service: service.drain_order):
-            children = [self._children[s.name] for s in together if s.name in self._children]
-            await asyncio.gather(*(self._drain_one(c) for c in children if c.running))
+            processes = [self._processes[s.name] for s in together if s.name in self._processes]
+            await asyncio.gather(*(self._drain_one(c) for c in processes if c.running))
 
-    async def _drain_one(self, child: Child) -> None:
+    async def _drain_one(self, process: ServiceProcess) -> None:
         """SIGTERM, a deadline, SIGKILL; a second `stop` skips to the end."""
-        name = child.service.name
+        name = process.service.name
         self.states[name].phase = "draining"
-        if child.pid not in self._signalled:
-            self._signalled.add(child.pid)
-            child.signal(signal.SIGTERM)
-        ended = asyncio.shield(child.done)
-        await first_of(ended, self._kill.wait(), timeout_s=child.service.drain_s)
-        if child.running:
+        if process.pid not in self._signalled:
+            self._signalled.add(process.pid)
+            process.signal(signal.SIGTERM)
+        ended = asyncio.shield(process.done)
+        await first_of(ended, self._kill.wait(), timeout_s=process.service.drain_s)
+        if process.running:
             if not self._kill.is_set():
                 self._sink(
-                    "up", f"{name} did not drain in {child.service.drain_s:.0f} s; killing it"
+                    "up", f"{name} did not drain in {process.service.drain_s:.0f} s; killing it"
                 )
-            child.sweep()
-        await asyncio.shield(child.done)
+            process.kill_group()
+        await asyncio.shield(process.done)
         self.states[name].phase = "stopped"
 
 
-def _how(code: int) -> str:
+async def first_of(*waits: Awaitable[object], timeout_s: float | None = None) -> None:
+    """Return when one of `waits` is done or `timeout_s` has passed; the others are cancelled.
+
+    Pass `asyncio.shield(task)` for a task that must not be cancelled. Raises what a finished wait raised.
+    """
+    futures = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(
+            futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for future in done:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+
+
+def _exit_text(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"

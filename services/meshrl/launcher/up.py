@@ -15,15 +15,15 @@ from rich.live import Live
 from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.types import TrainerStatus
-from meshrl.launcher.address_book import BOOK_NAME, run_lock
-from meshrl.launcher.control import control_door
-from meshrl.launcher.fleet import Fleet
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, run_lock
+from meshrl.launcher.control import control_socket
+from meshrl.launcher.fleet import FleetOperations
 from meshrl.launcher.health import health_probe
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import LaunchPlan
-from meshrl.launcher.shards import Shards, grown
-from meshrl.launcher.status import Board
+from meshrl.launcher.shards import ShardOperations, with_recorded_shards
+from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import Supervisor, Verdict
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import tls
@@ -43,21 +43,23 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
         UserError: the run's directory is in use, or `fixed_ports` names no service.
     """
     tls.use(recipe.tls.certificates)
-    recipe = grown(recipe)
+    recipe = with_recorded_shards(recipe)
     directory = recipe.run.path
     directory.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     with run_lock(directory):
         save_recipe(recipe, directory / RECIPE_NAME)
-        plan = LaunchPlan(recipe, directory / RECIPE_NAME, directory / BOOK_NAME, fixed_ports)
-        verdict, board = asyncio.run(_supervise(recipe, plan, console, plain))
-    board.recall(recipe.metrics_path)
+        plan = LaunchPlan(
+            recipe, directory / RECIPE_NAME, directory / ADDRESS_BOOK_NAME, fixed_ports
+        )
+        verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain))
+    mesh_status.recall(recipe.metrics_path)
     files = {
         "checkpoints": str(recipe.checkpoint_dir),
         "metrics": str(recipe.metrics_path),
         "logs": str(directory / "logs"),
     }
-    console.print(final_table(board, files))
+    console.print(final_table(mesh_status, files))
     if not verdict.finished:
         print(f"error: {verdict.line}", file=sys.stderr)
     return verdict.code
@@ -65,41 +67,43 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
 
 async def _supervise(
     recipe: Recipe, plan: LaunchPlan, console: Console, plain: bool
-) -> tuple[Verdict, Board]:
+) -> tuple[Verdict, MeshStatus]:
     services = plan.services(health_probe)
     names = [service.name for service in services]
     with MergedLog(recipe.run.path / "logs", names, console) as log:
         # The observer reads the supervisor's states, and the supervisor asks the observer for a last look.
-        supervisor = Supervisor(services, log, before_drain=lambda: observer.last_look())
-        board = Board(run=recipe.run.name, states=supervisor.states)
+        supervisor = Supervisor(services, log, before_drain=lambda: observer.read_final_ledger())
+        mesh_status = MeshStatus(run=recipe.run.name, states=supervisor.states)
         live = console.is_terminal and not plain
 
-        told = -STEP_LINE_S
+        last_line_s = -STEP_LINE_S
 
         def on_step(status: TrainerStatus) -> None:
-            nonlocal told
-            if not live and board.elapsed_s - told >= STEP_LINE_S:
-                told = board.elapsed_s
-                log("up", step_line(board, status))
+            nonlocal last_line_s
+            if not live and mesh_status.elapsed_s - last_line_s >= STEP_LINE_S:
+                last_line_s = mesh_status.elapsed_s
+                log("up", step_line(mesh_status, status))
 
-        observer = Observer(board, lambda: plan.book, on_step)
+        observer = Observer(mesh_status, lambda: plan.address_book, on_step)
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, partial(_on_signal, supervisor, board, log, number))
+            loop.add_signal_handler(
+                number, partial(_on_signal, supervisor, mesh_status, log, number)
+            )
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
-        showing = _live(board, console) if live else _lines(board, log)
-        fleet = Fleet(plan, supervisor, health_probe, partial(log, "up"))
-        shards = Shards(recipe, plan, supervisor, health_probe, partial(log, "up"))
-        door = control_door(recipe.run.path, {**fleet.verbs, **shards.verbs})
-        async with observer.observing(), showing, door:
+        showing = _live(mesh_status, console) if live else _lines(mesh_status, log)
+        fleet = FleetOperations(plan, supervisor, health_probe, partial(log, "up"))
+        shards = ShardOperations(recipe, plan, supervisor, health_probe, partial(log, "up"))
+        control = control_socket(recipe.run.path, {**fleet.operations, **shards.operations})
+        async with observer.observing(), showing, control:
             verdict = await supervisor.run()
-    return verdict, board
+    return verdict, mesh_status
 
 
 def _on_signal(
-    supervisor: Supervisor, board: Board, log: MergedLog, number: signal.Signals
+    supervisor: Supervisor, mesh_status: MeshStatus, log: MergedLog, number: signal.Signals
 ) -> None:
-    step = board.trainer.step if board.trainer else 0
+    step = mesh_status.trainer.step if mesh_status.trainer else 0
     line = f"stopped by {SIGNALS[number]} at step {step}; the same command goes on from there"
     if not supervisor.stopping:
         log("up", f"{SIGNALS[number]}: draining, the trainer first; once more kills at once")
@@ -107,13 +111,13 @@ def _on_signal(
 
 
 @asynccontextmanager
-async def _live(board: Board, console: Console) -> AsyncIterator[None]:
+async def _live(mesh_status: MeshStatus, console: Console) -> AsyncIterator[None]:
     """Redraw while the body runs; the log scrolls above."""
     with Live(console=console, auto_refresh=False, transient=True) as live:
 
         async def redraw() -> None:
             while True:
-                live.update(live_view(board), refresh=True)
+                live.update(live_view(mesh_status), refresh=True)
                 await asyncio.sleep(REDRAW_S)
 
         async with _beside(redraw()):
@@ -121,13 +125,13 @@ async def _live(board: Board, console: Console) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _lines(board: Board, log: MergedLog) -> AsyncIterator[None]:
+async def _lines(mesh_status: MeshStatus, log: MergedLog) -> AsyncIterator[None]:
     """Steps are lines already; only a trainer that is stuck needs more."""
 
     async def explain() -> None:
         while True:
             await asyncio.sleep(WAITING_LINE_S)
-            for line in waiting_lines(board):
+            for line in waiting_lines(mesh_status):
                 log("up", f"the trainer waits: {line}")
 
     async with _beside(explain()):

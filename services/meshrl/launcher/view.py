@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.contract.types import EngineStats, Ledger, TrainerStatus
-from meshrl.launcher.status import Board
+from meshrl.launcher.status import MeshStatus
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 48
@@ -21,42 +21,42 @@ RESIDENT_ORDER = ("queued", "leased", "pending", "ready", "taken", "settled")
 PHASE_STYLE = {"ready": "green", "done": "green", "restarting": "red", "starting": "yellow"}
 
 
-def live_view(board: Board) -> RenderableType:
+def live_view(mesh_status: MeshStatus) -> RenderableType:
     """The whole view; drawn a few times a second."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", justify="right")
     grid.add_column()
-    for label, content in _rows(board):
+    for label, content in _rows(mesh_status):
         grid.add_row(label, content)
     return grid
 
 
-def _rows(board: Board) -> list[tuple[str, RenderableType]]:
-    status = board.trainer
-    rows: list[tuple[str, RenderableType]] = [(board.run, _headline(board, status))]
-    if board.rewards:
-        values = list(board.rewards.values())
+def _rows(mesh_status: MeshStatus) -> list[tuple[str, RenderableType]]:
+    status = mesh_status.trainer
+    rows: list[tuple[str, RenderableType]] = [(mesh_status.run, _headline(mesh_status, status))]
+    if mesh_status.rewards:
+        values = list(mesh_status.rewards.values())
         rows.append(("reward", Text(f"{sparkline(values)}  {values[-1]:.3f}", style="cyan")))
     if status is not None:
-        rows.append(("", Text(" · ".join(_figures(board, status)))))
+        rows.append(("", Text(" · ".join(_figures(mesh_status, status)))))
         if status.staleness:
             rows.append(("staleness", histogram(status.staleness)))
-    if board.ledger is not None:
-        rows.append(("queue", Text(" · ".join(_depths(board.ledger)))))
-    for name, stats in board.fleet.items():
-        rows.append((name, _replica(board, name, stats)))
-    if board.ledger is not None:
-        rows.append(("ledger", Text(ledger_line(board.ledger))))
-    away = [n for n, s in board.states.items() if s.phase not in ("ready", "done")]
+    if mesh_status.ledger is not None:
+        rows.append(("queue", Text(" · ".join(_depths(mesh_status.ledger)))))
+    for name, stats in mesh_status.fleet.items():
+        rows.append((name, _replica(mesh_status, name, stats)))
+    if mesh_status.ledger is not None:
+        rows.append(("ledger", Text(ledger_line(mesh_status.ledger))))
+    away = [n for n, s in mesh_status.states.items() if s.phase not in ("ready", "done")]
     if away:
-        rows.append(("services", _services(board, away)))
-    for line in waiting_lines(board):
+        rows.append(("services", _services(mesh_status, away)))
+    for line in waiting_lines(mesh_status):
         rows.append(("waits for", Text(line, style="yellow")))
     return rows
 
 
-def _headline(board: Board, status: TrainerStatus | None) -> RenderableType:
-    elapsed = clock(board.elapsed_s)
+def _headline(mesh_status: MeshStatus, status: TrainerStatus | None) -> RenderableType:
+    elapsed = clock(mesh_status.elapsed_s)
     if status is None:
         return Text(f"starting · {elapsed}")
     total = f"/{status.total_steps}" if status.total_steps else ""
@@ -68,10 +68,10 @@ def _headline(board: Board, status: TrainerStatus | None) -> RenderableType:
     return Group(words, bar)
 
 
-def _figures(board: Board, status: TrainerStatus) -> list[str]:
+def _figures(mesh_status: MeshStatus, status: TrainerStatus) -> list[str]:
     parts = []
     if status.held_out_score is not None:
-        first = next(iter(board.scores.values()), status.held_out_score)
+        first = next(iter(mesh_status.scores.values()), status.held_out_score)
         parts.append(f"held-out {status.held_out_score:.3f} (began at {first:.3f})")
     parts += [f"{status.tokens_per_s:,.0f} tokens/s trained", f"{status.samples:,} samples"]
     parts.append(f"version {status.version}")
@@ -83,8 +83,8 @@ def _depths(ledger: Ledger) -> list[str]:
     return [f"{name} {ledger.resident[name]:,}" for name in names if name in ledger.resident]
 
 
-def _replica(board: Board, name: str, stats: EngineStats | None) -> Text:
-    state = board.states[name]
+def _replica(mesh_status: MeshStatus, name: str, stats: EngineStats | None) -> Text:
+    state = mesh_status.states[name]
     restarts = f" · {state.restarts} restarts" if state.restarts else ""
     if stats is None:
         return Text(f"{state.phase}{restarts}", style="yellow")
@@ -96,29 +96,29 @@ def _replica(board: Board, name: str, stats: EngineStats | None) -> Text:
     return Text(text)
 
 
-def _services(board: Board, names: Sequence[str]) -> Text:
+def _services(mesh_status: MeshStatus, names: Sequence[str]) -> Text:
     text = Text()
     for name in names:
-        phase = board.states[name].phase
+        phase = mesh_status.states[name].phase
         text.append(f"{name} {phase}  ", style=PHASE_STYLE.get(phase, "dim"))
     return text
 
 
-def waiting_lines(board: Board) -> list[str]:
+def waiting_lines(mesh_status: MeshStatus) -> list[str]:
     """What a trainer that is stuck waits for; nothing while it is not."""
-    if not board.stuck or board.trainer is None:
+    if not mesh_status.stuck or mesh_status.trainer is None:
         return []
-    if not board.waiting:
-        return [board.trainer.waiting_for] if board.trainer.waiting_for else []
+    if not mesh_status.waiting:
+        return [mesh_status.trainer.waiting_for] if mesh_status.trainer.waiting_for else []
     return [
         f"{wait.who}: {wait.what}"
         + (f", for {wait.since_s:.0f} s" if wait.since_s else "")
         + (f" ({', '.join(wait.owners[:4])})" if wait.owners else "")
-        for wait in board.waiting[:3]
+        for wait in mesh_status.waiting[:3]
     ]
 
 
-def step_line(board: Board, status: TrainerStatus) -> str:
+def step_line(mesh_status: MeshStatus, status: TrainerStatus) -> str:
     """One step, for a log."""
     total = f"/{status.total_steps}" if status.total_steps else ""
     parts = [f"step {status.step}{total}"]
@@ -129,37 +129,39 @@ def step_line(board: Board, status: TrainerStatus) -> str:
     parts += [f"{status.tokens_per_s:,.0f} tokens/s", f"{status.samples:,} samples"]
     if status.staleness:
         parts.append(f"staleness {mean_staleness(status.staleness):.2f}")
-    parts.append(f"{clock(board.elapsed_s)} elapsed")
+    parts.append(f"{clock(mesh_status.elapsed_s)} elapsed")
     if status.eta_s is not None:
         parts.append(f"about {clock(status.eta_s)} left")
     return "  ".join(parts)
 
 
-def final_table(board: Board, files: Mapping[str, str]) -> Table:
+def final_table(mesh_status: MeshStatus, files: Mapping[str, str]) -> Table:
     """What a run came to. `files` says where things lie."""
-    table = Table(title=f"run {board.run}", show_header=False, title_justify="left")
+    table = Table(title=f"run {mesh_status.run}", show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
-    status = board.trainer
+    status = mesh_status.trainer
     if status is not None:
         table.add_row("steps", f"{status.step} of {status.total_steps or '?'}")
         table.add_row("version", str(status.version))
-        if board.rewards:
-            values = list(board.rewards.values())
+        if mesh_status.rewards:
+            values = list(mesh_status.rewards.values())
             table.add_row("reward", f"{values[0]:.3f} → {values[-1]:.3f}  {sparkline(values)}")
-        if board.scores:
-            scores = list(board.scores.values())
+        if mesh_status.scores:
+            scores = list(mesh_status.scores.values())
             table.add_row("held-out score", f"{scores[0]:.3f} → {scores[-1]:.3f}")
         table.add_row("samples", f"{status.samples:,}")
         if status.staleness:
             mean, top = mean_staleness(status.staleness), max(status.staleness)
             table.add_row("staleness", f"mean {mean:.2f}, max {top}")
-    if board.ledger is not None:
-        table.add_row("ledger", ledger_line(board.ledger))
-    restarts = {name: state.restarts for name, state in board.states.items() if state.restarts}
+    if mesh_status.ledger is not None:
+        table.add_row("ledger", ledger_line(mesh_status.ledger))
+    restarts = {
+        name: state.restarts for name, state in mesh_status.states.items() if state.restarts
+    }
     if restarts:
         table.add_row("restarts", ", ".join(f"{n} {count}" for n, count in restarts.items()))
-    table.add_row("time", clock(board.elapsed_s))
+    table.add_row("time", clock(mesh_status.elapsed_s))
     for what, where in files.items():
         table.add_row(what, where)
     return table

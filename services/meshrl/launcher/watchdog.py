@@ -15,7 +15,7 @@ import sys
 
 
 def main() -> None:
-    """Listen until the supervisor is gone, then sweep."""
+    """Listen until the supervisor is gone, then kill the listed groups."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

@@ -15,7 +15,7 @@ import yaml
 from meshrl.cli import main
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
-from meshrl.launcher.address_book import BOOK_NAME, AddressBook, Entry
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry
 from meshrl.rpc.queue_connection import open_stored_queue
 
 
@@ -128,8 +128,10 @@ def test_a_mesh_that_does_not_run_is_said_not_to_run(run: Run, command: str) -> 
     directory = Path("runs/demo")
     directory.mkdir(parents=True)
     entry = Entry(kind="queue", host="127.0.0.1", port=1, metrics_port=2)
-    book = AddressBook(run="demo", recipe=Path("runs/demo/recipe.yaml"), services={"queue": entry})
-    book.save(directory / BOOK_NAME)
+    address_book = AddressBook(
+        run="demo", recipe=Path("runs/demo/recipe.yaml"), services={"queue": entry}
+    )
+    address_book.save(directory / ADDRESS_BOOK_NAME)
     ended = run(command)
     assert ended.code == 1
     assert ended.err == (
@@ -144,7 +146,7 @@ def test_the_ledger_of_a_run_that_has_ended_is_read_from_its_queue(run: Run) -> 
     directory.mkdir(parents=True)
     recipe = directory / "recipe.yaml"
     recipe.write_text("run: {name: demo}\nmodel: {path: model}\n")
-    AddressBook(run="demo", recipe=recipe, services={}).save(directory / BOOK_NAME)
+    AddressBook(run="demo", recipe=recipe, services={}).save(directory / ADDRESS_BOOK_NAME)
 
     async def leave_a_row() -> None:
         loaded = load_recipe(recipe, check=False)

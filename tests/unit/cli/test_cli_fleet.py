@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.cli.commands.fleet import roster_json
-from meshrl.cli.membership import Roster, kept_by_supervisor, seen_by_plane
+from meshrl.cli.commands.fleet import membership_json
+from meshrl.cli.membership import Membership, from_coordinator, with_supervisor_state
 from meshrl.cli.root import main
 from meshrl.contract.types import Version
 from meshrl.weights.fleet import FleetView, ReplicaState, ReplicaView
@@ -55,20 +55,20 @@ def replica(name: str, state: ReplicaState, reason: str = "") -> ReplicaView:
 
 
 def test_the_supervisor_knows_why_a_worker_went() -> None:
-    out = seen_by_plane(replica("rollout-0", ReplicaState.OUT, "it died or went away"))
-    assert (out.state, out.reason, out.kept_by_up) == ("OUT", "it died or went away", False)
-    drained = kept_by_supervisor(out, {"phase": "drained", "pid": 7, "restarts": 2}, "")
+    out = from_coordinator(replica("rollout-0", ReplicaState.OUT, "it died or went away"))
+    assert (out.state, out.reason, out.supervised) == ("OUT", "it died or went away", False)
+    drained = with_supervisor_state(out, {"phase": "drained", "pid": 7, "restarts": 2}, "")
     assert (drained.state, drained.reason, drained.restarts) == ("OUT", "drained", 2)
     # The plane may not have noticed yet.
-    serving = seen_by_plane(replica("rollout-1", ReplicaState.SERVING))
-    assert kept_by_supervisor(serving, {"phase": "failed", "restarts": 0}, "").gone
-    assert not kept_by_supervisor(serving, {"phase": "ready", "restarts": 0}, "").gone
+    serving = from_coordinator(replica("rollout-1", ReplicaState.SERVING))
+    assert with_supervisor_state(serving, {"phase": "failed", "restarts": 0}, "").gone
+    assert not with_supervisor_state(serving, {"phase": "ready", "restarts": 0}, "").gone
 
 
 def test_json_tells_of_members_that_do_not_answer() -> None:
-    member = seen_by_plane(replica("rollout-0", ReplicaState.SUSPECT))
+    member = from_coordinator(replica("rollout-0", ReplicaState.SUSPECT))
     view = FleetView(run="r", epoch=1, committed=Version(1, 3), proposed=None, replicas=())
-    told = roster_json(Roster(view=view, members={"rollout-0": member}))
+    told = membership_json(Membership(view=view, members={"rollout-0": member}))
     assert (told["run"], told["committed"], told["proposed"]) == ("r", "1.3", None)
     (one,) = told["members"]
     assert (one["state"], one["version"], one["answers"]) == ("SUSPECT", "1.3", False)

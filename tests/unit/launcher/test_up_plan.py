@@ -29,10 +29,10 @@ def no_probe(entry: Callable[[], Entry]) -> Probe:
 
 
 def plan(tmp_path: Path, *overrides: str, **fixed: int) -> tuple[LaunchPlan, dict[str, Service]]:
-    made = LaunchPlan(
+    launch_plan = LaunchPlan(
         recipe(tmp_path, *overrides), tmp_path / "r.yaml", tmp_path / "mesh.json", fixed
     )
-    return made, {service.name: service for service in made.services(no_probe)}
+    return launch_plan, {service.name: service for service in launch_plan.services(no_probe)}
 
 
 def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
@@ -40,36 +40,38 @@ def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
     assert list(services) == ["queue", "reward", "trainer", "rollout-0", "rollout-1", "feeder"]
 
 
-def test_a_queue_of_several_shards_is_several_services_that_all_are_told_of(tmp_path: Path) -> None:
-    made, services = plan(tmp_path, "queue.shards=2")
+def test_a_queue_of_several_shards_is_several_services_in_the_address_book(tmp_path: Path) -> None:
+    launch_plan, services = plan(tmp_path, "queue.shards=2")
     assert list(services)[:2] == ["queue-0", "queue-1"]
     assert {services[name].start_order for name in ("queue-0", "queue-1")} == {0}
-    entries = made.book.services
+    entries = launch_plan.address_book.services
     addresses = f"{entries['queue-0'].address},{entries['queue-1'].address}"
-    assert made.book.peers()["queue"] == addresses
-    assert made.book.peers()["trainer"] == entries["trainer"].address
+    assert launch_plan.address_book.peers()["queue"] == addresses
+    assert launch_plan.address_book.peers()["trainer"] == entries["trainer"].address
 
 
-def test_a_shard_that_is_added_is_told_to_nobody_until_it_is_enlisted(tmp_path: Path) -> None:
-    made, _ = plan(tmp_path, "queue.shards=2")
-    shard = made.new_shard(no_probe)
-    assert shard.name == "queue-2" and "queue-2" not in made.book.services
-    entry = made.of_shard("queue-2")
+def test_a_shard_that_is_added_is_not_in_the_address_book_until_it_is_listed(
+    tmp_path: Path,
+) -> None:
+    launch_plan, _ = plan(tmp_path, "queue.shards=2")
+    shard = launch_plan.new_shard(no_probe)
+    assert shard.name == "queue-2" and "queue-2" not in launch_plan.address_book.services
+    entry = launch_plan.shard_entry("queue-2")
     argv = shard.argv()
     assert argv[-7:] == (
         *("queue-2", "--host", entry.host, "--port", str(entry.port)),
         *("--metrics-port", str(entry.metrics_port)),
     )
-    made.enlist("queue-2")
+    launch_plan.list_shard("queue-2")
     assert AddressBook.load(tmp_path / "mesh.json").peers()["queue"].endswith(entry.address)
     assert shard.argv() == argv
-    assert made.new_shard(no_probe).name == "queue-3"
+    assert launch_plan.new_shard(no_probe).name == "queue-3"
 
 
 def test_a_queue_of_one_process_gets_no_shard_while_it_runs(tmp_path: Path) -> None:
-    made, _ = plan(tmp_path)
+    launch_plan, _ = plan(tmp_path)
     with pytest.raises(UserError, match=r"start it with queue\.shards=2"):
-        made.new_shard(no_probe)
+        launch_plan.new_shard(no_probe)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_a_shard_is_known_by_the_number_in_its_name(
 
 
 @pytest.mark.parametrize(("shards", "name"), [(2, "queue"), (2, "queue-2"), (1, "queue-1")])
-def test_a_queue_that_is_none_of_the_shards_is_told_the_names(
+def test_a_queue_that_is_none_of_the_shards_gets_a_list_of_the_names(
     tmp_path: Path, shards: int, name: str
 ) -> None:
     with pytest.raises(UserError, match="want --name queue"):
@@ -105,20 +107,20 @@ def test_the_queue_comes_first_and_goes_last_and_the_trainer_drains_first(tmp_pa
     assert [name for name, service in services.items() if service.leads] == ["trainer"]
 
 
-def test_the_book_is_what_the_services_are_told(tmp_path: Path) -> None:
-    made, services = plan(tmp_path)
-    assert AddressBook.load(tmp_path / "mesh.json") == made.book
+def test_the_address_book_is_what_the_services_read(tmp_path: Path) -> None:
+    launch_plan, services = plan(tmp_path)
+    assert AddressBook.load(tmp_path / "mesh.json") == launch_plan.address_book
     argv = services["reward"].argv()
     assert argv[argv.index("--address-book") + 1] == str(tmp_path / "mesh.json")
     assert argv[argv.index("--name") + 1] == "reward"
-    ports = [e.port for e in made.book.services.values()]
-    ports += [e.metrics_port for e in made.book.services.values()]
+    ports = [e.port for e in launch_plan.address_book.services.values()]
+    ports += [e.metrics_port for e in launch_plan.address_book.services.values()]
     assert len(set(ports)) == len(ports)
 
 
-def test_a_port_that_was_taken_is_replaced_in_the_book(tmp_path: Path) -> None:
-    made, services = plan(tmp_path)
-    before = made.book.services["queue"].port
+def test_a_port_that_was_taken_is_replaced_in_the_address_book(tmp_path: Path) -> None:
+    launch_plan, services = plan(tmp_path)
+    before = launch_plan.address_book.services["queue"].port
     replace = services["queue"].on_port_taken
     assert replace is not None
     replace()
@@ -127,8 +129,8 @@ def test_a_port_that_was_taken_is_replaced_in_the_book(tmp_path: Path) -> None:
 
 
 def test_a_fixed_port_is_kept_and_never_replaced(tmp_path: Path) -> None:
-    made, services = plan(tmp_path, queue=7001)
-    assert made.book.services["queue"].port == 7001
+    launch_plan, services = plan(tmp_path, queue=7001)
+    assert launch_plan.address_book.services["queue"].port == 7001
     assert services["queue"].on_port_taken is None
 
 

@@ -376,15 +376,15 @@ async def test_a_service_that_is_taken_on_ends_the_run_only_once_it_was_ready() 
     async with running(supervisor) as run:
         await until(lambda: supervisor.states["queue-0"].phase == "ready")
         with pytest.raises(UnavailableError, match="queue-1 cannot be started: no disk"):
-            await supervisor.take_on(
+            await supervisor.add_required(
                 process("queue-1", "print('error: no disk'); exit(2)", probe=never)
             )
         assert "queue-1" not in supervisor.states
-        await supervisor.take_on(process("queue-1", WORKS))
+        await supervisor.add_required(process("queue-1", WORKS))
         pid = supervisor.states["queue-1"].pid
         await supervisor.dismiss("queue-1")
         assert not alive(pid) and not run.done()
-        await supervisor.take_on(process("queue-1", WORKS, cannot_restart="it is in memory"))
+        await supervisor.add_required(process("queue-1", WORKS, cannot_restart="it is in memory"))
         os.kill(supervisor.states["queue-1"].pid, signal.SIGKILL)
         verdict = await run
     assert "queue-1 was killed by SIGKILL and cannot be restarted" in verdict.line

@@ -19,7 +19,7 @@ from meshrl.contract.types import (
     Waiting,
 )
 from meshrl.launcher.logs import MergedLog
-from meshrl.launcher.status import STUCK_S, Board
+from meshrl.launcher.status import STUCK_S, MeshStatus
 from meshrl.launcher.supervisor import State
 from meshrl.launcher.view import (
     final_table,
@@ -54,8 +54,8 @@ LEDGER = Ledger(
 )
 
 
-def board() -> Board:
-    made = Board(
+def mesh_status() -> MeshStatus:
+    made = MeshStatus(
         run="demo", states={"rollout-0": State(phase="ready", restarts=1), "queue": State()}
     )
     made.see(replace(STATUS, step=11, reward_mean=0.25, held_out_score=0.12))
@@ -73,7 +73,7 @@ def drawn(renderable: object) -> str:
 
 
 def test_the_view_shows_what_is_known() -> None:
-    made = board()
+    made = mesh_status()
     made.fleet["rollout-0"] = EngineStats(
         version=Version(1, 11),
         running=60,
@@ -98,19 +98,19 @@ def test_the_view_shows_what_is_known() -> None:
 
 
 def test_a_view_of_nothing_yet_shows_who_starts() -> None:
-    made = Board(run="demo", states={"queue": State(phase="starting"), "trainer": State()})
+    made = MeshStatus(run="demo", states={"queue": State(phase="starting"), "trainer": State()})
     text = drawn(live_view(made))
     assert "queue starting" in text and "trainer waiting" in text
 
 
 def test_a_replica_that_does_not_answer_shows_its_phase() -> None:
-    made = Board(run="demo", states={"rollout-0": State(phase="restarting", restarts=2)})
+    made = MeshStatus(run="demo", states={"rollout-0": State(phase="restarting", restarts=2)})
     made.fleet["rollout-0"] = None
     assert "restarting · 2 restarts" in drawn(live_view(made))
 
 
 def test_a_step_is_one_line_of_a_log() -> None:
-    line = step_line(board(), STATUS)
+    line = step_line(mesh_status(), STATUS)
     assert line.startswith(
         "step 12/40  reward 0.500  held-out 0.610  1,234 tokens/s  3,072 samples  staleness 0.22"
     )
@@ -118,13 +118,13 @@ def test_a_step_is_one_line_of_a_log() -> None:
 
 
 def test_only_another_step_is_news() -> None:
-    made = board()
+    made = mesh_status()
     assert not made.see(replace(STATUS, tokens_per_s=1.0))
     assert made.see(replace(STATUS, step=13))
 
 
 def test_reasons_are_shown_only_when_the_trainer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = board()
+    made = mesh_status()
     made.see(replace(STATUS, phase=TrainerPhase.WAITING, waiting_for="a batch"))
     assert waiting_lines(made) == []
     now = time.monotonic()
@@ -142,7 +142,7 @@ def test_a_ledger_that_does_not_balance_says_so() -> None:
 
 
 def test_the_table_at_the_end_tells_the_whole_way() -> None:
-    text = drawn(final_table(board(), {"checkpoints": "runs/demo/checkpoints"}))
+    text = drawn(final_table(mesh_status(), {"checkpoints": "runs/demo/checkpoints"}))
     for fact in ("12 of 40", "0.250 → 0.500", "0.120 → 0.610", "mean 0.22, max 1", "rollout-0 1"):
         assert fact in text
 
@@ -170,7 +170,7 @@ def test_a_line_is_shown_behind_its_service_and_kept_in_its_file(tmp_path: Path)
     assert (tmp_path / "rollout-0.log").read_text() == "[not markup]\n"
 
 
-def test_logs_that_cannot_be_kept_are_still_shown_and_said_once(tmp_path: Path) -> None:
+def test_logs_that_cannot_be_saved_are_still_shown_and_reported_once(tmp_path: Path) -> None:
     out = io.StringIO()
     (tmp_path / "queue.log").mkdir()
     with MergedLog(tmp_path, ["queue"], Console(file=out, width=300)) as log:
@@ -178,11 +178,11 @@ def test_logs_that_cannot_be_kept_are_still_shown_and_said_once(tmp_path: Path) 
         log("queue", "two")
     lines = out.getvalue().splitlines()
     assert [line for line in lines if "│ one" in line or "│ two" in line] == lines[1:]
-    assert "logs are shown but not kept" in lines[0]
+    assert "logs are shown but not saved" in lines[0]
 
 
 def test_the_end_is_told_from_the_runs_own_record(tmp_path: Path) -> None:
-    made = board()
+    made = mesh_status()
     record = tmp_path / "metrics.jsonl"
     record.write_text(
         '{"step": 0, "val/score/mean": 0.1}\n'

@@ -10,7 +10,7 @@ import click
 from meshrl.cli.options import PATH
 from meshrl.config import load_recipe
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.launcher.address_book import BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 
 
 def _size(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -50,7 +50,7 @@ def export(
 ) -> None:
     """Write the newest checkpoint of a run to TARGET: config, safetensors, tokenizer; LoRA is merged."""
     directory = run_dir if run_dir is not None else newest_run_dir()
-    recipe = load_recipe(AddressBook.load(directory / BOOK_NAME).recipe, check=False)
+    recipe = load_recipe(AddressBook.load(directory / ADDRESS_BOOK_NAME).recipe, check=False)
     source = checkpoint if checkpoint is not None else recipe.checkpoint_dir
     if not source.is_dir():
         raise NotFoundError(f"no checkpoint yet: {source} is not there")

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
-from meshrl.cli.membership import Member, Roster, Site, call_roll
+from meshrl.cli.membership import Member, Membership, MeshAddress, read_membership
 from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import UserError
-from meshrl.launcher.address_book import BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
 from meshrl.rpc.clients.member import MemberClient
 
@@ -56,30 +56,32 @@ def fleet(
     context: click.Context, run_dir: Path | None, trainer: str | None, as_json: bool, watch: bool
 ) -> None:
     """List the rollout workers of the mesh in --run-dir (the newest one if not given), or `add` and `drain` some."""
-    context.obj = partial(_site, run_dir, trainer)  # found when a command runs, not for its --help
+    context.obj = partial(
+        _mesh_address, run_dir, trainer
+    )  # found when a command runs, not for its --help
     if context.invoked_subcommand is not None:
         return
-    site = context.obj()
+    address = context.obj()
     if watch:
-        _watch(site, as_json)
-    roster = asyncio.run(call_roll(site))
+        _watch(address, as_json)
+    membership = asyncio.run(read_membership(address))
     if as_json:
-        click.echo(json.dumps(roster_json(roster), indent=2))
+        click.echo(json.dumps(membership_json(membership), indent=2))
     else:
         console = Console(highlight=False)
-        console.print(_table(roster), width=None if console.is_terminal else PLAIN_WIDTH)
+        console.print(_table(membership), width=None if console.is_terminal else PLAIN_WIDTH)
 
 
 @fleet.command()
 @click.argument("name")
 @click.pass_obj
-def drain(find: Callable[[], Site], name: str) -> None:
+def drain(find: Callable[[], MeshAddress], name: str) -> None:
     """Have the worker NAME hand over what it runs and leave; its supervisor does not start it again.
 
     Responses that run are kept in the queue, and other workers go on with them.
     """
-    site = find()
-    members = asyncio.run(call_roll(site)).members
+    address = find()
+    members = asyncio.run(read_membership(address)).members
     member = members.get(name)
     if member is None:
         raise UserError(
@@ -87,11 +89,11 @@ def drain(find: Callable[[], Site], name: str) -> None:
         )
     if member.gone:
         click.echo(f"{name} has left already")
-    elif member.kept_by_up and site.run_dir is not None:
-        told = asyncio.run(ask_up(site.run_dir, "drain", timeout_s=DRAIN_S, name=name))
-        how = "has left" if told["in_time"] else "did not drain in time and was killed"
-        click.echo(f"{name} {how}; {told['left']} of this `up` remain")
-        if not told["left"]:
+    elif member.supervised and address.run_dir is not None:
+        reply = asyncio.run(ask_up(address.run_dir, "drain", timeout_s=DRAIN_S, name=name))
+        how = "has left" if reply["in_time"] else "did not drain in time and was killed"
+        click.echo(f"{name} {how}; {reply['left']} of this `up` remain")
+        if not reply["left"]:
             click.echo("warning: training waits until a worker is added: meshrl fleet add")
     else:
         asyncio.run(_ask_to_leave(member))
@@ -110,36 +112,36 @@ def drain(find: Callable[[], Site], name: str) -> None:
 @click.option("--recipe", default="RECIPE", help="With --trainer: the recipe's file over there.")
 @click.pass_obj
 def add(
-    find: Callable[[], Site], count: int, printed: bool, queue: str | None, recipe: str
+    find: Callable[[], MeshAddress], count: int, printed: bool, queue: str | None, recipe: str
 ) -> None:
     """Start more rollout workers of a running `meshrl up`; for a mesh elsewhere, print the commands that do."""
-    site = find()
-    if site.run_dir is not None and not printed:
-        told = asyncio.run(ask_up(site.run_dir, "add", timeout_s=ADD_S, count=count))
-        names = told["added"]
+    address = find()
+    if address.run_dir is not None and not printed:
+        reply = asyncio.run(ask_up(address.run_dir, "add", timeout_s=ADD_S, count=count))
+        names = reply["added"]
         assert isinstance(names, list)
         verb = "starts" if len(names) == 1 else "start"
         click.echo(f"{', '.join(names)} {verb}; `meshrl fleet` shows when it serves")
         return
-    if site.run_dir is not None:
-        book = AddressBook.load(site.run_dir / BOOK_NAME)
-        queue, recipe = book.peers()["queue"], str(book.recipe)
+    if address.run_dir is not None:
+        address_book = AddressBook.load(address.run_dir / ADDRESS_BOOK_NAME)
+        queue, recipe = address_book.peers()["queue"], str(address_book.recipe)
     elif queue is None:
         raise UserError("--trainer alone does not tell where the queue is: give --queue HOST:PORT")
-    for name in _free_names(asyncio.run(call_roll(site)), count):
+    for name in _free_names(asyncio.run(read_membership(address)), count):
         words = ("meshrl", "serve", "rollout", recipe, "--name", name)
-        click.echo(shlex.join([*words, "--queue", str(queue), "--trainer", site.trainer]))
+        click.echo(shlex.join([*words, "--queue", str(queue), "--trainer", address.trainer]))
 
 
-def _site(run_dir: Path | None, trainer: str | None) -> Site:
+def _mesh_address(run_dir: Path | None, trainer: str | None) -> MeshAddress:
     if trainer is not None:
         if run_dir is not None:
             raise UserError("--run-dir and --trainer are two ways to find a mesh: give one")
-        return Site(trainer=trainer)
+        return MeshAddress(trainer=trainer)
     directory = run_dir if run_dir is not None else newest_run_dir()
     mesh = find_mesh(directory, None, None)
     assert mesh.trainer is not None
-    return Site(trainer=mesh.trainer, run_dir=directory)
+    return MeshAddress(trainer=mesh.trainer, run_dir=directory)
 
 
 async def _ask_to_leave(member: Member) -> None:
@@ -151,33 +153,33 @@ async def _ask_to_leave(member: Member) -> None:
         await wire.drain()
 
 
-def _free_names(roster: Roster, count: int) -> list[str]:
+def _free_names(membership: Membership, count: int) -> list[str]:
     """`rollout-N` with numbers beyond those in use."""
-    taken = [name.removeprefix("rollout-") for name in roster.members]
+    taken = [name.removeprefix("rollout-") for name in membership.members]
     first = 1 + max((int(number) for number in taken if number.isdigit()), default=-1)
     return [f"rollout-{number}" for number in range(first, first + count)]
 
 
-def _watch(site: Site, as_json: bool) -> None:
+def _watch(address: MeshAddress, as_json: bool) -> None:
     """Until Ctrl-C: one table in place, or one line of JSON a second."""
     if as_json:
         while True:
-            click.echo(json.dumps(roster_json(asyncio.run(call_roll(site)))))
+            click.echo(json.dumps(membership_json(asyncio.run(read_membership(address)))))
             time.sleep(WATCH_EVERY_S)
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
-            live.update(_table(asyncio.run(call_roll(site))), refresh=True)
+            live.update(_table(asyncio.run(read_membership(address))), refresh=True)
             time.sleep(WATCH_EVERY_S)
 
 
-def roster_json(roster: Roster) -> dict[str, Any]:
+def membership_json(membership: Membership) -> dict[str, Any]:
     """What `--json` prints."""
-    view = roster.view
+    view = membership.view
     return {
         "run": view.run if view else None,
         "committed": str(view.committed) if view and view.committed else None,
         "proposed": str(view.proposed) if view and view.proposed else None,
-        "members": [_member_json(member) for member in roster.members.values()],
+        "members": [_member_json(member) for member in membership.members.values()],
     }
 
 
@@ -218,13 +220,13 @@ def _member_json(member: Member) -> dict[str, Any]:
     return shown
 
 
-def _table(roster: Roster) -> Table:
-    view = roster.view
+def _table(membership: Membership) -> Table:
+    view = membership.view
     title = f"run {view.run}, version {view.committed}" if view else "the trainer does not answer"
     table = Table(title=title, title_justify="left", box=None)
     for column in COLUMNS:
         table.add_column(column, no_wrap=column != "reason")
-    for member in roster.members.values():
+    for member in membership.members.values():
         table.add_row(*_cells(member))
     return table
 

@@ -59,9 +59,9 @@ def from_verl(
     name = output.stem if output is not None else "migrated"
     migration = migrate(words, files, name=name)
     refused = len(migration.of(Status.REFUSED))
-    told = written.as_json(migration) if as_json else "\n".join(written.report(migration))
+    report = written.as_json(migration) if as_json else "\n".join(written.report(migration))
     # The recipe owns stdout where it has no file.
-    click.echo(told, err=output is None)
+    click.echo(report, err=output is None)
     if refused and strict:
         click.echo(f"error: {refused} keys are refused; nothing was written", err=True)
         sys.exit(Exit.USER_ERROR)

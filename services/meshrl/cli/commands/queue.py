@@ -142,8 +142,8 @@ def add_shard(address: str | None, run_dir: Path | None, addresses: str | None) 
     if address is None:
         directory = run_dir if run_dir is not None else newest_run_dir()
         find_mesh(directory, None, None)  # says what is wrong where no mesh runs
-        told = asyncio.run(ask_up(directory, "add-shard", timeout_s=ADD_SHARD_S))
-        click.echo(f"{told['added']} is added: the queue has {told['shards']} shards")
+        reply = asyncio.run(ask_up(directory, "add-shard", timeout_s=ADD_SHARD_S))
+        click.echo(f"{reply['added']} is added: the queue has {reply['shards']} shards")
         return
     check_address(address)
     if addresses is None or "," not in addresses:

@@ -85,9 +85,9 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     metrics_port = options["metrics_port"]
     peers = {kind: options[kind] for kind in ("queue", "trainer", "reward") if options[kind]}
     if options["address_book"] is not None:
-        book = AddressBook.load(options["address_book"])
-        peers = {**book.peers(), **peers}
-        own = book.services.get(name)
+        address_book = AddressBook.load(options["address_book"])
+        peers = {**address_book.peers(), **peers}
+        own = address_book.services.get(name)
         if own is not None:
             host, port, metrics_port = own.host, own.port, own.metrics_port
     for wanted in (port, metrics_port):

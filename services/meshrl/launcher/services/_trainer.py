@@ -62,7 +62,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     if recipe.trainer.nproc > 1 and not is_rank():
         code = await run_ranks(recipe.trainer.nproc)
         if code:
-            # The rank has said why; all that is left to pass on is its code.
+            # The rank has printed the reason; pass its exit code on.
             raise SystemExit(code)
         return
     world = World.start(

@@ -1,4 +1,4 @@
-"""One supervised process: its start, its lines, its end. Nothing of it survives `sweep`."""
+"""The processes of `up`: one service's, with its log lines and its end, and the watchdog that outlives `up`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
 from typing import TypeAlias
 
 from meshrl.launcher.service import Service
@@ -16,14 +20,15 @@ from meshrl.rpc.parent_death import PARENT_VARIABLE
 
 LineSink: TypeAlias = Callable[[str, str], None]
 """Takes (service name, one line)."""
+WATCHDOG = Path(__file__).with_name("watchdog.py")
 ERROR_LINE = re.compile(r"^(error:|\w*(\.\w+)*(Error|Exception|Interrupt)\b)|\b(ERROR|CRITICAL)\b")
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
 LINES_S = 2.0
-"""How long the lines of an ended process may take; one that left its group may hold the pipe for ever."""
+"""How long to read the last lines of an ended process: a grandchild that left the group may keep the pipe open."""
 
 
-class Child:
+class ServiceProcess:
     """A running process of `service`, in a session and process group of its own."""
 
     def __init__(self, service: Service, process: asyncio.subprocess.Process) -> None:
@@ -36,7 +41,7 @@ class Child:
         self.done: asyncio.Task[int]
 
     @classmethod
-    async def start(cls, service: Service, sink: LineSink) -> Child:
+    async def start(cls, service: Service, sink: LineSink) -> ServiceProcess:
         """Start the process; its lines go to `sink` as they come.
 
         Raises:
@@ -60,9 +65,11 @@ class Child:
             raise
         finally:
             os.close(lines_in)
-        child = cls(service, process)
-        child.done = asyncio.create_task(child._live(lines, sink), name=f"{service.name}-process")
-        return child
+        running = cls(service, process)
+        running.done = asyncio.create_task(
+            running._live(lines, sink), name=f"{service.name}-process"
+        )
+        return running
 
     @property
     def running(self) -> bool:
@@ -73,8 +80,8 @@ class Child:
     def last_error(self) -> str:
         """The line that says best why the process ended."""
         lines = [line.strip() for line in self._tail if line.strip()]
-        telling = [line for line in lines if ERROR_LINE.search(line)]
-        return (telling or lines or ["it printed nothing"])[-1]
+        errors = [line for line in lines if ERROR_LINE.search(line)]
+        return (errors or lines or ["it printed nothing"])[-1]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process itself; harmless when it has ended."""
@@ -82,8 +89,8 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    def sweep(self) -> None:
-        """Kill the process and whatever it started and left behind."""
+    def kill_group(self) -> None:
+        """Kill the process and everything left in its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -95,7 +102,7 @@ class Child:
         reading = asyncio.create_task(self._read(stream, sink), name=f"{self.service.name}-lines")
         try:
             code = await self._process.wait()
-            self.sweep()
+            self.kill_group()
             await asyncio.wait({reading}, timeout=LINES_S)
         finally:
             reading.cancel()
@@ -109,12 +116,58 @@ class Child:
             if len(rest) > LONGEST_LINE:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self._take(line, sink)
+                self._add_line(line, sink)
         if rest:
-            self._take(rest, sink)
+            self._add_line(rest, sink)
 
-    def _take(self, raw: bytes, sink: LineSink) -> None:
+    def _add_line(self, raw: bytes, sink: LineSink) -> None:
         # A progress bar rewrites its line with \r: only what it shows last is worth a line.
         line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         self._tail.append(line)
         sink(self.service.name, line)
+
+
+class Watchdog:
+    """The process of `watchdog.py`, which kills all listed process groups if this process dies."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._groups: set[int] = set()
+
+    def __enter__(self) -> Watchdog:
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(WATCHDOG)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+    def add(self, group: int) -> None:
+        """Kill this process group if the supervisor dies."""
+        self._groups.add(group)
+        self._send(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """The group has ended."""
+        if group in self._groups:
+            self._groups.discard(group)
+            self._send(f"-{group}\n")
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        # Somebody may have killed the watchdog: PR_SET_PDEATHSIG still covers the children themselves.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
