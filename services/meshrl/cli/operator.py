@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Protocol, TypeVar
 
-from meshrl.cli.find_mesh import PATIENCE_S, Mesh
+from meshrl.cli.find_mesh import RETRY_S, Mesh
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_connection import build_store, connect_queue
@@ -70,8 +70,8 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
         answers: list[Answer] = []
         if mesh.stopped is None:
             for number, address in enumerate(await _all_shards(mesh.queue)):
-                async with QueueAdminClient(address, retry_s=PATIENCE_S) as wire:
-                    answers.append(await question(wire, number))
+                async with QueueAdminClient(address, retry_s=RETRY_S) as client:
+                    answers.append(await question(client, number))
             return answers
         recipe = mesh.stopped
         with run_lock(recipe.run.path):
@@ -92,7 +92,7 @@ def shards_of(mesh: Mesh) -> int:
 
 async def _all_shards(addresses: str) -> Sequence[str]:
     """The addresses given, and those of shards that were added meanwhile."""
-    async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
+    async with connect_queue(addresses, retry_s=RETRY_S) as queue:
         if isinstance(queue, ShardedQueue):
             return await queue.addresses()
     return [addresses.strip()]

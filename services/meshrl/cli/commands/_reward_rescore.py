@@ -15,7 +15,7 @@ from meshrl.contract.ports import Queue
 from meshrl.rpc.exit_codes import Exit
 
 TELL_EVERY_S: Final = 1.0
-PATIENCE_S: Final = 30.0
+RETRY_S: Final = 30.0
 """Seconds without a scored row after which the command stops waiting; the rows stay scheduled."""
 STAGE: Final = "reward"
 
@@ -26,7 +26,7 @@ STAGE: Final = "reward"
 @click.option(
     "--patience",
     type=float,
-    default=PATIENCE_S,
+    default=RETRY_S,
     show_default=True,
     help="Seconds without progress after which to stop watching.",
 )

@@ -149,8 +149,8 @@ async def _ask_to_leave(member: Member) -> None:
         raise UserError(
             f"{member.name} did not say where it listens: send SIGTERM to its process instead"
         )
-    async with MemberClient(member.address, retry_s=0.0) as wire:
-        await wire.drain()
+    async with MemberClient(member.address, retry_s=0.0) as client:
+        await client.drain()
 
 
 def _free_names(membership: Membership, count: int) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from meshrl.cli.find_mesh import PATIENCE_S, find_mesh
+from meshrl.cli.find_mesh import RETRY_S, find_mesh
 from meshrl.cli.operator import (
     Operator,
     ask_operator,
@@ -158,7 +158,7 @@ def add_shard(address: str | None, run_dir: Path | None, addresses: str | None) 
 
 
 async def _add_shard(addresses: str, address: str) -> int:
-    async with connect_queue(addresses, retry_s=PATIENCE_S) as queue:
+    async with connect_queue(addresses, retry_s=RETRY_S) as queue:
         assert isinstance(queue, ShardedQueue)
         return await queue.add_shard(address)
 

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from meshrl.cli.find_mesh import PATIENCE_S, Mesh, find_mesh
+from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh
 from meshrl.cli.options import json_option, mesh_options
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
@@ -48,8 +48,8 @@ def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
 
 
 async def _ask(mesh: Mesh) -> Status:
-    async with connect_queue(mesh.queue, retry_s=PATIENCE_S) as wire:
-        state, ledger = await wire.run_state(mesh.run), await wire.ledger(mesh.run)
+    async with connect_queue(mesh.queue, retry_s=RETRY_S) as client:
+        state, ledger = await client.run_state(mesh.run), await client.ledger(mesh.run)
     answers = await asyncio.gather(*(_replica(address) for address in mesh.fleet.values()))
     return Status(
         state=state,
@@ -61,24 +61,24 @@ async def _ask(mesh: Mesh) -> Status:
 
 
 async def _trainer(address: str) -> TrainerStatus | None:
-    async with TrainerClient(address, retry_s=PATIENCE_S) as wire:
+    async with TrainerClient(address, retry_s=RETRY_S) as client:
         try:
-            return await wire.status()
+            return await client.status()
         except MeshError:
             return None
 
 
 async def _weights(address: str) -> FleetView | None:
     try:
-        return await fetch_fleet(address, PATIENCE_S)
+        return await fetch_fleet(address, RETRY_S)
     except MeshError:
         return None
 
 
 async def _replica(address: str) -> EngineStats | None:
-    async with RolloutClient(address, retry_s=PATIENCE_S) as wire:
+    async with RolloutClient(address, retry_s=RETRY_S) as client:
         try:
-            return await wire.stats()
+            return await client.stats()
         except MeshError:
             return None
 
