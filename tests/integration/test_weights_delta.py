@@ -243,7 +243,7 @@ async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
     async with opened("delta", tmp_path) as fleet:
         await fleet.joined("one")
         await fleet.carry(sparse(0))
-        endpoint = await fleet.coordinator._routes._endpoint("delta")
+        _, endpoint = await fleet.coordinator._routes._listen("delta")
         address, _, secret = endpoint.rpartition("#")
         async with grpc.aio.insecure_channel(address) as channel:
 
@@ -279,7 +279,8 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
         await fleet.carry(sparse(1))
         assert engine.hashes == sparse(1).manifest.bucket_hashes
         assert len(wire.patches) == BUCKETS
-        address = (await fleet.coordinator._routes._endpoint("delta")).partition("#")[0]
+        _, endpoint = await fleet.coordinator._routes._listen("delta")
+        address = endpoint.partition("#")[0]
         async with grpc.aio.insecure_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError):
                 await rpc.WeightPatchesStub(channel).Fetch(pb.WeightPatchRequest()).read()

@@ -33,8 +33,8 @@ from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.fleet import FleetView, ReplicaState
-from meshrl.weights.messages import stamp, stamped_version
-from meshrl.weights.replica import Replica, ReplicaStream, SourceError
+from meshrl.weights.messages import ReplicaStream, stamp, stamped_version
+from meshrl.weights.replica import Replica, SourceError
 from meshrl.weights.routes import Peer, Routes
 from meshrl.weights.transaction import Phase, Transaction
 from meshrl.weights.waiting import first_ends

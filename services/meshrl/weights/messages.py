@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Generic, TypeVar
 
+import grpc
 import xxhash
 
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.rpc.interceptors import Context
 from meshrl.v1 import weights_pb2 as pb
+from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.waiting import within
 
 
@@ -174,3 +177,47 @@ class MessageStream(Generic[_Received, _Sent]):
         while True:
             await asyncio.sleep(every_s)
             await self.send(message)
+
+
+ReplicaStream = MessageStream[pb.ReplicaMessage, pb.PlaneMessage]
+"""The coordinator's end."""
+CoordinatorStream = MessageStream[pb.PlaneMessage, pb.ReplicaMessage]
+"""The replica's end."""
+
+
+def stream_to_replica(
+    requests: AsyncIterator[pb.ReplicaMessage], context: Context, silence_s: float
+) -> ReplicaStream:
+    """The coordinator's end of one call of `Join`."""
+
+    async def read() -> pb.ReplicaMessage | None:
+        return await anext(requests, None)
+
+    async def write(message: pb.PlaneMessage) -> None:
+        try:
+            await context.write(message)
+        except grpc.aio.BaseError as error:
+            raise UnavailableError(f"the replica's stream is closed: {error}") from error
+
+    return MessageStream(read, write, silence_s)
+
+
+def stream_to_coordinator(channel: grpc.aio.Channel, silence_s: float) -> CoordinatorStream:
+    """Calls `Join`; returns the replica's end."""
+    call = weights_pb2_grpc.WeightsStub(channel).Join(None)
+
+    async def read() -> pb.PlaneMessage | None:
+        try:
+            message = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"{error.code().name}: {error.details()}") from error
+        return message if isinstance(message, pb.PlaneMessage) else None
+
+    async def write(message: pb.ReplicaMessage) -> None:
+        try:
+            await call.write(message)
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            raise UnavailableError(f"the trainer's stream is closed: {reason}") from error
+
+    return MessageStream(read, write, silence_s)

@@ -13,11 +13,9 @@ from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaState, ReplicaView
-from meshrl.weights.messages import MessageStream, digest, manifest_to_message, stamp, wrong_tensors
+from meshrl.weights.messages import ReplicaStream, digest, manifest_to_message, stamp, wrong_tensors
 from meshrl.weights.routes import Peer, Route, Routes
 from meshrl.weights.waiting import together, within
-
-ReplicaStream = MessageStream[pb.ReplicaMessage, pb.PlaneMessage]
 
 
 class SourceError(CorruptError):

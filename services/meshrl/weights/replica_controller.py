@@ -20,18 +20,16 @@ from meshrl.contract.errors import (
     FencedError,
     InfraError,
     MeshError,
-    UnavailableError,
     UserError,
     from_detail,
 )
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.carrier import Carriers, RunPaths, host_id
 from meshrl.weights.lora_merging import Merger
-from meshrl.weights.messages import MessageStream, stamp
-from meshrl.weights.session import CoordinatorStream, Session
+from meshrl.weights.messages import stamp, stream_to_coordinator
+from meshrl.weights.session import Session
 from meshrl.weights.waiting import first_ends, within
 
 logger = logging.getLogger(__name__)
@@ -134,7 +132,7 @@ class ReplicaController:
         """One joining, from HELLO until the stream ends."""
         channel = self._connect()
         try:
-            stream = _open_stream(channel, self._config.silence_s)
+            stream = stream_to_coordinator(channel, self._config.silence_s)
             await stream.send(self._hello())
             welcome = await stream.read()
             self._check_welcome(welcome)
@@ -211,24 +209,3 @@ class ReplicaController:
         self._version = version
         self._retry_s = _FIRST_RETRY_S
         self._first_commit.set()
-
-
-def _open_stream(channel: grpc.aio.Channel, silence_s: float) -> CoordinatorStream:
-    """A stream to the coordinator; raises MeshErrors in place of gRPC's."""
-    call = weights_pb2_grpc.WeightsStub(channel).Join(None)
-
-    async def read() -> pb.PlaneMessage | None:
-        try:
-            message = await call.read()
-        except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"{error.code().name}: {error.details()}") from error
-        return message if isinstance(message, pb.PlaneMessage) else None
-
-    async def write(message: pb.ReplicaMessage) -> None:
-        try:
-            await call.write(message)
-        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-            raise UnavailableError(f"the trainer's stream is closed: {reason}") from error
-
-    return MessageStream(read, write, silence_s)

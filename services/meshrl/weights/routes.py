@@ -20,6 +20,7 @@ from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.weights.carrier import (
+    Carrier,
     CarrierFacts,
     Carriers,
     Channel,
@@ -69,7 +70,8 @@ class Routes:
         }
         self._host = host_id()
         self._cost_model = CostModel()
-        self._endpoints: dict[str, str] = {}
+        self._listening: dict[str, tuple[Carrier, str]] = {}
+        """The carriers that have been chosen, with their endpoints."""
         self._staged = {name: deque[Version](maxlen=config.keep) for name in self._facts}
         self._staging_s: dict[tuple[str, Version], float] = {}
         self._locks = {name: asyncio.Lock() for name in self._facts}
@@ -82,7 +84,7 @@ class Routes:
         await asyncio.to_thread(self._carriers.load)
         self._facts = {name: self._facts[name] for name in self._carriers.names}
         if len(self._carriers.names) == 1:
-            await self._endpoint(self._carriers.names[0])
+            await self._listen(self._carriers.names[0])
 
     async def close(self) -> None:
         """Free everything; idempotent."""
@@ -196,21 +198,23 @@ class Routes:
         return work
 
     async def _prepare(self, name: str, source: WeightSource) -> str:
-        endpoint = await self._endpoint(name)
+        """Have the carrier listen and stage the version; returns its endpoint."""
+        carrier, endpoint = await self._listen(name)
         async with self._locks[name]:
             version = source.manifest.version
             if version not in self._staged[name]:
                 began = time.monotonic()
-                await self._carriers[name].stage(source)
+                await carrier.stage(source)
                 self._staging_s[name, version] = time.monotonic() - began
                 self._staged[name].append(version)
         return endpoint
 
-    async def _endpoint(self, name: str) -> str:
+    async def _listen(self, name: str) -> tuple[Carrier, str]:
         async with self._locks[name]:
-            if name not in self._endpoints:
-                self._endpoints[name] = await self._carriers[name].listen()
-            return self._endpoints[name]
+            if name not in self._listening:
+                carrier = self._carriers[name]
+                self._listening[name] = carrier, await carrier.listen()
+            return self._listening[name]
 
 
 def density(base: WeightSource, source: WeightSource) -> float:

@@ -7,14 +7,13 @@ from typing import Final
 
 import grpc
 
-from meshrl.contract.errors import UnavailableError
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.servicers.base import full_name
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import encode_fleet
-from meshrl.weights.messages import MessageStream
+from meshrl.weights.messages import stream_to_replica
 
 
 class WeightsServicer(rpc.WeightsServicer):
@@ -35,17 +34,8 @@ class WeightsServicer(rpc.WeightsServicer):
         self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: Context
     ) -> None:
         """The stream of one replica, until it leaves."""
-
-        async def read() -> pb.ReplicaMessage | None:
-            return await anext(request_iterator, None)
-
-        async def write(message: pb.PlaneMessage) -> None:
-            try:
-                await context.write(message)
-            except grpc.aio.BaseError as error:
-                raise UnavailableError(f"the replica's stream is closed: {error}") from error
-
-        await self._coordinator.serve(MessageStream(read, write, self._coordinator.silence_s))
+        silence_s = self._coordinator.silence_s
+        await self._coordinator.serve(stream_to_replica(request_iterator, context, silence_s))
 
     async def Fleet(self, request: pb.FleetRequest, context: Context) -> pb.FleetResponse:
         """The fleet at this instant."""

@@ -25,7 +25,7 @@ from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Channel, Link
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
-    MessageStream,
+    CoordinatorStream,
     digest,
     manifest_from_message,
     stamp,
@@ -35,7 +35,6 @@ from meshrl.weights.messages import (
 
 logger = logging.getLogger(__name__)
 
-CoordinatorStream = MessageStream[pb.PlaneMessage, pb.ReplicaMessage]
 _CLOSING_S = 2.0
 
 
