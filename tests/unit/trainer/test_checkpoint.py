@@ -65,7 +65,7 @@ def test_only_the_newest_checkpoints_are_kept(
     policy, optimizers = fresh(tiny_path, world)
     for step in (1, 2, 3):
         checkpoint.save(tmp_path, policy, optimizers, state(step), world, keep=2)
-    assert [v for v, _ in checkpoint.found(tmp_path)] == [Version(1, 3), Version(1, 2)]
+    assert [v for v, _ in checkpoint.complete(tmp_path)] == [Version(1, 3), Version(1, 2)]
 
 
 def test_a_later_epoch_is_newer_than_a_higher_step(

@@ -22,7 +22,7 @@ from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OverlongBufferCo
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.distributed import World
-from meshrl.trainer.learner.batch_metrics import mismatch_facts
+from meshrl.trainer.learner.batch_metrics import batch_mismatch
 from meshrl.trainer.learner.experience import assemble, redrawn, schedule
 from meshrl.trainer.learner.policy_gradient import ForwardOutputs, PolicyGradient
 from meshrl.trainer.learner.value_learner import explained_variance, monte_carlo
@@ -201,10 +201,10 @@ def test_the_mismatch_is_told_apart_by_policy_version() -> None:
     ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 2))])
     trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     rollout = torch.tensor([-1.0, -1.0, -0.5, -0.5])
-    facts = mismatch_facts(ragged, trainer, rollout, torch.tensor([4, 4, 3, 3]), ("", ""))
+    facts = batch_mismatch(ragged, trainer, rollout, torch.tensor([4, 4, 3, 3]), ("", ""))
     assert facts["mismatch/version_4/kl"] == pytest.approx(0.0)
     assert facts["mismatch/version_3/kl"] == pytest.approx(0.5)
-    one = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3), ("", ""))
+    one = batch_mismatch(ragged, trainer, rollout, torch.full((4,), 3), ("", ""))
     assert not any("version" in name or "replica" in name for name in one)
     assert one["mismatch/kl"] > 0
 
@@ -214,7 +214,7 @@ def test_the_mismatch_is_told_apart_by_engine_replica() -> None:
     trainer = torch.full((4,), -1.0)
     rollout = torch.tensor([-1.0, -1.0, -0.5, -1.0])
     replicas = ("rollout-1", "rollout-0", "rollout-1")
-    facts = mismatch_facts(ragged, trainer, rollout, torch.full((4,), 3), replicas)
+    facts = batch_mismatch(ragged, trainer, rollout, torch.full((4,), 3), replicas)
     assert facts["mismatch/replica_rollout-0/kl"] == pytest.approx(0.5)
     assert facts["mismatch/replica_rollout-1/kl"] == pytest.approx(0.0)
     assert not any("version" in name for name in facts)

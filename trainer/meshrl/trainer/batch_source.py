@@ -234,10 +234,15 @@ class BatchSource:
         run = self._settings.run
         waiting = await self._queue.why_waiting(run)
         self._status.blocked(waiting)
-        for one in waiting[:3]:
-            owners = ", ".join(one.owners) or "nobody"
+        for wait in waiting[:3]:
+            owners = ", ".join(wait.owners) or "nobody"
             log.info(
-                "run %s waits: %s, %s for %.0f s (%s)", run, one.who, one.what, one.since_s, owners
+                "run %s waits: %s, %s for %.0f s (%s)",
+                run,
+                wait.who,
+                wait.what,
+                wait.since_s,
+                owners,
             )
         if not waiting:
             log.info("run %s waits for a batch; the queue names nothing that blocks", run)

@@ -98,12 +98,12 @@ class DynamicSampling:
         if not self._config.enable:
             return {}
         dropped = {f"sampling/dropped_{reason}": n for reason, n in self._dropped.items()}
-        kept = self._kept
+        kept_groups = self._kept
         return {
             "sampling/takes": len(self._parts),
-            "sampling/groups_kept": kept,
+            "sampling/groups_kept": kept_groups,
             "sampling/metric_mean": sum(self._values) / max(1, len(self._values)),
-            "sampling/kept_share": kept / max(1, kept + sum(self._dropped.values())),
+            "sampling/kept_share": kept_groups / max(1, kept_groups + sum(self._dropped.values())),
             **dropped,
         }
 
@@ -151,7 +151,7 @@ class DynamicSampling:
             self._run, [row.uid for row in taken.rows], ("reward", "reward_components")
         )
         keep: list[BatchRow] = []
-        left: dict[str, list[BatchRow]] = {}
+        leaving: dict[str, list[BatchRow]] = {}
         room = self._groups - self._kept
         pairs = zip(taken.rows, columns, strict=True)
         for _, members in itertools.groupby(pairs, key=lambda pair: pair[0].group):
@@ -159,12 +159,12 @@ class DynamicSampling:
             rows = [row for row, _ in group]
             reason = self._verdict(group) or (SPARE if room == 0 else "")
             if reason:
-                left.setdefault(reason, []).extend(rows)
+                leaving.setdefault(reason, []).extend(rows)
                 self._dropped[reason] += 1
             else:
                 keep.extend(rows)
                 room -= 1
-        for reason, rows in left.items():
+        for reason, rows in leaving.items():
             await self._queue.filter(
                 self._run,
                 epoch=self._epoch,

@@ -88,10 +88,10 @@ class EvaluationSchedule:
 
     async def _evaluate(self, version: Version) -> None:
         await self._publisher.drained()
-        found = await self._evaluator.evaluate(version)
-        self._status.evaluated(found.score)
+        evaluation = await self._evaluator.evaluate(version)
+        self._status.evaluated(evaluation.score)
         if self._metrics:
-            self._metrics.write(version.step, found.metrics())
+            self._metrics.write(version.step, evaluation.metrics())
 
     async def close(self) -> None:
         """Cancel what runs; idempotent."""

@@ -124,7 +124,7 @@ class Evaluator:
             for index, task in enumerate(self._tasks)
         ]
         await self._admit(tasks)
-        rows, lost = await self._collect({task.task_id for task in tasks})
+        rows, lost_tasks = await self._collect({task.task_id for task in tasks})
         scores = [row.reward for row in rows if row.reward is not None]
         lengths = [len(row.tokens) - row.prompt_length for row in rows]
         first = min(
@@ -135,7 +135,7 @@ class Evaluator:
         return Evaluation(
             version=version,
             tasks=len(tasks),
-            lost_tasks=lost,
+            lost_tasks=lost_tasks,
             score=sum(scores) / len(scores) if scores else math.nan,
             length=sum(lengths) / len(lengths) if lengths else math.nan,
             components=component_means([row.reward_components for row in rows]),
@@ -144,23 +144,23 @@ class Evaluator:
         )
 
     async def _admit(self, tasks: Sequence[Task]) -> None:
-        done = 0
-        while done < len(tasks):
+        admitted = 0
+        while admitted < len(tasks):
             try:
-                done += await self._queue.admit(
+                admitted += await self._queue.admit(
                     self.run,
-                    tasks[done:],
+                    tasks[admitted:],
                     cursor=tasks[-1].task_id,
                     wait_s=self._take_wait_s,
                 )
             except WaitTimeoutError:
-                await self._tell()
+                await self._log_waits()
 
-    async def _collect(self, wanted: set[str]) -> tuple[list[Trajectory], int]:
-        """Rows of the wanted tasks, and how many tasks were given up by the mesh."""
-        missing = set(wanted)
+    async def _collect(self, tasks: set[str]) -> tuple[list[Trajectory], int]:
+        """Rows of `tasks`, and how many of the tasks were dead-lettered."""
+        missing = set(tasks)
         rows: list[Trajectory] = []
-        lost = 0
+        lost_tasks = 0
         while missing:
             batch_id = f"{self.run}/{self._epoch}.{self._step}"
             try:
@@ -174,9 +174,9 @@ class Evaluator:
                 )
             except WaitTimeoutError:
                 dead = {letter.uid.task for letter in await self._queue.dead_letters(self.run)}
-                lost += len(missing & dead)
+                lost_tasks += len(missing & dead)
                 missing -= dead
-                await self._tell()
+                await self._log_waits()
                 continue
             rows.extend(await self._read(batch, missing))
             missing -= {row.group for row in batch.rows}
@@ -185,15 +185,17 @@ class Evaluator:
             )
             self._step += 1
             await self._queue.commit(self.run, epoch=self._epoch, step=self._step)
-        return rows, lost
+        return rows, lost_tasks
 
-    async def _read(self, batch: Batch, wanted: set[str]) -> list[Trajectory]:
-        """The wanted rows of a batch; those of a predecessor's evaluation are settled unread."""
-        uids = [row.uid for row in batch.rows if row.group in wanted]
+    async def _read(self, batch: Batch, tasks: set[str]) -> list[Trajectory]:
+        """The rows of a batch that belong to `tasks`; those of a predecessor's evaluation are settled unread."""
+        uids = [row.uid for row in batch.rows if row.group in tasks]
         columns = await self._queue.fetch(self.run, uids, COLUMNS)
         return [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
 
-    async def _tell(self) -> None:
+    async def _log_waits(self) -> None:
         waiting = await self._queue.why_waiting(self.run)
-        what = "; ".join(f"{one.who}: {one.what} ({', '.join(one.owners)})" for one in waiting[:3])
-        log.info("evaluation waits: %s", what or "the queue names nothing that blocks")
+        blocking = "; ".join(
+            f"{wait.who}: {wait.what} ({', '.join(wait.owners)})" for wait in waiting[:3]
+        )
+        log.info("evaluation waits: %s", blocking or "the queue names nothing that blocks")

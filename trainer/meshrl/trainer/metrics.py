@@ -45,10 +45,10 @@ class MetricsLog:
     def resume_at(self, step: int) -> None:
         """Drop lines of steps >= `step`, and a last line that was cut short."""
         self._stream.close()
-        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) < step]
+        lines = [line for line in self._path.read_text().splitlines() if _step_of(line) < step]
         writing = self._path.with_name(f".{self._path.name}.writing")
         with writing.open("w") as stream:
-            stream.writelines(f"{line}\n" for line in kept)
+            stream.writelines(f"{line}\n" for line in lines)
             stream.flush()
             os.fsync(stream.fileno())
         writing.replace(self._path)

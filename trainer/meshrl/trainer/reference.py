@@ -154,12 +154,12 @@ class ReferenceStage:
     async def _answer(self, rows: Sequence[LeasedRow], temperature: float) -> list[StageResult]:
         tokens = [row.columns["tokens"] for row in rows]
         try:
-            found = await self._model.logprobs(tokens, temperature=temperature)
+            results = await self._model.logprobs(tokens, temperature=temperature)
         except UserError as error:
             if len(rows) > 1:  # one row's defect must not fail those beside it
                 return [r for row in rows for r in await self._answer([row], temperature)]
             return [Failure(uid=rows[0].uid, outcome=Outcome.INFRA_FAULT, reason=str(error))]
         return [
             RowWrite(uid=row.uid, columns={"ref_logprobs": logprobs})
-            for row, logprobs in zip(rows, found, strict=True)
+            for row, logprobs in zip(rows, results, strict=True)
         ]

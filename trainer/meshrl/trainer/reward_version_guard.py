@@ -170,19 +170,19 @@ class RewardVersionGuard:
         uids = [row.uid for row in batch.rows]
         rows = await self._queue.fetch(batch.run, uids, ("reward_hash",))
         hashes = [column_text(row["reward_hash"]) for row in rows]
-        wanted = self._hash_of_step = self._hash_of_step or await self._version_of(hashes)
-        self._hash = wanted
-        others = [uid for uid, own in zip(uids, hashes, strict=True) if own != wanted]
-        if not others:
+        current = self._hash_of_step = self._hash_of_step or await self._version_of(hashes)
+        self._hash = current
+        outdated = [uid for uid, own in zip(uids, hashes, strict=True) if own != current]
+        if not outdated:
             return batch
         log.info(
             "step %d: %d of %d rows are scored again, with version %s",
             batch.step,
-            len(others),
+            len(outdated),
             len(uids),
-            wanted,
+            current,
         )
-        lost = await self._score_again(batch.run, others, wanted)
+        lost = await self._score_again(batch.run, outdated, current)
         if not lost:
             return batch
         tasks = {uid.task for uid in lost}
@@ -190,7 +190,7 @@ class RewardVersionGuard:
         await self._queue.filter(batch.run, epoch=epoch, uids=leaving, reason=REASON)
         groups = tuple(group for group in batch.groups if group.task not in tasks)
         if not groups:
-            raise InfraError(f"reward version {wanted} scores no row of step {batch.step}")
+            raise InfraError(f"reward version {current} scores no row of step {batch.step}")
         return replace(batch, groups=groups)
 
     async def _version_of(self, hashes: Sequence[str]) -> str:
@@ -207,29 +207,29 @@ class RewardVersionGuard:
             "reward service to score them again: give --reward HOST:PORT, or set reward.mixed_versions=allow"
         )
 
-    async def _score_again(self, run: str, uids: Sequence[Uid], wanted: str) -> Collection[Uid]:
+    async def _score_again(self, run: str, uids: Sequence[Uid], current: str) -> Collection[Uid]:
         """Fill the overlay; returns the rows that could not be scored."""
         assert self._versions is not None
         names = ("response_text", REWARD_INPUTS, *("loss_mask",) * self._token_rewards)
         rows = dict(zip(uids, await self._queue.fetch(run, uids, names), strict=True))
-        left = {uid: sample_again(uid, columns) for uid, columns in rows.items()}
+        unscored = {uid: sample_again(uid, columns) for uid, columns in rows.items()}
         for _ in range(TRIES):
-            for score in await self._versions.score(list(left.values()), reward_hash=wanted):
+            for score in await self._versions.score(list(unscored.values()), reward_hash=current):
                 if not score.outcome.trainable:
                     log.warning(
-                        "row %s: version %s gives no score: %s", score.uid, wanted, score.reason
+                        "row %s: version %s gives no score: %s", score.uid, current, score.reason
                     )
-                elif score.reward_hash != wanted:
+                elif score.reward_hash != current:
                     raise InfraError(
-                        f"asked for a score by {wanted}, got one by {score.reward_hash}"
+                        f"asked for a score by {current}, got one by {score.reward_hash}"
                     )
                 else:
                     mask = rows[score.uid].get("loss_mask")
                     self._overlay[score.uid] = reward_write(score, loss_mask=mask).columns
-                    del left[score.uid]
-            if not left:
+                    del unscored[score.uid]
+            if not unscored:
                 break
-        return left.keys()
+        return unscored.keys()
 
 
 _TEXTS = ("reward_components", "reward_hash")

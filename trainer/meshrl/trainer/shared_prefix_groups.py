@@ -100,8 +100,8 @@ class SharedPrefixGroups:
         return batch
 
     async def _work_on(self, batch: Sequence[_Part]) -> None:
-        found = await self._work([row for part in batch for row in part.rows])
-        result_of: dict[Uid, StageResult] = {result.uid: result for result in found}
+        results = await self._work([row for part in batch for row in part.rows])
+        result_of: dict[Uid, StageResult] = {result.uid: result for result in results}
         for part in batch:
             part.results = [result_of[row.uid] for row in part.rows]
             with suppress(ValueError):  # whose caller has been cancelled meanwhile

@@ -57,8 +57,8 @@ class LiveStatus:
     def blocked(self, waiting: Sequence[Waiting]) -> None:
         """Record what the queue named as blocking, the longest wait first."""
         self._waiting_for = "; ".join(
-            f"{one.who}: {one.what}, {one.since_s:.0f} s ({', '.join(one.owners) or 'nobody'})"
-            for one in waiting[:3]
+            f"{wait.who}: {wait.what}, {wait.since_s:.0f} s ({', '.join(wait.owners) or 'nobody'})"
+            for wait in waiting[:3]
         )
         self._announce()
 
@@ -100,7 +100,7 @@ class LiveStatus:
     def status(self) -> TrainerStatus:
         """A snapshot."""
         seconds = sum(s for s, _ in self._recent)
-        left = (self._total_steps or 0) - self.version.step
+        steps_left = (self._total_steps or 0) - self.version.step
         return TrainerStatus(
             step=self.version.step,
             total_steps=self._total_steps or 0,
@@ -112,7 +112,9 @@ class LiveStatus:
             samples=self._samples,
             staleness=dict(self._staleness),
             metrics=dict(self._metrics),
-            eta_s=left * seconds / len(self._recent) if left > 0 and self._recent else None,
+            eta_s=steps_left * seconds / len(self._recent)
+            if steps_left > 0 and self._recent
+            else None,
             waiting_for=self._waiting_for,
         )
 

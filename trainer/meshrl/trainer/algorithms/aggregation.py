@@ -96,5 +96,5 @@ class Aggregator:
         """Aggregate one loss per row [B]: the mean over rows that have a trained token."""
         rows = self.global_batch_size
         count = ragged.nonempty.sum().clamp(min=1) if rows is None else rows
-        kept = torch.where(ragged.nonempty, row_loss, row_loss.new_zeros(()))
-        return kept.double().sum().to(row_loss.dtype) / count * self.dp_size
+        counted = torch.where(ragged.nonempty, row_loss, row_loss.new_zeros(()))
+        return counted.double().sum().to(row_loss.dtype) / count * self.dp_size

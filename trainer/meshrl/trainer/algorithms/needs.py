@@ -97,11 +97,15 @@ def loss_name(algorithm: AlgorithmConfig, actor: ActorConfig) -> str:
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
     """Is anything weighed or rejected before the loss? Bypass mode and an interpolated anchor do it inside."""
-    found = algorithm.rollout_correction
-    if found.bypass_mode:
+    correction = algorithm.rollout_correction
+    if correction.bypass_mode:
         return False
-    weighs = found.rollout_is is not None and found.proximal == "recompute"
-    return weighs or found.rollout_rs is not None or found.second_moment_threshold is not None
+    weighs = correction.rollout_is is not None and correction.proximal == "recompute"
+    return (
+        weighs
+        or correction.rollout_rs is not None
+        or correction.second_moment_threshold is not None
+    )
 
 
 def rollout_is_old(algorithm: AlgorithmConfig, actor: ActorConfig, *, on_policy: bool) -> bool:

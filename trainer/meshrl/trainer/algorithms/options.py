@@ -72,7 +72,7 @@ def options(section: Section, kind: type[C]) -> C:
     return read_options(kind, section.options, where="options")
 
 
-def check_options(name: str, given: Mapping[str, Any], *, where: str) -> None:
+def check_options(name: str, values: Mapping[str, Any], *, where: str) -> None:
     """Check the options that a recipe gives to the module `name` under the key `where`.
 
     Raises:
@@ -80,7 +80,7 @@ def check_options(name: str, given: Mapping[str, Any], *, where: str) -> None:
     """
     parent, _, module = name.rpartition(".")
     if not parent:
-        if given:
+        if values:
             raise ConfigError(
                 f"{where}: only for a module named by a dotted path, {name!r} is none", key=where
             )
@@ -91,8 +91,8 @@ def check_options(name: str, given: Mapping[str, Any], *, where: str) -> None:
     except ModuleNotFoundError:
         defined = False
     if defined:
-        read_options(plugins.load(folder, f"{folder}.{module}", "Options"), given, where=where)
-    elif given:
+        read_options(plugins.load(folder, f"{folder}.{module}", "Options"), values, where=where)
+    elif values:
         raise ConfigError(
             f"{where}: {name} takes none (there is no module {folder}.{module})", key=where
         )

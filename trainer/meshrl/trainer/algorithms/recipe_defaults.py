@@ -32,17 +32,17 @@ def defaults(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: no such algorithm.
     """
-    found: dict[str, Any] = copy.deepcopy(load(ALGORITHMS, name, "DEFAULTS"))
-    return found
+    settings: dict[str, Any] = copy.deepcopy(load(ALGORITHMS, name, "DEFAULTS"))
+    return settings
 
 
 def merged(tree: Tree, under: Tree) -> dict[str, Any]:
     """`tree` with the keys of `under` that it lacks; neither is changed."""
     result = copy.deepcopy(dict(tree))
     for key, value in under.items():
-        mine = result.get(key)
-        if isinstance(value, Mapping) and (isinstance(mine, Mapping) or mine is None):
-            result[key] = merged(mine or {}, value)
+        own = result.get(key)
+        if isinstance(value, Mapping) and (isinstance(own, Mapping) or own is None):
+            result[key] = merged(own or {}, value)
         elif key not in result:
             result[key] = copy.deepcopy(value)
     return result

@@ -53,8 +53,8 @@ class Criterion:
 
     def keeps(self, statistic: Tensor) -> Tensor:
         """Bool of the statistic's shape."""
-        kept = statistic <= self.upper
-        return kept if self.lower is None else kept & (statistic >= self.lower)
+        keep = statistic <= self.upper
+        return keep if self.lower is None else keep & (statistic >= self.lower)
 
 
 def parse(rollout_rs: str, threshold: float | str | None) -> tuple[Criterion, ...]:
@@ -122,20 +122,20 @@ def reject(
     ragged: Ragged, log_ratio: Tensor, criteria: tuple[Criterion, ...]
 ) -> tuple[Tensor, dict[str, float]]:
     """The mask bool[N] of what every criterion keeps, and metrics without a prefix."""
-    kept = torch.ones_like(ragged.mask)
+    keep = torch.ones_like(ragged.mask)
     metrics: dict[str, float] = {}
     for criterion in criteria:
         values = statistic(criterion.name, ragged, log_ratio)
         tokens = values if criterion.per_token else values[ragged.rows]
         keeps = criterion.keeps(tokens)
-        kept = kept & keeps
+        keep = keep & keeps
         prefix = f"rollout_rs_{criterion.name}"
         metrics |= _metrics(prefix, criterion, ragged, values, tokens)
         metrics[f"{prefix}_masked_fraction"] = float(ragged.token_mean((~keeps).float()))
         metrics[f"{prefix}_seq_masked_fraction"] = _share(ragged, _touched(ragged, ~keeps))
-    metrics["rollout_rs_masked_fraction"] = float(ragged.token_mean((~kept).float()))
-    metrics["rollout_rs_seq_masked_fraction"] = float(_touched(ragged, ~kept).float().mean())
-    return ragged.mask & kept, metrics
+    metrics["rollout_rs_masked_fraction"] = float(ragged.token_mean((~keep).float()))
+    metrics["rollout_rs_seq_masked_fraction"] = float(_touched(ragged, ~keep).float().mean())
+    return ragged.mask & keep, metrics
 
 
 def _touched(ragged: Ragged, dropped: Tensor) -> Tensor:

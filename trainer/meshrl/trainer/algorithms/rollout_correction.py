@@ -80,9 +80,9 @@ def correct(
         mask, rejected = reject(ragged, x, criteria)
         metrics |= rejected
     if config.second_moment_threshold is not None:
-        kept = second_moment_mask(ragged.with_mask(mask), x, config.second_moment_threshold)
-        metrics["second_moment_masked_fraction"] = float((mask & ~kept).sum() / ragged.num_valid)
-        mask = kept
+        keep = second_moment_mask(ragged.with_mask(mask), x, config.second_moment_threshold)
+        metrics["second_moment_masked_fraction"] = float((mask & ~keep).sum() / ragged.num_valid)
+        mask = keep
     metrics |= mismatch_metrics(ragged, train_logprobs, rollout_logprobs)
     prefixed = {f"rollout_corr/{name}": value for name, value in metrics.items()}
     return Correction(weights=weights, mask=mask, metrics=prefixed)

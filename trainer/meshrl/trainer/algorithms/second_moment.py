@@ -28,7 +28,7 @@ def second_moment_mask(ragged: Ragged, log_ratio: Tensor, threshold: float) -> T
     ascending, order = squares.sort(stable=True)
     counts = torch.arange(1, len(valid) + 1, device=valid.device)
     # The running mean of an ascending sequence never falls, so the kept ones are a prefix.
-    kept = ascending.cumsum(0) / counts <= threshold
+    keep = ascending.cumsum(0) / counts <= threshold
     mask = torch.zeros_like(ragged.mask)
-    mask[valid[order[kept]]] = True
+    mask[valid[order[keep]]] = True
     return mask

@@ -189,8 +189,8 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
         process_group=world.group,
     )
     if world.is_main:
-        facts = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
-        (writing / "state.json").write_text(json.dumps(facts, indent=1, sort_keys=True))
+        record = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
+        (writing / "state.json").write_text(json.dumps(record, indent=1, sort_keys=True))
         for path in (writing / "state.json", *(p for p in writing.rglob("*"))):
             sync(path)
         sync(writing)
@@ -206,7 +206,7 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
 
 def _prune(root: Path, keep: Keep) -> None:
     """Out of sight by one rename, then removed: a kill in between leaves nothing that looks like a checkpoint."""
-    paths = dict(found(root))
+    paths = dict(complete(root))
     for version in keep.drops(list(paths)):
         doomed = root / f"{_REMOVING}{paths[version].name}"
         paths[version].rename(doomed)
@@ -279,10 +279,10 @@ def read_state(path: Path) -> TrainerState:
 
 def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
     try:
-        facts = json.loads((path / "state.json").read_text())
-        stored = facts["state"]
+        record = json.loads((path / "state.json").read_text())
+        stored = record["state"]
         state = TrainerState(**{**stored, "beside": tuple(stored.get("beside", ()))})
-        files: dict[str, str] = facts["files"]
+        files: dict[str, str] = record["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"checkpoint {path}: unreadable state.json ({error})") from error
     return state, files
@@ -290,7 +290,7 @@ def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
 
 def newest(root: Path) -> tuple[Path, TrainerState] | None:
     """The newest good checkpoint; damaged ones are named in the log and passed over."""
-    for _, path in found(root):
+    for _, path in complete(root):
         try:
             return path, read_state(path)
         except CorruptError as error:
@@ -298,7 +298,7 @@ def newest(root: Path) -> tuple[Path, TrainerState] | None:
     return None
 
 
-def found(root: Path) -> Iterator[tuple[Version, Path]]:
+def complete(root: Path) -> Iterator[tuple[Version, Path]]:
     """Complete checkpoints, newest first."""
     names = ((_NAME.fullmatch(p.name), p) for p in root.iterdir()) if root.is_dir() else ()
     versions = [(Version(int(m[2]), int(m[1])), p) for m, p in names if m]

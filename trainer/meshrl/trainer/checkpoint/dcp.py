@@ -72,8 +72,8 @@ class SafeReader(FileSystemReader):
         if index.storage_meta is None:
             index.storage_meta = StorageMeta()
         index.storage_meta.load_id = self.load_id
-        found: Metadata = index
-        return found
+        metadata: Metadata = index
+        return metadata
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -125,9 +125,9 @@ def _operating_system_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        behind = error.__cause__ or error.__context__
-        while behind is not None and not isinstance(behind, OSError):
-            behind = behind.__cause__ or behind.__context__
-        if behind is None:
+        cause = error.__cause__ or error.__context__
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
-        raise OSError(behind.errno, behind.strerror) from error
+        raise OSError(cause.errno, cause.strerror) from error

@@ -51,9 +51,9 @@ def export_policy(
     kind = getattr(torch, dtype)
     full: dict[str, torch.Tensor] = {}
     for name, weight in policy.named_weights():
-        whole = weight.whole(kind)
+        tensor = weight.whole(kind)
         if world.is_main:
-            full[name] = whole.cpu().clone()
+            full[name] = tensor.cpu().clone()
     if world.is_main:
         stored = policy.hf.state_dict().keys()
         full |= {n: b.detach().cpu() for n, b in policy.hf.named_buffers() if n in stored}

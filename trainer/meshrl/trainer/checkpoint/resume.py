@@ -49,10 +49,10 @@ async def resume(
     if world.is_main:
         # A predecessor may have died between its checkpoint and the commit.
         await queue.commit(settings.run, epoch=state.epoch, step=state.step)
-        again = await queue.rewind(settings.run, epoch=state.epoch, step=state.step)
-        if again:
+        returned = await queue.rewind(settings.run, epoch=state.epoch, step=state.step)
+        if returned:
             log.info(
-                "run %s: %d rows settled after step %d return", settings.run, again, state.step
+                "run %s: %d rows settled after step %d return", settings.run, returned, state.step
             )
     return state
 
@@ -64,24 +64,24 @@ async def _acquire(settings: TrainerSettings, queue: Queue) -> dict[str, Json]:
         UserError: the queue has released rows that the newest checkpoint was not trained on.
     """
     run = settings.run
-    held = await queue.run_state(run)
+    run_state = await queue.run_state(run)
     root = settings.checkpoints
-    good = checkpoint.newest(root) if settings.trainer.resume_mode == "auto" else None
-    if good and good[1].run != run:
+    newest = checkpoint.newest(root) if settings.trainer.resume_mode == "auto" else None
+    if newest and newest[1].run != run:
         raise UserError(
-            f"{good[0]} belongs to run {good[1].run!r}, not {run!r}: give each run a directory of its own"
+            f"{newest[0]} belongs to run {newest[1].run!r}, not {run!r}: give each run a directory of its own"
         )
-    step = good[1].step if good else 0
-    if step < held.committed_step:
-        used = f"{good[0]} is of step {step}" if good else f"no checkpoint in {root} is used"
+    step = newest[1].step if newest else 0
+    if step < run_state.committed_step:
+        used = f"{newest[0]} is of step {step}" if newest else f"no checkpoint in {root} is used"
         raise UserError(
-            f"run {run!r} has committed step {held.committed_step} to the queue, but {used}: "
+            f"run {run!r} has committed step {run_state.committed_step} to the queue, but {used}: "
             "restore the checkpoint, or start a run with another name"
         )
     state = await queue.acquire(run, settings.owner)
     # A predecessor that is fenced now may still be writing: without its directory it can put nothing in place.
     # What it finished between our look and this is newer than what we saw.
     checkpoint.sweep(root)
-    if good and next(checkpoint.found(root))[1] != good[0]:
-        good = checkpoint.newest(root)
-    return {"epoch": state.epoch, "checkpoint": str(good[0]) if good else None}
+    if newest and next(checkpoint.complete(root))[1] != newest[0]:
+        newest = checkpoint.newest(root)
+    return {"epoch": state.epoch, "checkpoint": str(newest[0]) if newest else None}

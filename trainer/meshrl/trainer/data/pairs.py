@@ -72,7 +72,7 @@ def _split(value: Any, where: str, key: str) -> tuple[Messages, str]:
 
 
 def _messages(value: Any, where: str, key: str) -> Messages:
-    good = isinstance(value, Sequence) and value and all(isinstance(m, Mapping) for m in value)
-    if not good or any("role" not in m or "content" not in m for m in value):
+    valid = isinstance(value, Sequence) and value and all(isinstance(m, Mapping) for m in value)
+    if not valid or any("role" not in m or "content" not in m for m in value):
         raise UserError(f"{where}: {key!r} is {value!r:.80}, want text or a list of messages")
     return [{"role": str(m["role"]), "content": str(m["content"])} for m in value]

@@ -112,12 +112,14 @@ def task_maker(
 
 def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
     row, where = source.values, source.where
-    asked = row.get(config.prompt_key)
-    if asked is None:
+    prompt_value = row.get(config.prompt_key)
+    if prompt_value is None:
         keys = ", ".join(map(str, row))
         raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); the row has {keys}")
-    messages = () if isinstance(asked, str) else _messages(asked, where, config.prompt_key)
-    text = asked if isinstance(asked, str) else _templated(messages, where, tokenizer)
+    messages = (
+        () if isinstance(prompt_value, str) else _messages(prompt_value, where, config.prompt_key)
+    )
+    text = prompt_value if isinstance(prompt_value, str) else _templated(messages, where, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
@@ -134,13 +136,13 @@ def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTo
     )
 
 
-def _messages(asked: object, where: str, key: str) -> tuple[Message, ...]:
-    if not isinstance(asked, Sequence) or not asked:
+def _messages(messages_value: object, where: str, key: str) -> tuple[Message, ...]:
+    if not isinstance(messages_value, Sequence) or not messages_value:
         raise UserError(
-            f"{where}: {key} is {type(asked).__name__}, want text or a list of messages"
+            f"{where}: {key} is {type(messages_value).__name__}, want text or a list of messages"
         )
     messages = []
-    for message in asked:
+    for message in messages_value:
         try:
             messages.append(Message(role=str(message["role"]), content=str(message["content"])))
         except (KeyError, TypeError) as error:
@@ -177,14 +179,14 @@ def _truncated(prompt: Prompt, where: str, config: DataConfig) -> Prompt:
                 " data.filter_overlong_prompts or data.truncation"
             )
         case "left":
-            kept = ids[-limit:]
+            cut = ids[-limit:]
         case "right":
-            kept = ids[:limit]
+            cut = ids[:limit]
         case "middle":
-            kept = np.concatenate([ids[: limit // 2], ids[len(ids) - (limit - limit // 2) :]])
+            cut = np.concatenate([ids[: limit // 2], ids[len(ids) - (limit - limit // 2) :]])
     return Prompt(
         index=prompt.index,
-        prompt_ids=kept,
+        prompt_ids=cut,
         messages=prompt.messages,
         data_source=prompt.data_source,
         ground_truth=prompt.ground_truth,

@@ -15,12 +15,12 @@ BY_LABEL = ("kl", "k3_kl", "chi2_token")
 """The mismatch metrics that are reported per policy version and per engine replica."""
 
 
-def experience_facts(experience: Experience) -> dict[str, Json]:
+def experience_metrics(experience: Experience) -> dict[str, Json]:
     """Rewards and their components, response lengths, staleness as histogram, mean, 95th percentile and maximum."""
     rewards, lengths = experience.rewards, experience.ragged.lengths.float()
     staleness = experience.staleness
     steps, rows = torch.unique(staleness, return_counts=True)
-    facts: dict[str, Json] = {
+    metrics: dict[str, Json] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(unbiased=False)),
         "reward/min": float(rewards.min()),
@@ -36,7 +36,7 @@ def experience_facts(experience: Experience) -> dict[str, Json]:
         "staleness/histogram": dict(zip(map(str, steps.tolist()), rows.tolist(), strict=True)),
     }
     means = component_means(experience.components)
-    return facts | {f"reward_component/{name}": mean for name, mean in means.items()}
+    return metrics | {f"reward_component/{name}": mean for name, mean in means.items()}
 
 
 def component_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -48,7 +48,7 @@ def component_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
-def mismatch_facts(
+def batch_mismatch(
     ragged: Ragged,
     trainer: torch.Tensor,
     rollout: torch.Tensor,
@@ -64,7 +64,7 @@ def mismatch_facts(
     if not bool(ragged.mask.any()):
         return {}
     gap = (trainer - rollout)[ragged.mask].abs()
-    facts = {
+    metrics = {
         **mismatch_metrics(ragged, trainer, rollout),
         "logprob_abs_mean": float(gap.mean()),
         "logprob_abs_max": float(gap.max()),
@@ -75,6 +75,6 @@ def mismatch_facts(
     by_replica = mismatch_by(ragged, trainer, rollout, places)
     parts = {f"version_{at}": by_version[at] for at in by_version if len(by_version) > 1}
     parts |= {f"replica_{names[at]}": by_replica[at] for at in by_replica if names[at]}
-    for label, found in parts.items():
-        facts |= {f"{label}/{name}": found[name] for name in BY_LABEL}
-    return {f"mismatch/{name}": value for name, value in facts.items()}
+    for label, values in parts.items():
+        metrics |= {f"{label}/{name}": values[name] for name in BY_LABEL}
+    return {f"mismatch/{name}": value for name, value in metrics.items()}

@@ -106,18 +106,18 @@ def schedule(
     )
 
 
-def redrawn(made: Schedule, drawn: Sequence[int], *, max_tokens: int) -> tuple[MiniBatch, ...]:
-    """The mini-batches of `made` with their rows as often as `drawn` (sorted, with repetitions) has them.
+def redrawn(schedule: Schedule, sample: Sequence[int], *, max_tokens: int) -> tuple[MiniBatch, ...]:
+    """The mini-batches of `schedule`, each row as often as `sample` (sorted, with repetitions) has it.
 
     A row stays on the rank that fetched it. A mini-batch of which nothing was drawn is left out.
     """
-    counts = Counter(drawn)
+    counts = Counter(sample)
     minis = []
-    for mini in made.mini_batches:
+    for mini in schedule.mini_batches:
         shares = []
         for rank in mini.ranks:
             rows = [row for micro in rank for row in micro for _ in range(counts[row])]
-            lengths = [made.rows[row].num_tokens for row in rows]
+            lengths = [schedule.rows[row].num_tokens for row in rows]
             shares.append([tuple(rows[i] for i in micro) for micro in cut(lengths, max_tokens)])
         most = max(len(share) for share in shares)
         if most:
@@ -150,10 +150,10 @@ def _mini_batch(
 ) -> MiniBatch:
     """Deal units of rows that must stay together."""
     lengths = [sum(rows[i].num_tokens for i in unit) for unit in units]
-    made = plan(lengths, ranks=ranks, max_tokens=max_tokens)
+    packing = plan(lengths, ranks=ranks, max_tokens=max_tokens)
     micros = tuple(
         tuple(tuple(row for index in micro for row in units[index]) for micro in rank)
-        for rank in made.ranks
+        for rank in packing.ranks
     )
     return MiniBatch(rows=tuple(itertools.chain.from_iterable(units)), ranks=micros)
 
@@ -164,17 +164,17 @@ def _evened(rows: Sequence[BatchRow], minis: Sequence[MiniBatch]) -> tuple[MiniB
     So that over the whole batch, too, each rank fetches about as much; within a mini-batch nothing changes.
     """
     loads: list[int] = []
-    found: list[MiniBatch] = []
+    evened: list[MiniBatch] = []
     for mini in minis:
         sizes = [sum(rows[i].num_tokens for micro in rank for i in micro) for rank in mini.ranks]
         loads = loads or [0] * len(sizes)
         takers = sorted(range(len(sizes)), key=lambda rank: (loads[rank], -sizes[rank]))
         shares = sorted(range(len(sizes)), key=lambda rank: -sizes[rank])
-        given = dict(zip(takers, shares, strict=True))
-        loads = [load + sizes[given[rank]] for rank, load in enumerate(loads)]
-        ranks = tuple(mini.ranks[given[rank]] for rank in range(len(sizes)))
-        found.append(replace(mini, ranks=ranks))
-    return tuple(found)
+        share_of = dict(zip(takers, shares, strict=True))
+        loads = [load + sizes[share_of[rank]] for rank, load in enumerate(loads)]
+        ranks = tuple(mini.ranks[share_of[rank]] for rank in range(len(sizes)))
+        evened.append(replace(mini, ranks=ranks))
+    return tuple(evened)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -220,7 +220,7 @@ class Experience:
 
 
 def assemble(
-    made: Schedule,
+    schedule: Schedule,
     own: Sequence[Trajectory],
     world: World,
     *,
@@ -230,8 +230,8 @@ def assemble(
     """Exchange response-only columns with the other ranks.
 
     Args:
-        made: The schedule.
-        own: The rows of `made.own(world.data_rank)`, in that order.
+        schedule: What happens to the batch.
+        own: The rows of `schedule.own(world.data_rank)`, in that order.
         world: The ranks.
         baselines: Group to the reward of its greedy response; None: the algorithm has none.
         with_steps: Find the steps of rows and what they start from.
@@ -242,35 +242,35 @@ def assemble(
     for row in own:
         if row.reward is None:
             raise CorruptError(f"row {row.uid} came to training without a reward")
-    order = _Order(made, world, [len(row.tokens) - row.prompt_length for row in own])
-    numbers = {group: n for n, group in enumerate(dict.fromkeys(r.group for r in made.rows))}
-    step = made.batch.step
+    order = _Order(schedule, world, [len(row.tokens) - row.prompt_length for row in own])
+    numbers = {group: n for n, group in enumerate(dict.fromkeys(r.group for r in schedule.rows))}
+    step = schedule.batch.step
     ragged = Ragged(
         offsets=torch.from_numpy(order.offsets),
         mask=order.tokens([_response(row, row.loss_mask) for row in own], np.uint8).bool(),
-        groups=torch.tensor([numbers[row.group] for row in made.rows]),
+        groups=torch.tensor([numbers[row.group] for row in schedule.rows]),
     )
     anchors = order.objects([anchors_of(row) for row in own]) if with_steps else None
     return Experience(
         ragged=ragged,
-        group_sizes=torch.tensor([row.group_size - made.extra_rows for row in made.rows]),
+        group_sizes=torch.tensor([row.group_size - schedule.extra_rows for row in schedule.rows]),
         rewards=torch.from_numpy(order.rows(np.array([r.reward for r in own], dtype=np.float32))),
         components=tuple(order.objects([dict(row.reward_components) for row in own])),
         rollout_logprobs=order.tokens([_response(r, r.rollout_logprobs) for r in own], np.float32),
-        ref_logprobs=_optional(made, own, order, "ref_logprobs"),
-        token_rewards=_optional(made, own, order, "token_rewards"),
+        ref_logprobs=_optional(schedule, own, order, "ref_logprobs"),
+        token_rewards=_optional(schedule, own, order, "token_rewards"),
         versions=order.tokens([_versions(row) for row in own], np.int64),
         replicas=tuple(order.objects([row.replica for row in own])),
-        reward_baselines=None if baselines is None else _baselines(made.rows, baselines),
+        reward_baselines=None if baselines is None else _baselines(schedule.rows, baselines),
         steps=None if anchors is None else steps_of(ragged, anchors),
-        staleness=torch.tensor([max(0, step - row.oldest.step) for row in made.rows]),
+        staleness=torch.tensor([max(0, step - row.oldest.step) for row in schedule.rows]),
     )
 
 
-def gather_tokens(made: Schedule, own: Sequence[torch.Tensor], world: World) -> torch.Tensor:
-    """float32[N] of the whole batch from this rank's rows: `own[i]` belongs to `made.own(rank)[i]`."""
+def gather_tokens(schedule: Schedule, own: Sequence[torch.Tensor], world: World) -> torch.Tensor:
+    """float32[N] of the whole batch from this rank's rows: `own[i]` belongs to `schedule.own(rank)[i]`."""
     lengths = [len(part) for part in own]
-    order = _Order(made, world, lengths)
+    order = _Order(schedule, world, lengths)
     return order.tokens([part.numpy() for part in own], np.float32)
 
 
@@ -292,14 +292,14 @@ def _baselines(rows: Sequence[BatchRow], rewards: Mapping[str, float]) -> torch.
 
 
 def _optional(
-    made: Schedule, own: Sequence[Trajectory], order: _Order, column: str
+    schedule: Schedule, own: Sequence[Trajectory], order: _Order, column: str
 ) -> torch.Tensor | None:
     """float32[N] of a column that all rows have, or none. Raises CorruptError."""
     parts = [getattr(row, column) for row in own]
-    given = order.rows(np.array([part is not None for part in parts], dtype=np.int64))
-    if not given.all():
-        if given.any():
-            bad = made.rows[int(np.flatnonzero(given == 0)[0])].uid
+    present = order.rows(np.array([part is not None for part in parts], dtype=np.int64))
+    if not present.all():
+        if present.any():
+            bad = schedule.rows[int(np.flatnonzero(present == 0)[0])].uid
             raise CorruptError(f"row {bad} has no {column}, others of its batch have")
         return None
     return order.tokens([_response(*pair) for pair in zip(own, parts, strict=True)], np.float32)
@@ -314,39 +314,39 @@ def _response(row: Trajectory, column: npt.NDArray[Any] | None) -> npt.NDArray[A
 class _Order:
     """Puts what ranks hold in their own order into the schedule's."""
 
-    def __init__(self, made: Schedule, world: World, own_lengths: Sequence[int]) -> None:
+    def __init__(self, schedule: Schedule, world: World, own_lengths: Sequence[int]) -> None:
         self._world = world
-        self._owners = [made.own(rank) for rank in range(world.data_size)]
+        self._owners = [schedule.own(rank) for rank in range(world.data_size)]
         lengths = self.rows(np.array(own_lengths, dtype=np.int64))
         self.offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
 
     def rows(self, own: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """One value per row, of the whole batch."""
-        whole = np.zeros(sum(map(len, self._owners)), dtype=own.dtype)
+        values = np.zeros(sum(map(len, self._owners)), dtype=own.dtype)
         for owner, part in zip(self._owners, self._world.gather_shares(own), strict=True):
-            whole[list(owner)] = part
-        return whole
+            values[list(owner)] = part
+        return values
 
     def tokens(self, own: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> torch.Tensor:
         """One value per response token, of the whole batch."""
         flat = np.concatenate([*own, np.zeros(0, dtype)]).astype(dtype)
-        whole = np.zeros(int(self.offsets[-1]), dtype=dtype)
+        values = np.zeros(int(self.offsets[-1]), dtype=dtype)
         for owner, part in zip(self._owners, self._world.gather_shares(flat), strict=True):
             start = 0
             for row in owner:
                 size = int(self.offsets[row + 1] - self.offsets[row])
-                whole[self.offsets[row] : self.offsets[row + 1]] = part[start : start + size]
+                values[self.offsets[row] : self.offsets[row + 1]] = part[start : start + size]
                 start += size
-        return torch.from_numpy(whole)
+        return torch.from_numpy(values)
 
     def objects(self, own: Sequence[Any]) -> list[Any]:
         """One JSON value per row, of the whole batch."""
         data = np.frombuffer(json.dumps(list(own)).encode(), dtype=np.uint8)
-        whole: list[Any] = [None] * sum(map(len, self._owners))
+        values: list[Any] = [None] * sum(map(len, self._owners))
         for owner, part in zip(self._owners, self._world.gather_shares(data), strict=True):
             for row, value in zip(owner, json.loads(part.tobytes()), strict=True):
-                whole[row] = value
-        return whole
+                values[row] = value
+        return values
 
 
 def batch_to_json(batch: Batch) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from meshrl.contract.types import TOKEN_REWARDS, Batch, Json, Trajectory
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.config import ActorConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.learner.batch_metrics import experience_facts, mismatch_facts
+from meshrl.trainer.learner.batch_metrics import batch_mismatch, experience_metrics
 from meshrl.trainer.learner.experience import (
     Experience,
     MiniBatch,
@@ -122,7 +122,7 @@ class Learner:
 
     def learn(
         self,
-        made: Schedule,
+        schedule: Schedule,
         own: Sequence[Trajectory],
         step: int,
         baselines: Mapping[str, float] | None = None,
@@ -130,8 +130,8 @@ class Learner:
         """Train on a batch.
 
         Args:
-            made: Its schedule.
-            own: The rows of `made.uids(data_rank)`, in order.
+            schedule: Its schedule.
+            own: The rows of `schedule.uids(data_rank)`, in order.
             step: Optimizer steps done before it.
             baselines: Group to the reward of its greedy row, where the objective needs greedy rows.
 
@@ -140,31 +140,31 @@ class Learner:
         """
         # Draws are a function of (seed, step, share of the rows): a resumed run draws what the killed one drew.
         torch.manual_seed(_seed(self._seed, step, self.world.data_rank))
-        rows = MicroBatcher.of(made, own, self.world)
+        rows = MicroBatcher.of(schedule, own, self.world)
         experience = assemble(
-            made, own, self.world, baselines=baselines, with_steps=self.needs.steps
+            schedule, own, self.world, baselines=baselines, with_steps=self.needs.steps
         )
-        process_rewards, facts = None, experience_facts(experience)
+        process_rewards, metrics = None, experience_metrics(experience)
         if self._rewarder is not None:
             process_rewards, learned = self._rewarder.learn(rows, experience, step)
-            facts |= learned
+            metrics |= learned
         values = None if self._critic is None else self._critic.values(rows)
         alone = self._critic is not None and self._critic.learns_alone(step)
         before = self._before(rows, experience, values, process_rewards, passes=alone)
         targets = self._objective.targets(experience, before)
-        minis = self._mini_batches(made, experience, step)
+        minis = self._mini_batches(schedule, experience, step)
         if self._critic is not None and values is not None:
-            facts |= self._critic.learn(rows, minis, experience, values, targets, step)
+            metrics |= self._critic.learn(rows, minis, experience, values, targets, step)
         work = _Work(rows=rows, experience=experience, targets=targets, step=step)
         if not alone:
-            facts |= self._improve(minis, work, step)
+            metrics |= self._improve(minis, work, step)
         return {
-            **facts,
+            **metrics,
             **self._mismatch(before, work),
             **targets.metrics,
-            "batch/rows": len(made.rows),
-            "batch/tokens": sum(row.num_tokens for row in made.rows),
-            "batch/micro_batches": sum(len(m.ranks[0]) for m in made.mini_batches),
+            "batch/rows": len(schedule.rows),
+            "batch/tokens": sum(row.num_tokens for row in schedule.rows),
+            "batch/micro_batches": sum(len(m.ranks[0]) for m in schedule.mini_batches),
         }
 
     def _before(
@@ -180,11 +180,11 @@ class Learner:
 
         `passes`: no update will follow that gives old log-probs for nothing.
         """
-        objective, made, tau = self._objective, rows.made, self._temperature
+        objective, schedule, tau = self._objective, rows.schedule, self._temperature
         squares, logprobs = None, None
         if self.needs.sum_pi_squared:
             squares = rows.forward(self.policy, lambda pack: self.policy.sum_pi_squared(pack, tau))
-        once = len(made.mini_batches) == 1 and self._actor.ppo_epochs == 1
+        once = len(schedule.mini_batches) == 1 and self._actor.ppo_epochs == 1
         if objective.rollout_is_old:
             logprobs = experience.rollout_logprobs
         elif passes or not once or self.needs.old_logprobs:
@@ -197,26 +197,26 @@ class Learner:
         )
 
     def _mini_batches(
-        self, made: Schedule, experience: Experience, step: int
+        self, schedule: Schedule, experience: Experience, step: int
     ) -> Sequence[MiniBatch]:
         """The batch's, or what the objective draws from them: the same draw on every rank."""
         generator = torch.Generator().manual_seed(_seed(self._seed, step))
-        drawn = self._objective.resampled(experience, generator)
-        if drawn is None:
-            return made.mini_batches
-        return redrawn(made, drawn, max_tokens=self._actor.ppo_max_token_len_per_gpu)
+        sample = self._objective.resampled(experience, generator)
+        if sample is None:
+            return schedule.mini_batches
+        return redrawn(schedule, sample, max_tokens=self._actor.ppo_max_token_len_per_gpu)
 
     def _improve(self, minis: Sequence[MiniBatch], work: _Work, step: int) -> dict[str, Json]:
         """The policy's updates."""
         updates = [mini for _ in range(self._actor.ppo_epochs) for mini in minis]
         rate = learning_rate(self._actor.optim, step, self._total_steps or step + 1)
         norms = [self._update(mini, work, rate, len(updates)) for mini in updates]
-        told = norms_of("actor", norms)
-        if skipped := told["actor/skipped_updates"]:
+        reported = norms_of("actor", norms)
+        if skipped := reported["actor/skipped_updates"]:
             log.warning("step %d: gradient not finite, %d updates left out", step, skipped)
         return {
             **work.tally.over_ranks(self.world),
-            **told,
+            **reported,
             "actor/lr": rate,
             "actor/updates": len(norms),
         }
@@ -231,9 +231,9 @@ class Learner:
             sizes = {row: len(t.tokens) - t.prompt_length for row, t in rows.items()}
             unknown = {row: torch.full((size,), torch.nan) for row, size in sizes.items()}
             parts = [first.get(row, unknown[row]) for row in rows]
-            logprobs = gather_tokens(work.rows.made, parts, self.world)
+            logprobs = gather_tokens(work.rows.schedule, parts, self.world)
             ragged = ragged.with_mask(ragged.mask & ~logprobs.isnan())
-        return mismatch_facts(
+        return batch_mismatch(
             ragged,
             logprobs,
             experience.rollout_logprobs,
@@ -247,8 +247,8 @@ class Learner:
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
         share = 1.0 / (self.world.size * updates)
         tau = self._temperature
-        for chosen, found in work.rows.micro_batches(mini, lambda pack: self.policy(pack, tau)):
-            logprobs, entropies = found
+        for chosen, outputs in work.rows.micro_batches(mini, lambda pack: self.policy(pack, tau)):
+            logprobs, entropies = outputs
             for row, part in zip(chosen, work.rows.split(logprobs, chosen), strict=True):
                 work.first_logprobs.setdefault(row, part)
             micro = self._micro(chosen, work, logprobs, entropies, counts)

@@ -25,9 +25,9 @@ class MetricSums:
     def add_means(self, values: Mapping[str, float], tokens: int) -> None:
         """Means over so many tokens; over none they say nothing."""
         for name, value in values.items() if tokens else ():
-            kept = self._means.setdefault(name, [0.0, 0.0])
-            kept[0] += value * tokens
-            kept[1] += tokens
+            total = self._means.setdefault(name, [0.0, 0.0])
+            total[0] += value * tokens
+            total[1] += tokens
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Sums over all ranks, and means over all their tokens. Every rank calls this and gets the same."""
@@ -36,10 +36,10 @@ class MetricSums:
         for part in world.gather_shares(np.frombuffer(own, dtype=np.uint8)):
             sums, means = json.loads(part.tobytes())
             for name, value in sums.items():
-                kept = totals.setdefault(name, [0.0, 1.0])
-                kept[0] += value
+                total = totals.setdefault(name, [0.0, 1.0])
+                total[0] += value
             for name, (value, weight) in means.items():
-                kept = totals.setdefault(name, [0.0, 0.0])
-                kept[0] += value
-                kept[1] += weight
+                total = totals.setdefault(name, [0.0, 0.0])
+                total[0] += value
+                total[1] += weight
         return {name: value / weight for name, (value, weight) in totals.items()}

@@ -20,15 +20,15 @@ from meshrl.trainer.model.sequence_parallel import share_out
 class MicroBatcher:
     """The rows that this rank forwards."""
 
-    made: Schedule
+    schedule: Schedule
     rows: Mapping[int, Trajectory]
     """By their index in the schedule."""
     world: World
 
     @classmethod
-    def of(cls, made: Schedule, own: Sequence[Trajectory], world: World) -> MicroBatcher:
-        """`own` are the rows of `made.own(world.data_rank)`, in order."""
-        return cls(made, dict(zip(made.own(world.data_rank), own, strict=True)), world)
+    def of(cls, schedule: Schedule, own: Sequence[Trajectory], world: World) -> MicroBatcher:
+        """`own` are the rows of `schedule.own(world.data_rank)`, in order."""
+        return cls(schedule, dict(zip(schedule.own(world.data_rank), own, strict=True)), world)
 
     def pack(self, chosen: Sequence[int]) -> Pack:
         """One micro-batch, on the device; with sequence parallelism this rank's share of its tokens."""
@@ -49,12 +49,12 @@ class MicroBatcher:
         Every rank calls this; a rank's backward passes are as many as its peers'.
         """
         for chosen in mini.ranks[self.world.data_rank]:
-            found = forward(self.pack(chosen))
+            outputs = forward(self.pack(chosen))
             if chosen:
-                yield chosen, found
+                yield chosen, outputs
             else:
                 # This rank has nothing left to do, and its peers' collectives still need its backward pass.
-                found[0].sum().backward()  # type: ignore[no-untyped-call]
+                outputs[0].sum().backward()  # type: ignore[no-untyped-call]
 
     def split(self, values: torch.Tensor, chosen: Sequence[int]) -> Sequence[torch.Tensor]:
         """A micro-batch's [n], cut into its rows, on the CPU."""
@@ -64,13 +64,13 @@ class MicroBatcher:
     @torch.no_grad()
     def forward(self, model: nn.Module, function: Callable[[Pack], torch.Tensor]) -> torch.Tensor:
         """float32[N] of the whole batch from a function of packs that calls `model`; every rank calls this."""
-        found: dict[int, torch.Tensor] = {}
-        for mini in self.made.mini_batches:
+        of_row: dict[int, torch.Tensor] = {}
+        for mini in self.schedule.mini_batches:
             for chosen in mini.ranks[self.world.data_rank]:
                 parts = self.split(function(self.pack(chosen)), chosen)
-                found.update(zip(chosen, parts, strict=True))
+                of_row.update(zip(chosen, parts, strict=True))
         if isinstance(model, FSDPModule):
             # FSDP leaves the root gathered for a backward pass, which does not follow: whoever reads the
             # parameters next would find them in the compute type.
             model.reshard()
-        return gather_tokens(self.made, [found[row] for row in self.rows], self.world)
+        return gather_tokens(self.schedule, [of_row[row] for row in self.rows], self.world)

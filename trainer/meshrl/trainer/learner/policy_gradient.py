@@ -187,7 +187,7 @@ class PolicyGradient:
         ragged, weights = experience.ragged, None
         metrics: dict[str, float] = {}
         if corrects(self._algorithm):
-            logprobs = _given(before.logprobs, "old log-probs")
+            logprobs = _required(before.logprobs, "old log-probs")
             corrected = correct(ragged, logprobs, experience.rollout_logprobs, self._correction)
             ragged, weights = ragged.with_mask(corrected.mask), corrected.weights
             metrics |= corrected.metrics
@@ -201,15 +201,15 @@ class PolicyGradient:
             penalised = kl_in_reward(
                 ragged,
                 rewards,
-                _given(before.logprobs, "old log-probs"),
-                _given(experience.ref_logprobs, "ref_logprobs"),
+                _required(before.logprobs, "old log-probs"),
+                _required(experience.ref_logprobs, "ref_logprobs"),
                 name=self._algorithm.kl_penalty,
                 controller=self._controller,
             )
             rewards = penalised.token_rewards
             metrics |= {"reward/kl": penalised.current_kl, "reward/kl_coef": self._controller.value}
             self._controller = penalised.controller
-        found: Advantages = self._estimate(
+        estimate: Advantages = self._estimate(
             AdvantageBatch(
                 ragged=ragged,
                 token_rewards=rewards,
@@ -225,15 +225,15 @@ class PolicyGradient:
             ),
             self._algorithm,
         )
-        metrics["advantages/abs_mean"] = float(ragged.token_mean(found.advantages.abs()))
+        metrics["advantages/abs_mean"] = float(ragged.token_mean(estimate.advantages.abs()))
         return Targets(
-            advantages=found.advantages,
-            returns=found.returns,
+            advantages=estimate.advantages,
+            returns=estimate.returns,
             token_rewards=rewards,
             mask=ragged.mask,
             old_logprobs=before.logprobs,
             weights=weights,
-            metrics={**metrics, **found.metrics},
+            metrics={**metrics, **estimate.metrics},
         )
 
     def resampled(self, experience: Experience, generator: torch.Generator) -> Sequence[int] | None:
@@ -241,8 +241,8 @@ class PolicyGradient:
         if not self._algorithm.use_pf_ppo:
             return None
         scores = self._outcomes(experience, {})
-        drawn: list[int] = resample(scores, self._algorithm.pf_ppo, generator=generator).tolist()
-        return sorted(drawn)
+        rows: list[int] = resample(scores, self._algorithm.pf_ppo, generator=generator).tolist()
+        return sorted(rows)
 
     def _outcomes(self, experience: Experience, metrics: dict[str, float]) -> torch.Tensor:
         """float32[B]: rewards with the overlong penalty, which `metrics` gets to know."""
@@ -267,7 +267,7 @@ class PolicyGradient:
             max_response_length=self._max_response_length,
             dp_size=micro.ranks,
         )
-        found = actor_loss(
+        result = actor_loss(
             self._anchored(micro) if self._interpolates else micro.inputs,
             self._actor,
             aggregate,
@@ -275,9 +275,9 @@ class PolicyGradient:
             correct=micro.correct,
             correct_num_tokens=micro.mini_batch_correct_tokens,
         )
-        values = {name: float(value) for name, value in found.metrics.items()}
+        values = {name: float(value) for name, value in result.metrics.items()}
         return Loss(
-            total=found.loss,
+            total=result.loss,
             shares={name: value for name, value in values.items() if name in SHARES},
             means={name: value for name, value in values.items() if name not in SHARES},
         )
@@ -321,7 +321,7 @@ def _components(experience: Experience) -> dict[str, torch.Tensor]:
     }
 
 
-def _given(value: torch.Tensor | None, name: str) -> torch.Tensor:
+def _required(value: torch.Tensor | None, name: str) -> torch.Tensor:
     if value is None:
         raise ConfigError(f"the algorithm needs {name}, and the rows have none")
     return value

@@ -79,7 +79,7 @@ class RewardLearner:
         tally = MetricSums()
         norms = []
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
-        for mini in own.made.mini_batches:
+        for mini in own.schedule.mini_batches:
             for chosen, (logprobs,) in own.micro_batches(mini, lambda p: (self._logprobs(p),)):
                 places = experience.tokens_of(chosen)
                 ragged = experience.layout_of(chosen, experience.ragged.mask[places].to(device))
@@ -88,7 +88,9 @@ class RewardLearner:
                 loss = losses.sum() / len(mini.rows)
                 (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
                 right = ((ragged.row_sum(q.detach()) > 0) == (truth > 0.5)).float().mean()
-                tally.add_sums({"prime/loss": float(loss.detach()) / len(own.made.mini_batches)})
+                tally.add_sums(
+                    {"prime/loss": float(loss.detach()) / len(own.schedule.mini_batches)}
+                )
                 tally.add_means({"prime/accuracy": float(right)}, len(chosen))
             norms.append(self.optimizers.step(rate))
         return {**tally.over_ranks(self._world), **norms_of("prime", norms)}
@@ -102,10 +104,10 @@ def outcomes(experience: Experience) -> torch.Tensor:
     """Acc float32[B] in [0, 1]."""
     rows = experience.components
     if rows and all(ACCURACY in row for row in rows):
-        found = torch.tensor([row[ACCURACY] for row in rows], dtype=torch.float32)
+        accuracies = torch.tensor([row[ACCURACY] for row in rows], dtype=torch.float32)
     else:
-        found = experience.rewards
-    return found.clamp(0, 1)
+        accuracies = experience.rewards
+    return accuracies.clamp(0, 1)
 
 
 def _reference(experience: Experience) -> torch.Tensor:

@@ -67,14 +67,14 @@ def packed_attention(
         )
     share = packed_layout.share
     if share is None:
-        return _whole(query, key, value, packed_layout, scaling, sliding_window), None
+        return _attend(query, key, value, packed_layout, scaling, sliding_window), None
     times = repeats(query.shape[1], key.shape[1], share.among.size)
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     q, k, v = (share.heads(x) for x in (query, key, value))
-    return share.shares(_whole(q, k, v, packed_layout, scaling, sliding_window)), None
+    return share.shares(_attend(q, k, v, packed_layout, scaling, sliding_window)), None
 
 
-def _whole(
+def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -42,12 +42,12 @@ class BaseModel:
 
         How the tensors are shared out over files does not matter. Reads every byte once.
         """
-        found = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         for name in sorted(self._file_of):
             tensor = self.tensor(name)
-            found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Is there such a tensor?"""

@@ -51,9 +51,9 @@ def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model  # a second that other runs need not spend
 
     targets = config.target_modules
-    wanted = targets if isinstance(targets, str) else list(targets)
+    modules = targets if isinstance(targets, str) else list(targets)
     lora = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=wanted, lora_dropout=0.0
+        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=modules, lora_dropout=0.0
     )
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -127,18 +127,18 @@ def merged(
     Summed rank by rank, each product and each sum rounded by itself: unlike a matmul's, its bits do not depend on
     the device, the number of threads or how rows are sharded. It takes twice a matmul's time at r = 16.
     """
-    whole = torch.empty_like(weight)
+    merged = torch.empty_like(weight)
     rows = max(1, _CELLS // weight.shape[1])
     for start in range(0, weight.shape[0], rows):
         some = slice(start, start + rows)
-        delta, part = whole[some], b[some]
+        delta, part = merged[some], b[some]
         torch.mul(part[:, :1], a[:1], out=delta)
         product = torch.empty_like(delta)
         for index in range(1, rank):
             torch.mul(part[:, index : index + 1], a[index : index + 1], out=product)
             delta.add_(product)
         delta.mul_(alpha / rank).add_(weight[some])
-    return whole
+    return merged
 
 
 def _with_adapter(weight: torch.Tensor, layer: LoraLayer) -> torch.Tensor:

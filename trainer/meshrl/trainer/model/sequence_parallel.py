@@ -65,8 +65,8 @@ class Share:
         """[n] of this share's response tokens to [N] of the pack's; each rank's gradient is that of its own part."""
         if not any(self.counts):
             return values
-        whole: torch.Tensor = _Join.apply(values, self)  # type: ignore[no-untyped-call]
-        return whole
+        joined: torch.Tensor = _Join.apply(values, self)  # type: ignore[no-untyped-call]
+        return joined
 
 
 def share_out(pack: Pack, among: SequenceGroup) -> Pack:
@@ -115,10 +115,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    given = parts.contiguous()
-    got = torch.empty_like(given)
-    dist.all_to_all_single(got, given, group=group)
-    return got
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
 
 
 class _Join(torch.autograd.Function):

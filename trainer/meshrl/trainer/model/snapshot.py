@@ -1,6 +1,6 @@
 """One version of the weights, frozen and packed into byte buckets: what the weight plane sends.
 
-The copy is made once, so the next optimizer step may run while the buckets are on the wire. Of LoRA's adapters A and
+The copy is made once, so the next optimizer step may run while the buckets are under way. Of LoRA's adapters A and
 B are sent, with the hashes of the merged weights: each replica merges them, and proves it, before its engine sees
 them.
 """
@@ -63,16 +63,16 @@ def take_snapshot(
     settings, base = policy.adapter, policy.base
     if not adapters_only or settings is None or base is None:
         return packed(weights, dtype)
-    whole = packed(weights, dtype, keep=False)
+    merged = packed(weights, dtype, keep=False)
     sent = packed(list(policy.named_adapters()), "float32")
-    if whole is None or sent is None:
+    if merged is None or sent is None:
         return None
     adapter = Adapter(
         base=base,
         rank=cast(int, settings["lora_rank"]),
         alpha=cast(int, settings["lora_alpha"]),
         targets=targets(policy.hf),
-        merged=whole.manifest,
+        merged=merged.manifest,
     )
     return Snapshot(dataclasses.replace(sent.manifest, adapter=adapter), sent.buckets)
 

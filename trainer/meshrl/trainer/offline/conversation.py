@@ -8,7 +8,7 @@ from typing import Any
 
 def judged_text(messages: Sequence[Mapping[str, str]], answer: str, tokenizer: Any) -> str:
     """The tokenizer's chat template on the whole; without one, the contents with an empty line between them."""
-    whole = [*map(dict, messages), {"role": "assistant", "content": answer}]
+    conversation = [*map(dict, messages), {"role": "assistant", "content": answer}]
     if tokenizer.chat_template is None:
-        return "\n\n".join(message["content"] for message in whole)
-    return str(tokenizer.apply_chat_template(whole, tokenize=False))
+        return "\n\n".join(message["content"] for message in conversation)
+    return str(tokenizer.apply_chat_template(conversation, tokenize=False))

@@ -166,14 +166,14 @@ class PreferenceLesson(PairLearner):
         )
         size = self._world.size
         aggregate = Aggregator(mode="seq-mean-token-sum", global_batch_size=2 * total, dp_size=size)
-        made = self._loss(inputs, self._actor, aggregate)
-        tally.add_sums({"loss": float(made.loss.detach()) / size})
+        output = self._loss(inputs, self._actor, aggregate)
+        tally.add_sums({"loss": float(output.loss.detach()) / size})
         with torch.no_grad():
             ratios = ragged.row_sum(logprobs - known if known is not None else logprobs)
-        found = {name.removeprefix("actor/dpo_"): float(v) for name, v in made.metrics.items()}
-        found |= {"chosen": float(ratios[0::2].mean()), "rejected": float(ratios[1::2].mean())}
-        tally.add_means(found, count)
-        loss: torch.Tensor = made.loss
+        means = {name.removeprefix("actor/dpo_"): float(v) for name, v in output.metrics.items()}
+        means |= {"chosen": float(ratios[0::2].mean()), "rejected": float(ratios[1::2].mean())}
+        tally.add_means(means, count)
+        loss: torch.Tensor = output.loss
         return loss
 
 
@@ -199,17 +199,17 @@ def reference_logprobs(
         path=config.reference_path or config.model.path, param_dtype=config.model.param_dtype
     )
     model = build_policy(load_hf(frozen.path), world, frozen).eval()
-    made = plan(
+    packing = plan(
         [pair.num_tokens for pair in pairs], ranks=world.size, max_tokens=config.max_tokens_per_pack
     )
     flat = []
-    for chosen in made.ranks[world.rank]:
+    for chosen in packing.ranks[world.rank]:
         rows = [row for index in chosen for row in pairs[index].rows]
         logprobs, _ = model(_pack(rows).to(world.device), 1.0)
         flat.append(logprobs.float().cpu().numpy())
     known: dict[int, npt.NDArray[np.float32]] = {}
     for rank, part in enumerate(world.all_gather(np.concatenate(flat))):
-        owned = made.rows_of(rank)
+        owned = packing.rows_of(rank)
         sizes = [sum(len(r.tokens) - r.prompt_length for r in pairs[i].rows) for i in owned]
         known |= dict(zip(owned, np.split(part, np.cumsum(sizes)[:-1]), strict=False))
     return [known[index] for index in range(len(pairs))]

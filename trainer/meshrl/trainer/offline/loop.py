@@ -141,18 +141,18 @@ def _resumed(
     start: TrainerState, model: Policy, optimizers: Optimizers, config: OfflineConfig
 ) -> TrainerState:
     root = config.checkpoint_dir
-    good = checkpoint.newest(root) if config.resume_mode == "auto" else None
-    if good is None:
+    newest = checkpoint.newest(root) if config.resume_mode == "auto" else None
+    if newest is None:
         return start
-    path, held = good
-    if (held.run, held.seed) != (start.run, start.seed):
+    path, saved = newest
+    if (saved.run, saved.seed) != (start.run, start.seed):
         raise UserError(
-            f"{path} is of another training ({held.run}, seed {held.seed}; this is {start.run}, seed {start.seed}):"
+            f"{path} is of another training ({saved.run}, seed {saved.seed}; this is {start.run}, seed {start.seed}):"
             " put rows, batch_rows, model and seed back, give another output_dir, or set resume_mode=disable"
         )
-    if held.step > config.steps:
-        raise UserError(f"{path} is of step {held.step}, and steps is {config.steps}")
-    log.info("resumed at step %d from %s", held.step, path)
+    if saved.step > config.steps:
+        raise UserError(f"{path} is of step {saved.step}, and steps is {config.steps}")
+    log.info("resumed at step %d from %s", saved.step, path)
     return checkpoint.load(path, model, optimizers)
 
 

@@ -63,8 +63,8 @@ class PairLearner(ABC):
     def _shares(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """The packs of this rank, pairs whole; empty ones keep ranks in step."""
         lengths = [self._lengths[row] for row in rows]
-        made = plan(lengths, ranks=self._world.size, max_tokens=self._max_tokens)
-        for chosen in made.ranks[self._world.rank]:
+        packing = plan(lengths, ranks=self._world.size, max_tokens=self._max_tokens)
+        for chosen in packing.ranks[self._world.rank]:
             yield [rows[index] for index in chosen]
 
     @abstractmethod

@@ -123,12 +123,12 @@ class RewardLesson(PairLearner):
         losses = bradley_terry(better, worse, center=self._config.center_rewards_coef)
         loss = losses.sum() / total
         tally.add_sums({"loss": float(loss.detach())})
-        found = {
+        means = {
             "accuracy": float((better > worse).float().mean()),
             "margin": float((better - worse).detach().mean()),
             "reward": float(scores.detach().mean()),
         }
-        tally.add_means(found, len(chosen))
+        tally.add_means(means, len(chosen))
         return loss * self._world.size
 
 
@@ -141,11 +141,11 @@ def bradley_terry(
 
 def scoring_pack(rows: Sequence[Int32], pad: int) -> Pack:
     """Whole conversations, laid end to end; the one position of each is its last token that is not `pad`."""
-    made = pack(rows, [len(row) for row in rows], share_prefixes=False)
-    starts = made.layout.cu_seqlens[:-1].long()
+    packed = pack(rows, [len(row) for row in rows], share_prefixes=False)
+    starts = packed.layout.cu_seqlens[:-1].long()
     within = [int(np.flatnonzero(row != pad).max(initial=0)) for row in rows] or [0]
     places = starts + torch.tensor(within)
-    return replace(made, positions=places, targets=made.input_ids[0, places])
+    return replace(packed, positions=places, targets=packed.input_ids[0, places])
 
 
 def load_classifier(path: Path, pad: int) -> HfModel:
@@ -159,7 +159,7 @@ def load_classifier(path: Path, pad: int) -> HfModel:
             f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
         )
     try:
-        hf, told = AutoModelForSequenceClassification.from_pretrained(
+        hf, loading = AutoModelForSequenceClassification.from_pretrained(
             path,
             num_labels=1,
             dtype=torch.float32,
@@ -173,7 +173,7 @@ def load_classifier(path: Path, pad: int) -> HfModel:
         raise UserError(
             f"model.path: {type(hf).__name__} has no linear `score` over the last token"
         )
-    if "score.weight" in told["missing_keys"]:
+    if "score.weight" in loading["missing_keys"]:
         nn.init.zeros_(hf.score.weight)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
@@ -194,8 +194,8 @@ def conversations(
     """
 
     def tokens(pair: Pair, response: str) -> Int32:
-        asked = pair.prompt
-        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        prompt = pair.prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = judged_text(messages, response, tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
         if not ids:

@@ -88,13 +88,13 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         policy = build_policy(load_hf(config.model.path), world, config.model)
         optimizers = Optimizers(policy, config.optim)
         held_out = held_out[: config.val_max_samples]
-        tell, wanted = report or _log, config.target_exact_match
+        log_progress, target = report or _log, config.target_exact_match
         done = fit(
             SftLesson(policy, optimizers, config, world, train, held_out),
             policy, optimizers, config, world,
             kind="sft", count=len(train), rows=[e.tokens for e in train],
-            report=lambda progress: tell(SftProgress.of(progress)),
-            enough=lambda numbers: wanted is not None and numbers[EXACT_MATCH] >= wanted,
+            report=lambda progress: log_progress(SftProgress.of(progress)),
+            enough=lambda numbers: target is not None and numbers[EXACT_MATCH] >= target,
         )  # fmt: skip
         export_policy(policy, world, config.output_dir, tokenizer=tokenizer_path)
         return SftProgress.of(done)
@@ -127,8 +127,8 @@ class SftLesson:
         batch = [self._train[row] for row in rows]
         response_tokens = sum(len(e.tokens) - e.prompt_length for e in batch)
         total = 0.0
-        for made in _packs(batch, self._budget, self._world):
-            logprobs, _ = self._policy(made, 1.0)
+        for packed in _packs(batch, self._budget, self._world):
+            logprobs, _ = self._policy(packed, 1.0)
             loss = -logprobs.sum() / response_tokens
             # FSDP averages gradients over ranks; the loss is a sum over all of them.
             (loss * self._world.size).backward()
@@ -142,8 +142,8 @@ class SftLesson:
         """Share of held-out rows that greedy decoding would give."""
         if not self._held_out:
             return {}
-        found = exact_match(self._policy, self._held_out, self._budget, self._world)
-        return {EXACT_MATCH: found}
+        score = exact_match(self._policy, self._held_out, self._budget, self._world)
+        return {EXACT_MATCH: score}
 
 
 @torch.no_grad()
@@ -151,9 +151,9 @@ def exact_match(
     policy: Policy, examples: Sequence[Example], max_tokens: int, world: World
 ) -> float:
     """Share of rows of which every response token is the most likely one, given the true tokens before it."""
-    made = plan([len(e.tokens) for e in examples], ranks=world.size, max_tokens=max_tokens)
+    packing = plan([len(e.tokens) for e in examples], ranks=world.size, max_tokens=max_tokens)
     right = 0
-    for rows in made.ranks[world.rank]:
+    for rows in packing.ranks[world.rank]:
         chosen = [examples[row] for row in rows]
         matches = policy.is_greedy(_pack(chosen).to(world.device)).cpu()
         sizes = [len(e.tokens) - e.prompt_length for e in chosen]
@@ -163,8 +163,8 @@ def exact_match(
 
 
 def _packs(batch: Sequence[Example], max_tokens: int, world: World) -> Iterator[Pack]:
-    made = plan([len(e.tokens) for e in batch], ranks=world.size, max_tokens=max_tokens)
-    for rows in made.ranks[world.rank]:
+    packing = plan([len(e.tokens) for e in batch], ranks=world.size, max_tokens=max_tokens)
+    for rows in packing.ranks[world.rank]:
         yield _pack([batch[row] for row in rows]).to(world.device)
 
 

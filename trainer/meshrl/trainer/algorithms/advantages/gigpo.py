@@ -75,10 +75,10 @@ def _of_episodes(batch: AdvantageBatch, steps: Steps, config: AlgorithmConfig) -
     )
     tokens = ragged.to_tokens(A_episode.double())
     tokens = tokens + gigpo.step_advantage_w * A_step[steps.of_token.clamp(min=0)]
-    found = torch.where(ragged.mask, tokens, 0.0).float()
+    A = torch.where(ragged.mask, tokens, 0.0).float()
     shared = _shared(of_prompt, steps)
     metrics = {**group_metrics(batch), "advantages/steps_with_shared_observation": shared}
-    return Advantages(advantages=found, returns=found, metrics=metrics)
+    return Advantages(advantages=A, returns=A, metrics=metrics)
 
 
 def _shared(of_prompt: Ragged, steps: Steps) -> float:

@@ -60,11 +60,11 @@ def baseline(ragged: Ragged, G: Tensor, W: Tensor, *, alone: Tensor, zero_tail: 
     """B [N]; 0 for the rows `alone` bool[B]."""
     g, t = ragged.groups[ragged.rows], ragged.positions
     columns = int(ragged.lengths.max()) if ragged.num_rows else 0
-    cell = g * columns + t
+    place = g * columns + t
     W = torch.where(ragged.mask, W, 0.0)
     empty = W.new_zeros(ragged.num_groups * columns)
-    b = empty.index_add(0, cell, G * W) / (empty.index_add(0, cell, W) + EPSILON)
-    b = torch.where(alone[ragged.rows], 0.0, b[cell])
+    b = empty.index_add(0, place, G * W) / (empty.index_add(0, place, W) + EPSILON)
+    b = torch.where(alone[ragged.rows], 0.0, b[place])
     if zero_tail:
         b = torch.where(t >= _tail_start(ragged)[ragged.rows], 0.0, b)
     return b
@@ -84,11 +84,11 @@ def _tail_start(ragged: Ragged) -> Tensor:
 def finish(batch: AdvantageBatch, G: Tensor, b: Tensor, config: AlgorithmConfig) -> Advantages:
     """Advantages from G and b [N]; a row without siblings gets 0 (verl: its reward to go)."""
     ragged = batch.ragged
-    kept = ragged.mask
+    valid = ragged.mask
     if config.conventions == "meshrl":
-        kept = kept & ~ragged.alone[ragged.rows]
+        valid = valid & ~ragged.alone[ragged.rows]
     return Advantages(
-        advantages=torch.where(kept, G - b, 0.0).float(),
+        advantages=torch.where(valid, G - b, 0.0).float(),
         returns=torch.where(ragged.mask, G, 0.0).float(),
         metrics=group_metrics(batch),
     )

@@ -36,8 +36,8 @@ def choose(ragged: Ragged, s: Tensor, *, ties: bool) -> Tensor:
     chosen = _first(ragged, s == best)
     rejected = _first(ragged, (s == worst) & ~chosen)
     signs = chosen.double() - rejected.double()
-    silent = ragged.alone if ties else ragged.alone | (best == worst)
-    return torch.where(silent, 0.0, signs)
+    no_preference = ragged.alone if ties else ragged.alone | (best == worst)
+    return torch.where(no_preference, 0.0, signs)
 
 
 def _first(ragged: Ragged, rows: Tensor) -> Tensor:

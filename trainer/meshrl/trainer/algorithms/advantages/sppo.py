@@ -24,8 +24,8 @@ NEEDS: tuple[str, ...] = ()
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     """Advantages of whole responses."""
-    whole = config.conventions == "verl"
-    g = torch.zeros_like(batch.ragged.groups) if whole else batch.ragged.groups
+    whole_batch = config.conventions == "verl"
+    g = torch.zeros_like(batch.ragged.groups) if whole_batch else batch.ragged.groups
     groups = Ragged(offsets=batch.ragged.offsets, mask=batch.ragged.mask, groups=g)
     s = batch.scores.double()
     return broadcast(batch, s - soft_mean(groups, s, options(config, Options).sppo_beta)[g])

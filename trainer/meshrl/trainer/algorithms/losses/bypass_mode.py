@@ -34,13 +34,13 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
         ConfigError: a threshold that does not fit.
     """
     settings = config.policy_loss.rollout_correction
-    found = correct(inputs.ragged, inputs.logprobs.detach(), inputs.old_logprobs, settings)
+    correction = correct(inputs.ragged, inputs.logprobs.detach(), inputs.old_logprobs, settings)
     reinforced = settings.loss_type == "reinforce"
-    kept = dataclasses.replace(
+    corrected = dataclasses.replace(
         inputs,
-        ragged=inputs.ragged.with_mask(found.mask),
-        rollout_is_weights=found.weights if reinforced else None,
+        ragged=inputs.ragged.with_mask(correction.mask),
+        rollout_is_weights=correction.weights if reinforced else None,
     )
-    output = (reinforce if reinforced else vanilla).compute(kept, config, aggregate)
-    metrics = {name: torch.tensor(value) for name, value in found.metrics.items()}
+    output = (reinforce if reinforced else vanilla).compute(corrected, config, aggregate)
+    metrics = {name: torch.tensor(value) for name, value in correction.metrics.items()}
     return LossOutput(loss=output.loss, metrics={**output.metrics, **metrics})
