@@ -26,12 +26,12 @@ async def refuse(request: Mapping[str, object]) -> Answer:
 VERBS = {"echo": echo, "refuse": refuse}
 
 
-async def test_a_verb_is_answered_and_its_error_is_raised_again(tmp_path: Path) -> None:
+async def test_an_operation_is_answered_and_its_error_is_raised_again(tmp_path: Path) -> None:
     async with control_socket(tmp_path, VERBS):
         assert await ask_up(tmp_path, "echo", timeout_s=5, word="hi") == {"said": "hi"}
         with pytest.raises(ConflictError, match="over and drains"):
             await ask_up(tmp_path, "refuse", timeout_s=5)
-        with pytest.raises(UserError, match="knows the verbs echo, refuse"):
+        with pytest.raises(UserError, match="knows the operations echo, refuse"):
             await ask_up(tmp_path, "explode", timeout_s=5)
     assert not (tmp_path / SOCKET_NAME).exists()
 

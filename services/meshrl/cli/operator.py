@@ -21,7 +21,7 @@ Told = TypeVar("Told", covariant=True)
 
 
 class Operator(Protocol):
-    """What `QueueAdmin` and its wire have in common."""
+    """What `QueueAdmin` and its client have in common."""
 
     def export(self) -> AsyncGenerator[Sequence[Operation], None]:
         """Everything that is stored, as of one commit."""

@@ -3,7 +3,7 @@
     meshrl fleet ── {"verb": …} line ──▶ up.sock ──▶ Fleet        one request and one answer per connection
                  ◀── {"answer": …} or {"error": …} ──
 
-waits for: a client's line, ASK_S; the verb itself. unblocked by: the client, or the end of `up`, whose answer is then
+waits for: a client's line, ASK_S; the operation itself. unblocked by: the client, or the end of `up`, whose answer is then
 an end of file. A socket that a killed `up` left behind is replaced by the next one: the run's lock says who lives.
 """
 
@@ -85,26 +85,26 @@ async def _answer(line: bytes, operations: Mapping[str, Operation]) -> Mapping[s
     try:
         try:
             request = json.loads(line)
-            verb = operations[request["verb"]]
+            operation = operations[request["verb"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"this `up` knows the operations {', '.join(operations)}") from error
-        return {"answer": await verb(request)}
+        return {"answer": await operation(request)}
     except MeshError as error:
         return {"error": {"code": error.code, "message": str(error)}}
 
 
-async def ask_up(run_dir: Path, verb: str, *, timeout_s: float, **arguments: object) -> Answer:
+async def ask_up(run_dir: Path, operation: str, *, timeout_s: float, **arguments: object) -> Answer:
     """What the `up` of `run_dir` answers.
 
     Raises:
-        UnavailableError: none answers within `timeout_s`. MeshError: what the verb raised there.
+        UnavailableError: none answers within `timeout_s`. MeshError: what the operation raised there.
     """
     try:
         async with asyncio.timeout(timeout_s):
             with short_path(run_dir) as path:
                 reader, writer = await asyncio.open_unix_connection(path)
             try:
-                writer.write(json.dumps({"verb": verb, **arguments}).encode() + b"\n")
+                writer.write(json.dumps({"verb": operation, **arguments}).encode() + b"\n")
                 reply = json.loads(await reader.readline())
             finally:
                 writer.close()
