@@ -1,10 +1,10 @@
 """The control socket of a running `up`: a Unix socket in the run's directory that only its owner can open.
 
-    meshrl fleet ── {"verb": …} line ──▶ up.sock ──▶ Fleet        one request and one answer per connection
+    meshrl fleet ── {"verb": …} line ──▶ up.sock ──▶ operations      one request and one answer per connection
                  ◀── {"answer": …} or {"error": …} ──
 
-waits for: a client's line, ASK_S; the operation itself. unblocked by: the client, or the end of `up`, whose answer is then
-an end of file. A socket that a killed `up` left behind is replaced by the next one: the run's lock says who lives.
+waits for: a client's line, ASK_S; the operation itself. unblocked by: the client, or the end of `up`: the answer is
+then an end of file. The next `up` replaces a socket that a killed one left behind: the run's lock says who lives.
 """
 
 from __future__ import annotations
