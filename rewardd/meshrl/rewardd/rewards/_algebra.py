@@ -1,4 +1,4 @@
-"""Small, safe algebra for graders: plain arithmetic, and sympy's parser fed with nothing that could act.
+"""Small, safe algebra for graders: plain arithmetic, and sympy's parser with input that cannot execute code.
 
 A response is written by a model that is rewarded for finding holes. sympy's parser ends in `eval`, so it gets only
 strings of digits, letters, operators and brackets, a namespace of a few mathematical names, and no tall powers.
@@ -31,7 +31,7 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def sympy() -> ModuleType:
-    """The package, imported late: a third of a second, and only mathematics needs it. Raises ConfigError."""
+    """The package sympy, imported on demand, because it takes a third of a second. Raises ConfigError."""
     try:
         return importlib.import_module("sympy")
     except ImportError as error:
@@ -77,7 +77,7 @@ def _names() -> dict[str, Any]:
 
 
 def parse(text: str) -> Any | None:
-    """A sympy expression, or None for what is not plain mathematics."""
+    """A sympy expression, or None if `text` is not plain mathematics."""
     if len(text) > MAX_CHARACTERS or not SAFE.fullmatch(text):
         return None
     if ATTRIBUTE.search(text) or TALL.search(text):
@@ -91,17 +91,17 @@ def parse(text: str) -> Any | None:
             text.replace("^", "**"), transformations=rules, global_dict=dict(_names())
         )
     except Exception:
-        # sympy raises half a dozen unrelated types for what it cannot read, which is an answer: it is no mathematics.
+        # sympy raises half a dozen unrelated types for text that it cannot read; then it is not mathematics.
         return None
 
 
 def equal(left: str, right: str) -> bool:
-    """True if the difference of two expressions simplifies to nothing."""
+    """True if the difference of two expressions simplifies to 0."""
     difference = parse(f"({left})-({right})")
     if difference is None:
         return False
     try:
         return bool(sympy().simplify(difference) == 0)
     except Exception:
-        # As above: an expression that sympy cannot simplify is not shown to be equal.
+        # As above: if sympy cannot simplify it, equality is not shown.
         return False

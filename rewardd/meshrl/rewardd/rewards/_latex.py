@@ -1,4 +1,4 @@
-r"""Finding the last `\boxed{…}` of a text: what every mathematics scorer begins with."""
+r"""Finds the last `\boxed{…}` of a text, for all mathematics scorers."""
 
 from __future__ import annotations
 

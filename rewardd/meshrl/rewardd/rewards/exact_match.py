@@ -12,7 +12,7 @@ class Config(config.Config):
     """Where the answer is in the response, and how exactly it must match."""
 
     after: str | None = None
-    """The answer is what follows the last occurrence of this; none in the response: 0."""
+    """The answer is the text after the last occurrence of this; without one the score is 0."""
     pattern: config.RegularExpression | None = None
     """The answer is the last match of this regular expression (its first group, if it has one)."""
     ignore_case: bool = False

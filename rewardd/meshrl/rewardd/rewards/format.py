@@ -11,16 +11,16 @@ from meshrl.contract.types import Json
 
 
 class Config(config.Config):
-    """The form. Without a `pattern` the tags count."""
+    """The wanted form: `pattern`, or without one `tags`."""
 
     pattern: str | None = None
     """A regular expression for the whole response (`.` matches newlines)."""
     tags: list[str] = Field(default_factory=lambda: ["think", "answer"])
     """`<tag>…</tag>` blocks that follow one another, nothing but white space between and around them."""
     score: float = 1.0
-    """For the wanted form."""
+    """Score of the wanted form."""
     penalty: float = 0.0
-    """For any other, usually 0 or negative."""
+    """Score of any other form, usually 0 or negative."""
 
     @model_validator(mode="after")
     def _compiles(self) -> Config:

@@ -13,20 +13,20 @@ from meshrl.contract import config
 from meshrl.contract.types import Json
 
 TAIL = 300
-"""Characters from the end that are looked at: an answer further up is not the final one."""
+"""Only this many characters from the end are searched: an answer before them is not the final one."""
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 class Config(config.Config):
-    """What counts as the answer, and what it is worth."""
+    """What counts as the answer, and its score."""
 
     method: Literal["strict", "flexible"] = "strict"
     """`strict`: the last `#### number`; `flexible`: the last number."""
     format_score: float = 0.0
-    """For an answer in the right form that is wrong."""
+    """Score of a wrong answer in the right form."""
     score: float = 1.0
-    """For the right answer."""
+    """Score of the right answer."""
 
 
 def compute_score(

@@ -46,7 +46,7 @@ def compute_score(
     """The punishment, with the length as a component.
 
     Raises:
-        UserError: `unit` is tokens, and nobody counted them.
+        UserError: `unit` is tokens, and `extra_info` has no count.
     """
     if config.unit == "characters":
         length = len(solution_str)

@@ -39,7 +39,7 @@ def _package() -> ModuleType:
         raise ConfigError(
             f"reward 'math' needs the math-verify package: pip install 'meshrl[rewards]' ({error})"
         ) from error
-    # It warns, once per call, that without its own timeouts somebody else must have some: the pool does.
+    # It warns on each call that its timeouts are off and the caller needs its own: the pool has them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return package
 

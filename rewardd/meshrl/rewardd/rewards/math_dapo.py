@@ -59,7 +59,7 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> dict[str, Json]:
-    """`score` +1 or -1, `acc` whether it is right, `pred` what was understood as the answer."""
+    """`score` +1 or -1, `acc` whether it is right, `pred` the answer that was read."""
     tail, truth = solution_str[-TAIL:], str(ground_truth)
     answers = ANSWER.findall(tail)
     found = answers[-1] if answers else last_boxed(tail[-BOX_TAIL:], ("\\boxed{",))

@@ -1,4 +1,4 @@
-r"""MATH, string equality after normalisation: what Hendrycks et al. 2021 (https://arxiv.org/abs/2103.03874) score by.
+r"""MATH: string equality after normalisation, the metric of Hendrycks et al. 2021 (https://arxiv.org/abs/2103.03874).
 
 The answer is the last `\boxed{}`. Both sides are rewritten to one spelling (fractions, roots, units, spaces) and
 compared as strings: 0.5 is 1/2 and 10\% is 10, but \text{yes} is not yes. What has no such spelling stays as it is.
@@ -63,7 +63,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def equal(left: str, right: str) -> bool:
-    """Equal in their normal spelling; as they stand when one has none."""
+    """Equal in their normal spelling; if one has none, equal as they are."""
     try:
         return normal(left) == normal(right)
     except UnreadableError:
@@ -89,7 +89,7 @@ def normal(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-    r"""What stands before `\text{ unit}`."""
+    r"""The text before `\text{ unit}`."""
     parts = text.split("\\text{ ")
     if len(parts) > 2:
         raise UnreadableError(text)
@@ -97,7 +97,7 @@ def _without_unit(text: str) -> str:
 
 
 def _arguments(text: str, command: str, braced: Callable[[str], str | None]) -> str:
-    """`text` with the arguments after each `command` in braces; as it was when one has too few."""
+    """`text` with the arguments after each `command` in braces; unchanged if one has too few arguments."""
     head, *rest = text.split(command)
     for part in rest:
         written = braced(part)

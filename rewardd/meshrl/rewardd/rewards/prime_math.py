@@ -73,7 +73,7 @@ def compute_score(
 
 
 def stated(response: str) -> str:
-    """The answer: the last box, or what the last words that announce an answer announce, or the whole response."""
+    """The answer: the last box, or the text after the last words that announce an answer, or the whole response."""
     for words in ("answer:", "answer is", "answers are"):
         response = _split(response, words)[1]
     for words in ("is answer", "is the answer", "are answers", "are the answers"):
@@ -86,7 +86,7 @@ def stated(response: str) -> str:
 
 
 def _split(text: str, words: str) -> tuple[str, str]:
-    """Before and after the last occurrence of `words`, in any case; the whole text twice when there is none."""
+    """The text before and after the last occurrence of `words` (ignoring case); twice the whole text without one."""
     at = text.lower().rfind(words)
     return (text[:at].strip(), text[at + len(words) :].strip()) if at >= 0 else (text, text)
 
@@ -241,7 +241,7 @@ def _structure_equal(given: str, wanted: str, pi: float) -> bool:
 
 
 def _bare_equal(given: str, wanted: str) -> bool:
-    """Equal without brackets, where only one side has any: `[1, 2)` and `(1, 2)` are different intervals."""
+    """Equal without brackets, if only one side has any: `[1, 2)` and `(1, 2)` are different intervals."""
     ends, other = (given[:1], given[-1:]), {"[": "(", "(": "["}
     if ends in {("[", "]"), ("(", ")")} and wanted[:1] != other[given[:1]]:
         given, wanted = given.strip("[]()"), wanted.strip("[]()")
@@ -255,7 +255,7 @@ def _sides(equation: str) -> str:
 
 
 def _readable(text: str) -> str:
-    r"""LaTeX or plain text for the parser, fractions bracketed so that they bind as they are drawn."""
+    r"""LaTeX or plain text for the parser, with brackets around fractions to keep their precedence."""
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("$", "")
     while (start := text.find("\\frac")) >= 0:
         over, end = _argument(text, start + len("\\frac"))
@@ -290,7 +290,7 @@ def _number(text: str) -> float | None:
 
 
 def _numeric(text: str, pi: float) -> str:
-    """Without a currency or percent sign; with π as its value, worked out where that is plain arithmetic."""
+    """Without a currency or percent sign; with π as its value, evaluated if it is plain arithmetic."""
     if re.match(r"\$\d+(\.\d+)?", text):
         return text[1:]
     if re.fullmatch(r"\d+(\.\d+)?\\?%", text):

@@ -24,9 +24,9 @@ class Config(config.Config):
     multiline: bool = False
     """`^` and `$` match at every line."""
     score: float = 1.0
-    """For a match."""
+    """Score of a match."""
     penalty: float = 0.0
-    """For none."""
+    """Score without a match."""
 
 
 def compute_score(

@@ -21,11 +21,11 @@ class Config(config.Config):
     """Scores, and how many answers are too many."""
 
     score: float = 1.0
-    """For a match."""
+    """Score of a match."""
     format_score: float = 0.0
-    """For an answer that does not match."""
+    """Score of an answer that does not match."""
     max_tags: int = 10
-    """With more opening or closing tags than this a match is worth a quarter: no spraying of answers."""
+    """With more opening or closing tags than this a match scores a quarter, against guessing by many answers."""
 
 
 def compute_score(

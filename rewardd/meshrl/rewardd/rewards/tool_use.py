@@ -23,16 +23,16 @@ from meshrl.contract.types import Json
 CALLS = re.compile(r"<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
 BLOCKS = ("think", "tool_call", "response")
 MAX_CALLS = 64
-"""More than this in a response is noise, and pairing them is quadratic."""
+"""Most calls in a response: pairing them takes quadratic time."""
 
 
 class Config(config.Config):
-    """How much each part is worth."""
+    """Maximum of each part."""
 
     format_max: float = 1.0
-    """For the right form; any other is worth 0."""
+    """Score of the right form; any other form scores 0."""
     accuracy_max: PositiveFloat = 3.0
-    """For the right calls; entirely wrong ones are worth minus this."""
+    """Score of the right calls; entirely wrong ones score minus this."""
 
 
 def compute_score(
@@ -65,7 +65,7 @@ def compute_score(
 
 
 def _form(text: str) -> tuple[str, ...]:
-    """The blocks of a text in order, nothing but white space around them; () when it is anything else."""
+    """The blocks of a text in order, with only white space around them; else ()."""
     rest, found = text.strip(), []
     for tag in BLOCKS:
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -79,7 +79,7 @@ def _form(text: str) -> tuple[str, ...]:
 
 
 def _calls(text: str) -> list[tuple[str, dict[str, Json]]] | None:
-    """Names and parameters; None when a line is no call."""
+    """Names and parameters; None if a line is not a call."""
     calls = []
     for line in "\n".join(CALLS.findall(text)).splitlines():
         if not line.strip():
@@ -98,7 +98,7 @@ def _calls(text: str) -> list[tuple[str, dict[str, Json]]] | None:
 def agreement(
     given: list[tuple[str, dict[str, Json]]], wanted: list[tuple[str, dict[str, Json]]]
 ) -> float:
-    """From 0 to 1: names, then for each wanted call its most alike given one, each used once."""
+    """From 0 to 1: agreement of names, then of each wanted call with its most similar unused call of the response."""
     if not given or not wanted:
         return float(not given and not wanted)
     earned = _common([name for name, _ in given], [name for name, _ in wanted])
