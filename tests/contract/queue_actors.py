@@ -1,4 +1,4 @@
-"""The people around a queue, for tests: a feeder, workers of each stage and a trainer, each a few lines."""
+"""The clients of a queue, for tests: a feeder, workers of each stage and a trainer, each a few lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshrl.contract.types import (
 )
 
 WAIT_S = 20.0
-"""Long enough never to end by itself in a test that passes."""
+"""Seconds; a wait in a test that passes never lasts so long."""
 
 
 def spec(run: str = "run", **changes: Any) -> RunSpec:
@@ -60,7 +60,7 @@ def tasks(count: int, start: int = 0, **changes: Any) -> list[Task]:
 
 
 def rollout_of(row: LeasedRow, version: Version, tokens: int = 6) -> RowWrite:
-    """An answer whose payload can be told from every other row's."""
+    """An answer whose payload differs from every other row's."""
     mark = np.float32(row.uid.index + 100 * row.uid.attempt)
     trajectory = Trajectory(
         uid=row.uid,
@@ -92,8 +92,8 @@ def batch_uids(batch: Batch) -> list[str]:
     return [f"{row.uid.task}.{row.uid.index}.{row.uid.attempt}" for row in batch.rows]
 
 
-async def told_of(queue: Queue, wait: Callable[[Waiting], bool]) -> Sequence[Waiting]:
-    """What blocks, once such a wait is among it: until then the call that waits is still on its way."""
+async def waiting_entries(queue: Queue, wait: Callable[[Waiting], bool]) -> Sequence[Waiting]:
+    """The entries of `why_waiting`, once one of them is `wait`: until then that call has not arrived."""
     async with asyncio.timeout(WAIT_S):
         while True:
             await asyncio.sleep(0)
@@ -108,7 +108,7 @@ def facts(version: Version, tokens: int, outcome: Outcome = Outcome.OK) -> RowFa
 
 @dataclass
 class Actors:
-    """Everybody who works on one run."""
+    """All clients of one run."""
 
     queue: Queue
     run: str = "run"
@@ -125,8 +125,8 @@ class Actors:
         self.version = Version(self.epoch, step)
         await self.queue.publish(self.run, self.version)
 
-    async def feed(self, given: Sequence[Task], cursor: str = "", wait_s: float = 0.0) -> int:
-        return await self.queue.admit(self.run, given, cursor=cursor, wait_s=wait_s)
+    async def feed(self, new_tasks: Sequence[Task], cursor: str = "", wait_s: float = 0.0) -> int:
+        return await self.queue.admit(self.run, new_tasks, cursor=cursor, wait_s=wait_s)
 
     async def lease(
         self, stage: str = "rollout", limit: int = 100, worker: str = "w", wait_s: float = 0.0
@@ -161,7 +161,7 @@ class Actors:
         await self.queue.write(self.run, lease.stage, tokens_of(lease), written)
 
     async def work(self, limit: int = 100, version: Version | None = None) -> None:
-        """Roll out and judge what is there."""
+        """Sample and score the rows that are ready."""
         await self.write(await self.lease("rollout", limit), version)
         await self.write(await self.lease("reward", limit))
 
@@ -189,7 +189,7 @@ class Actors:
         return batch
 
     async def ledger(self) -> Ledger:
-        """The books, which balance whenever anybody looks."""
+        """The ledger, which always balances."""
         ledger = await self.queue.ledger(self.run)
         assert ledger.balanced, ledger
         return ledger

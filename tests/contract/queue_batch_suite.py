@@ -15,17 +15,17 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import GroupPolicy, Outcome, StalePolicy, Uid, Version
 
-from .queue_actors import WAIT_S, Actors, batch_uids, spec, task, tasks, told_of, uids
+from .queue_actors import WAIT_S, Actors, batch_uids, spec, task, tasks, uids, waiting_entries
 
 
 class TakePromises:
     sharded = False
 
-    def agree(self, found: list[str], wanted: list[str]) -> None:
-        """The same rows; in the same order, where groups of different tasks have one."""
-        assert (sorted(found) if self.sharded else found) == wanted
+    def agree(self, names: list[str], wanted: list[str]) -> None:
+        """The rows are the same, and in the same order unless the queue is sharded."""
+        assert (sorted(names) if self.sharded else names) == wanted
 
-    async def test_a_batch_is_whole_groups_in_order_of_admission(self, queue: Queue) -> None:
+    async def test_a_batch_is_complete_groups_in_order_of_admission(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
         await actors.feed(tasks(2))
@@ -368,7 +368,9 @@ class WhyPromises:
         await actors.work(limit=2)
         held = await actors.lease(worker="slow-worker")
         waiting = asyncio.ensure_future(actors.take(0, wait_s=WAIT_S))
-        reasons = await told_of(queue, lambda one: one.what.startswith("take") and one.uids != ())
+        reasons = await waiting_entries(
+            queue, lambda one: one.what.startswith("take") and one.uids != ()
+        )
         ages = [reason.since_s for reason in reasons]
         assert ages == sorted(ages, reverse=True)
         take = next(reason for reason in reasons if reason.what.startswith("take"))
@@ -383,7 +385,9 @@ class WhyPromises:
         await actors.start()
         await actors.feed(tasks(2))
         waiting = asyncio.ensure_future(actors.feed(tasks(1, start=2), wait_s=WAIT_S))
-        reasons = await told_of(queue, lambda one: one.what.startswith("admit waits for room"))
+        reasons = await waiting_entries(
+            queue, lambda one: one.what.startswith("admit waits for room")
+        )
         assert any("2 of 2 groups" in reason.what for reason in reasons if reason.who == "feeder")
         waiting.cancel()
 

@@ -38,15 +38,15 @@ from .queue_actors import (
     task,
     tasks,
     tokens_of,
-    told_of,
     uids,
+    waiting_entries,
 )
 
 
 def compared(task: Task) -> dict[str, Any]:
     """The fields that make two tasks equal; Python 3.13 would compare arrays by `==`."""
-    found = {field.name: getattr(task, field.name) for field in fields(task) if field.compare}
-    return {**found, "prompt_ids": task.prompt_ids.tolist()}
+    values = {field.name: getattr(task, field.name) for field in fields(task) if field.compare}
+    return {**values, "prompt_ids": task.prompt_ids.tolist()}
 
 
 class LeasePromises:
@@ -55,10 +55,10 @@ class LeasePromises:
     async def test_a_lease_brings_the_task_as_it_was_given(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
-        given = task("a/b.c")
-        await actors.feed([given])
+        original = task("a/b.c")
+        await actors.feed([original])
         row = (await actors.lease()).rows[0]
-        assert compared(row.task) == compared(given)
+        assert compared(row.task) == compared(original)
         assert (row.delivery, dict(row.columns)) == (1, {})
 
     async def test_rows_come_oldest_first_and_siblings_together(self, queue: Queue) -> None:
@@ -178,7 +178,7 @@ class LeasePromises:
         actors = Actors(queue)
         await actors.start()
         waiting = asyncio.ensure_future(actors.lease(wait_s=10 * WAIT_S))
-        await told_of(queue, lambda one: one.what.startswith("lease waits"))
+        await waiting_entries(queue, lambda one: one.what.startswith("lease waits"))
         await actors.publish(1)
         with pytest.raises(WaitTimeoutError, match="ask again"):
             await asyncio.wait_for(waiting, WAIT_S)
@@ -219,8 +219,8 @@ class LeasePromises:
         actors = Actors(queue)
         await actors.start(spec(lease_ttl_s=1.0))
         await actors.feed(tasks(2))
-        told: asyncio.Queue[Held] = asyncio.Queue()
-        held_leases = HeldLeases("rollout", "a", told.put_nowait)
+        lost_rows: asyncio.Queue[Held] = asyncio.Queue()
+        held_leases = HeldLeases("rollout", "a", lost_rows.put_nowait)
         keeping = asyncio.ensure_future(queue.renew_held(held_leases))
         lease = await actors.lease(limit=4, worker="a")
         held_leases.add(lease.rows, lease.ttl_s)
@@ -228,7 +228,7 @@ class LeasePromises:
             await actors.lease(worker="b", wait_s=1.5)
         lost = lease.rows[3]
         await queue.release("run", "rollout", {lost.uid: lost.token})
-        assert await asyncio.wait_for(told.get(), WAIT_S) == {lost.uid: lost.token}
+        assert await asyncio.wait_for(lost_rows.get(), WAIT_S) == {lost.uid: lost.token}
         held_leases.drop([lost])
         await actors.write(lease, rows=lease.rows[:3])
         keeping.cancel()
@@ -314,9 +314,11 @@ class WritePromises:
         await actors.feed(tasks(1))
         lease = await actors.lease(limit=1)
         good = rollout_of(lease.rows[0], actors.version)
-        kept = {name: array for name, array in good.columns.items() if name != "spans"}
+        columns_left = {name: array for name, array in good.columns.items() if name != "spans"}
         with pytest.raises(UserError, match="spans is missing"):
-            await queue.write("run", "rollout", tokens_of(lease), [replace(good, columns=kept)])
+            await queue.write(
+                "run", "rollout", tokens_of(lease), [replace(good, columns=columns_left)]
+            )
 
     @pytest.mark.parametrize("reward", [[np.nan], [-np.inf], [1.0, 1.0], []])
     async def test_a_reward_that_is_no_number_never_gets_in(
@@ -329,8 +331,8 @@ class WritePromises:
         await actors.write(await actors.lease())
         lease = await actors.lease("reward")
         good, bad = (
-            RowWrite(uid=row.uid, columns={"reward": np.array(given, np.float32)})
-            for row, given in zip(lease.rows, ([1.0], reward), strict=True)
+            RowWrite(uid=row.uid, columns={"reward": np.array(value, np.float32)})
+            for row, value in zip(lease.rows, ([1.0], reward), strict=True)
         )
         with pytest.raises(UserError, match="finite") as refused:
             await queue.write("run", "reward", tokens_of(lease), [good, bad])
@@ -356,11 +358,11 @@ class WritePromises:
         await actors.write(lease)
         written = {row.uid: rollout_of(row, actors.version).columns for row in lease.rows}
         order = [row.uid for row in reversed(lease.rows)]
-        for uid, found in zip(
+        for uid, columns in zip(
             order, await queue.fetch("run", order, ROLLOUT_STAGE.writes), strict=True
         ):
-            assert set(found) == set(ROLLOUT_STAGE.writes)
-            for name, array in found.items():
+            assert set(columns) == set(ROLLOUT_STAGE.writes)
+            for name, array in columns.items():
                 assert array.dtype == written[uid][name].dtype
                 np.testing.assert_array_equal(array, written[uid][name])
 
@@ -387,8 +389,10 @@ class WritePromises:
         await actors.feed(tasks(1))
         lease = await actors.lease()
         good, bad = (rollout_of(row, actors.version) for row in lease.rows)
-        told = facts(actors.version, 6)._replace(**wrong)
+        wrong_facts = facts(actors.version, 6)._replace(**wrong)
         with pytest.raises(UserError) as refused:
-            await queue.write("run", "rollout", tokens_of(lease), [good, replace(bad, facts=told)])
+            await queue.write(
+                "run", "rollout", tokens_of(lease), [good, replace(bad, facts=wrong_facts)]
+            )
         assert refused.value.details["uid"] == str(bad.uid)
         await queue.write("run", "rollout", tokens_of(lease), [good, bad])

@@ -1,4 +1,4 @@
-"""What every queue promises to whoever opens a run, feeds it and works on it; trainers: queue_batch_suite.py."""
+"""What every queue promises to callers that open a run, feed it and work on it; trainers: queue_batch_suite.py."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class RunPromises:
             await queue.open_run(spec(max_staleness=2.0))
 
     async def test_a_spec_comes_back_as_it_was_given(self, queue: Queue) -> None:
-        given = spec(max_staleness=float("inf"), group_policy=GroupPolicy.K_OF_N, group_k=1)
-        await queue.open_run(given)
-        assert (await queue.run_state("run")).spec == given
+        wanted = spec(max_staleness=float("inf"), group_policy=GroupPolicy.K_OF_N, group_k=1)
+        await queue.open_run(wanted)
+        assert (await queue.run_state("run")).spec == wanted
 
     async def test_an_unknown_run_is_not_found(self, queue: Queue) -> None:
         with pytest.raises(NotFoundError, match="nowhere"):

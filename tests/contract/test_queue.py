@@ -15,8 +15,8 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
 from ..redis_server import RedisServer, needs_redis, running
-from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
+from .queue_repeat_suite import QueueRepeatSuite
 from .queue_suite import QueueSuite
 
 
@@ -50,5 +50,5 @@ class TestQueueBatches(QueueBatchSuite):
     pass
 
 
-class TestQueueAgain(QueueAgainSuite):
+class TestQueueRepeat(QueueRepeatSuite):
     pass

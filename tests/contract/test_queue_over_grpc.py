@@ -18,8 +18,8 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
-from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
+from .queue_repeat_suite import QueueRepeatSuite
 from .queue_suite import QueueSuite
 
 OPTIONS: dict[str, ClientOptions] = {
@@ -52,5 +52,5 @@ class TestQueueBatchesOverGrpc(QueueBatchSuite):
     pass
 
 
-class TestQueueAgainOverGrpc(QueueAgainSuite):
+class TestQueueRepeatOverGrpc(QueueRepeatSuite):
     pass

@@ -20,8 +20,8 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding import Shard, ShardedQueue, ShardQueue
 
-from .queue_again_suite import QueueAgainSuite
 from .queue_batch_suite import QueueBatchSuite
+from .queue_repeat_suite import QueueRepeatSuite
 from .queue_suite import QueueSuite
 
 NAMES = ("queue-0", "queue-1", "queue-2")
@@ -89,5 +89,5 @@ class TestShardedQueueBatches(QueueBatchSuite):
     sharded = True
 
 
-class TestShardedQueueAgain(QueueAgainSuite):
+class TestShardedQueueRepeat(QueueRepeatSuite):
     pass

@@ -26,7 +26,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.v1 import queue_pb2
 
 from ..contract.queue_actors import Actors, spec, task, tasks
-from ..contract.queue_again_suite import more_of
+from ..contract.queue_repeat_suite import more_of
 from ..waiting import until
 from .messages import Recorder, Request, ways_to_spoil
 

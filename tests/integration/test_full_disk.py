@@ -20,7 +20,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation
 from meshrl.transferqueue.stores.disk import DiskStore
 
-from ..contract.queue_actors import Actors, rollout_of, spec, tasks, told_of
+from ..contract.queue_actors import Actors, rollout_of, spec, tasks, waiting_entries
 from ..waiting import until
 
 ROWS = 12
@@ -81,7 +81,7 @@ def rolling(queue: QueueClient, go: asyncio.Event) -> StageWorker:
 
 async def until_told(actors: Actors, what: str) -> None:
     """Until `why_waiting` says so."""
-    await told_of(actors.queue, lambda wait: what in f"{wait.who}: {wait.what}")
+    await waiting_entries(actors.queue, lambda wait: what in f"{wait.who}: {wait.what}")
 
 
 @pytest.mark.parametrize("full", ["rows", "nothing"])

@@ -138,7 +138,7 @@ def test_a_value_cut_short_is_noticed(value: bytes) -> None:
 
 @given(st.binary(max_size=120) | st.binary(max_size=60).map(lambda b: b"\x02\0\0\0\x01\0\0\0" + b))
 @settings(max_examples=300)
-def test_sealed_nonsense_is_a_corrupt_error_and_nothing_else(body: bytes) -> None:
+def test_nonsense_with_a_checksum_is_a_corrupt_error_and_nothing_else(body: bytes) -> None:
     try:
         Frame(with_checksum(body), "row 7")
     except CorruptError as error:

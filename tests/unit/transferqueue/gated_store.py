@@ -1,4 +1,4 @@
-"""A memory store whose commits can be held up, counted, and refused: a slow disk and a full one."""
+"""A memory store whose commits can be delayed, counted and refused, like a slow disk and a full one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue as a reader of the port would write it down: lists, scans and sorts, nothing incremental, no store."""
+"""A simple model of the queue: lists, scans and sorts, nothing incremental, no store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelRow:
     held: dict[str, int] = field(default_factory=dict)
     delivered: Counter[str] = field(default_factory=Counter)
     step: int = 0
-    """Of the version that sampled it."""
+    """Step of the version that sampled it."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class ModelGroup:
     """By index."""
     replaced: Counter[int] = field(default_factory=Counter)
     rows: list[ModelRow] = field(default_factory=list)
-    """Those that are here, by index."""
+    """The resident rows, by index."""
     batch: ModelBatch | None = None
     position: int | None = None
 
@@ -76,7 +76,7 @@ class ModelBatch:
 
 @dataclass(eq=False)
 class ModelLetter:
-    """A dead row; `attempts` are its group's when that left, so that a replay names no row anew."""
+    """A dead row; `attempts` are those of its group when it left, so that a replay repeats no attempt."""
 
     number: int
     task: str
@@ -157,7 +157,7 @@ class Model:
             self._leave(group)
 
     def replay(self, letters: list[ModelLetter]) -> int:
-        """How many are answered: not those whose group is in a batch."""
+        """How many letters are answered: all but those whose group is in a batch."""
         answered = 0
         for letter in letters:
             group = next((g for g in self.groups if g.number == letter.number), None)
@@ -179,34 +179,34 @@ class Model:
             again = [group for group in complete if group.position is not None]
             again.sort(key=lambda group: group.position or 0)
             fresh = sorted((g for g in complete if g.position is None), key=lambda g: g.number)
-            found = (again + fresh)[:count]
-            stale = [group for group in found if self._too_old(group, step)]
+            chosen = (again + fresh)[:count]
+            stale = [group for group in chosen if self._too_old(group, step)]
             if not stale:
                 break
             for group in stale:
                 self._retire(group)
-        if len(found) < count:
+        if len(chosen) < count:
             return None
-        batch = ModelBatch(name, step, found)
+        batch = ModelBatch(name, step, chosen)
         self.batches.append(batch)
-        for group in found:
+        for group in chosen:
             self._leave_unfinished(group)
             group.batch = batch
             if group.position is None:
                 group.position = self.takes
                 self.takes += 1
-        return [row for group in found for row in group.rows]
+        return [row for group in chosen for row in group.rows]
 
     def _too_old(self, group: ModelGroup, step: int) -> bool:
         sampled = [row for row in group.rows if "rollout" in row.done]
         return any(step - row.step > self.staleness for row in sampled)
 
     def _leave_unfinished(self, group: ModelGroup) -> None:
-        """Only groups by k_of_n are complete and have some."""
-        kept = [row for row in group.rows if row.done == FINAL]
-        if spare := len(group.rows) - len(kept):
+        """Unfinished rows of a complete group, which only `k_of_n` has, leave."""
+        finished = [row for row in group.rows if row.done == FINAL]
+        if spare := len(group.rows) - len(finished):
             self.filtered["k_of_n"] += spare
-        group.rows = kept
+        group.rows = finished
 
     def _retire(self, group: ModelGroup) -> None:
         self.stale["dropped" if self.drops else "reissued"] += len(group.rows)

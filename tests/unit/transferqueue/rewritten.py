@@ -1,4 +1,4 @@
-"""Changes what a closed disk store holds, by a commit: the file is sound, and the queue's books are not."""
+"""Changes records of a closed disk store by a commit: the file is sound, but the ledger is wrong."""
 
 from __future__ import annotations
 

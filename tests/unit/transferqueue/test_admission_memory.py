@@ -1,4 +1,4 @@
-"""What the queue remembers of tasks that left, and the bound by tokens."""
+"""Which tasks that left the queue still knows, and the bound by tokens."""
 
 from __future__ import annotations
 

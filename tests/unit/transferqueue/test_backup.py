@@ -1,4 +1,4 @@
-"""Backup, restore and audit: on every store, of every state of a row, and of what was damaged."""
+"""Backup, restore and audit on every store, with rows in every state, and with damaged records."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ async def test_a_running_queue_is_copied_and_goes_on_from_the_copy(
     await actors.queue.close()
     assert not (tmp_path / f"backup{PARTIAL}").exists()
 
-    found = await audit_of(tmp_path / "backup")
-    assert found.problems == []
-    assert found.ledgers == {"run": before}
+    result = await audit_of(tmp_path / "backup")
+    assert result.problems == []
+    assert result.ledgers == {"run": before}
 
     target = make_store("second")
     await restore_backup(tmp_path / "backup", target)
@@ -192,8 +192,8 @@ async def test_the_audit_finds_what_was_damaged(
     await actors.queue.close()
     assert (await audit_of(tmp_path)).problems == []
     await rewrite(tmp_path, table, kind, value)
-    found = await audit_of(tmp_path)
-    assert any(re.search(problem, each) for each in found.problems), found.problems
+    result = await audit_of(tmp_path)
+    assert any(re.search(problem, each) for each in result.problems), result.problems
 
 
 async def test_a_queue_whose_memory_and_store_differ_is_told_so(tmp_path: Path) -> None:
@@ -202,6 +202,6 @@ async def test_a_queue_whose_memory_and_store_differ_is_told_so(tmp_path: Path) 
     admin = QueueAdmin(actors.queue, store)
     assert (await admin.verify()).problems == []
     actors.queue.open_runs[0].ledger.admit(1)
-    (found,) = (await admin.verify()).problems
-    assert found.startswith("run run: the queue tells Ledger(run='run', admitted=25")
+    (result,) = (await admin.verify()).problems
+    assert result.startswith("run run: the queue tells Ledger(run='run', admitted=25")
     await actors.queue.close()

@@ -1,4 +1,4 @@
-"""What a recipe may say under `queue:`."""
+"""The recipe's `queue:` section."""
 
 from __future__ import annotations
 

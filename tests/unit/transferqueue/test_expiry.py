@@ -1,4 +1,4 @@
-"""What the timer of leases holds on to: grants that have not ended, and few besides."""
+"""The timer of leases keeps the grants that have not ended, and few others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def grants_alive() -> int:
 
 
 async def test_grants_that_ended_are_let_go_long_before_their_time_to_live() -> None:
-    expiry = Expiry(lambda held: None)
+    expiry = Expiry(lambda grant: None)
     before = grants_alive()
     for _ in range(10 * SWEPT_GRANTS):
-        held = granted(expiry, ttl_s=3600)
-        expiry.watch(held)
-        held.mask = 0
+        grant = granted(expiry, ttl_s=3600)
+        expiry.watch(grant)
+        grant.mask = 0
     assert grants_alive() - before <= SWEPT_GRANTS + 1
     expiry.clear()
 
@@ -35,10 +35,10 @@ async def test_grants_that_ended_are_let_go_long_before_their_time_to_live() -> 
 async def test_a_grant_that_has_not_ended_expires_however_many_did() -> None:
     expired: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
     expiry = Expiry(expired.set_result)
-    kept = granted(expiry, ttl_s=0.05)
-    expiry.watch(kept)
+    open_grant = granted(expiry, ttl_s=0.05)
+    expiry.watch(open_grant)
     for _ in range(3 * SWEPT_GRANTS):
-        held = granted(expiry, ttl_s=0.01)
-        expiry.watch(held)
-        held.mask = 0
-    assert await asyncio.wait_for(expired, 60) is kept
+        grant = granted(expiry, ttl_s=0.01)
+        expiry.watch(grant)
+        grant.mask = 0
+    assert await asyncio.wait_for(expired, 60) is open_grant

@@ -1,4 +1,4 @@
-"""A group's record says what the group is, however often parts of it were encoded before."""
+"""A group's record describes the group as it is now, however often parts of it were encoded before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a lease, and what does not: silence, a broken connection, a queue that cannot hear."""
+"""What expires a lease and what does not: silence, a broken connection, a queue that cannot receive renewals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sets that make leasing and taking cheap give what a scan and a sort would give."""
+"""The ordered sets behind lease and take return what a scan and a sort would return."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def make_groups(groups: int = 6, size: int = 3) -> list[Group]:
 def test_rows_pop_in_the_order_of_a_sort(steps: list[tuple[str, int, int]]) -> None:
     groups, ready = make_groups(), ReadyRows()
     model: set[tuple[int, int]] = set()
-    for verb, number, mask in steps:
-        if verb == "set":
+    for operation, number, mask in steps:
+        if operation == "set":
             rows = {(number, index) for index in bits(mask)}
             had = {row for row in model if row[0] == number}
             assert ready.set(groups[number], mask) == bool(rows - had)

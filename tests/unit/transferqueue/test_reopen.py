@@ -1,4 +1,4 @@
-"""A queue that is closed, or dies, and is opened again on the same store goes on where it was."""
+"""A queue that is closed or killed, and opened again on the same store, continues where it was."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Life = tuple[Actors, Callable[[], Awaitable[None]]]
 
 @pytest.fixture(params=["memory", "disk"])
 async def life(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Life]:
-    """Actors on a fresh queue, and a way to close it and open it again under them."""
+    """Actors on a new queue, and a function that closes it and opens it again for them."""
     memory = MemoryStore()
 
     def store() -> MemoryStore | DiskStore:

@@ -1,4 +1,4 @@
-"""A sampler named by the run decides which complete groups a batch is made of, a user's own included."""
+"""The run's sampler, which may be a user's own, decides which complete groups a batch gets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sampler:
 
 
 async def first_batch(sampler: str) -> list[str]:
-    """Of three groups: t0 and t1 by version 0, t2 by version 1; all are complete."""
+    """The first batch of three complete groups: t0 and t1 were sampled by version 0, t2 by version 1."""
     actors = Actors(await TransferQueue.open(MemoryStore()))
     await actors.start(spec(max_staleness=5.0, sampler=sampler))
     await actors.feed(tasks(3))

@@ -1,4 +1,4 @@
-"""Random lives of a run against a simple model: every answer and the whole ledger must agree, restarts included."""
+"""Random histories of a run against a simple model: every answer and the ledger must agree, also after restarts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STALENESS = 1
 
 class QueueMachine(RuleBasedStateMachine):
     changes: ClassVar[dict[str, Any]] = {}
-    """What the run has that others have not."""
+    """Fields of the spec in which this run differs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize(work=st.booleans())
     def begin(self, work: bool) -> None:
-        """Most of a life is spent with rows in the queue."""
+        """Admit at once, so that most of a history has rows in the queue."""
         self.admit(4, 0)
         if work:
             self.work_through(100)
@@ -77,8 +77,8 @@ class QueueMachine(RuleBasedStateMachine):
         size = self.model.size
         expected = self.model.admit(names)
         try:
-            given = [task(name, group_size=size) for name in names]
-            assert self.run(self.actors.feed(given)) == expected
+            new_tasks = [task(name, group_size=size) for name in names]
+            assert self.run(self.actors.feed(new_tasks)) == expected
         except WaitTimeoutError:
             assert expected == 0
 
@@ -104,7 +104,7 @@ class QueueMachine(RuleBasedStateMachine):
         return [(lease, rows)]
 
     def _live(self, lease: Lease, rows: list[ModelRow]) -> bool:
-        """Does the model say that every row of the lease may be written?"""
+        """True if by the model every row of the lease may be written."""
         for leased, row in zip(lease.rows, rows, strict=True):
             here = any(row is other for g in self.model.groups for other in g.rows)
             held = row.held.get(lease.stage) == leased.token
@@ -159,7 +159,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(stage=st.sampled_from(STAGES))
     def lose_a_row(self, stage: str) -> None:
-        """The first row of a stage fails until it is given up: without this rule few rows die."""
+        """The first row of a stage fails until it is a dead letter; without this rule few rows die."""
         for _ in range(self.model.attempts):
             for lease, (row,) in self._lease(stage, 1):
                 (held,) = lease.rows
@@ -171,7 +171,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(limit=st.sampled_from([100, 100, 4]))
     def work_through(self, limit: int) -> None:
-        """Everything that can be done is done: without this rule few lives get as far as a batch."""
+        """Do everything that can be done; without this rule few histories reach a batch."""
         for stage in STAGES:
             for lease, rows in self._lease(stage, limit):
                 self.run(self.actors.write(lease))
@@ -268,7 +268,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.actors.queue = self.run(TransferQueue.open(self.store))
 
     @invariant()
-    def the_books_agree(self) -> None:
+    def the_ledgers_agree(self) -> None:
         ledger = self.run(self.actors.ledger())
         model = self.model
         assert ledger.admitted == model.admitted
@@ -276,8 +276,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert (ledger.filtered, ledger.stale) == (model.filtered, model.stale)
         assert ledger.dead_lettered == model.dead
         letters = self.run(self.actors.queue.dead_letters("run"))
-        told = {f"{dead.uid.task}.{dead.uid.index}.{dead.uid.attempt}" for dead in letters}
-        assert told == {letter.name for letter in model.letters}
+        names = {f"{dead.uid.task}.{dead.uid.index}.{dead.uid.attempt}" for dead in letters}
+        assert names == {letter.name for letter in model.letters}
         resident = {state: count for state, count in ledger.resident.items() if count}
         assert resident == model.resident()
 
@@ -310,7 +310,7 @@ class ReplaceSiblingMachine(QueueMachine):
 
 
 def lives(machine: type[QueueMachine]) -> Any:
-    """The machine as a test case: QUEUE_LIVES in the environment makes it live more often."""
+    """The machine as a test case; QUEUE_LIVES in the environment sets the number of histories."""
     case = machine.TestCase
     case.settings = settings(
         max_examples=int(os.environ.get("QUEUE_LIVES", "80")),

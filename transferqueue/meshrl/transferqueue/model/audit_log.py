@@ -1,6 +1,6 @@
 """The audit log: which rows came in and which left, one record per transition, independent of the ledger.
 
-    operation ──note──▶ pending ──Run.save──▶ one record per transition ──beyond KEPT records──▶ added to one sum
+    operation ──note──▶ pending ──Run.save──▶ one record per transition ──beyond MAX_RECORDS──▶ added to one sum
 
 The ledger is counters that each operation moves; the audit log names the task, the number of rows and the reason.
 `meshrl ledger --audit` adds it up and compares. Stored in META: x the records, y the sum of the older ones.
@@ -16,7 +16,7 @@ from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
-KEPT: Final = 1024
+MAX_RECORDS: Final = 1024
 """Records that are kept singly; older ones are added to one sum."""
 ADMITTED: Final = "admitted"
 
@@ -65,7 +65,7 @@ class AuditLog:
         commit_log.put(Table.META, self._key(self._next), encode_record(entries))
         self._records.append((self._next, entries))
         self._next += 1
-        if len(self._records) > KEPT:
+        if len(self._records) > MAX_RECORDS:
             number, oldest = self._records.popleft()
             self.older.update(summed(oldest))
             commit_log.delete(Table.META, self._key(number))

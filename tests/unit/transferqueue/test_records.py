@@ -1,4 +1,4 @@
-"""Records at rest come back as they were."""
+"""Stored records are read back as they were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every queue promises of work that is interrupted, done in part, or to be done again."""
+"""What every queue promises about work that is interrupted, partly done, or done again."""
 
 from __future__ import annotations
 
@@ -145,5 +145,5 @@ class RedoPromises:
             await queue.redo("run", "rollout", ())
 
 
-class QueueAgainSuite(AppendPromises, RedoPromises):
+class QueueRepeatSuite(AppendPromises, RedoPromises):
     pass

@@ -1,4 +1,4 @@
-"""Rows that are left go to those who finish them soonest; siblings go to one worker."""
+"""The last rows go to the workers that finish them soonest; siblings go to one worker."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ def test_rows_are_divided_by_speed_up_to_the_slots(
 
 
 def measured(**speeds: float) -> FairShare:
-    books = FairShare()
+    fair = FairShare()
     for name, speed in speeds.items():
-        holder = books.holder(name, 0.0)
+        holder = fair.holder(name, 0.0)
         holder.finished([int(speed * 100)], 100.0)
         holder.slots, holder.waiting = 64, 1
-    return books
+    return fair
 
 
 def test_a_slow_worker_gets_its_share_of_a_short_supply_and_never_nothing() -> None:
-    books = measured(fast=40.0, slow=10.0)
-    assert books.share("slow", 50, 64, now=1.0, silence_s=10) == 10
-    books.holder("slow", 1.0).rows = 10
-    assert books.share("slow", 40, 54, now=1.0, silence_s=10) == 0
-    books.holder("slow", 1.0).rows = 0
-    assert books.share("slow", 1, 64, now=1.0, silence_s=10) == 1
+    fair = measured(fast=40.0, slow=10.0)
+    assert fair.share("slow", 50, 64, now=1.0, silence_s=10) == 10
+    fair.holder("slow", 1.0).rows = 10
+    assert fair.share("slow", 40, 54, now=1.0, silence_s=10) == 0
+    fair.holder("slow", 1.0).rows = 0
+    assert fair.share("slow", 1, 64, now=1.0, silence_s=10) == 1
 
 
 def test_while_there_are_rows_for_all_slots_nobody_is_bounded() -> None:
-    books = measured(fast=40.0, slow=10.0)
-    assert books.share("slow", 1000, 64, now=1.0, silence_s=10) == 64
+    fair = measured(fast=40.0, slow=10.0)
+    assert fair.share("slow", 1000, 64, now=1.0, silence_s=10) == 64
 
 
 def test_a_worker_that_holds_nothing_and_waits_for_nothing_is_not_reckoned_with() -> None:
-    books = measured(fast=40.0, slow=10.0)
-    fast = books.holder("fast", 0.0)
+    fair = measured(fast=40.0, slow=10.0)
+    fast = fair.holder("fast", 0.0)
     fast.waiting = 0
-    assert books.share("slow", 50, 64, now=1.0, silence_s=10) == 10  # it may be about to ask again
-    assert books.share("slow", 50, 64, now=3.0, silence_s=10) == 64
+    assert fair.share("slow", 50, 64, now=1.0, silence_s=10) == 10  # it may be about to ask again
+    assert fair.share("slow", 50, 64, now=3.0, silence_s=10) == 64
     fast.rows = 1
-    assert books.share("slow", 50, 64, now=1.0, silence_s=10) == 11
-    assert books.share("slow", 50, 64, now=11.0, silence_s=10) == 64  # nothing was heard of it
+    assert fair.share("slow", 50, 64, now=1.0, silence_s=10) == 11
+    assert fair.share("slow", 50, 64, now=11.0, silence_s=10) == 64  # nothing was heard of it
 
 
 def test_a_worker_that_has_finished_nothing_yet_is_not_bounded() -> None:
-    books = measured(fast=40.0, slow=10.0)
-    assert books.share("joiner", 50, 64, now=1.0, silence_s=10) == 64
+    fair = measured(fast=40.0, slow=10.0)
+    assert fair.share("joiner", 50, 64, now=1.0, silence_s=10) == 64
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ async def admit(queue: TransferQueue, count: int) -> None:
     await queue.admit("run", tasks(count, group_size=4), cursor="c", wait_s=5)
 
 
-def groups_of(given: Lease) -> list[tuple[str, int]]:
-    return [(row.uid.task, row.uid.index) for row in given.rows]
+def groups_of(granted: Lease) -> list[tuple[str, int]]:
+    return [(row.uid.task, row.uid.index) for row in granted.rows]
 
 
 async def test_siblings_go_to_the_worker_that_has_the_first_of_them(queue: TransferQueue) -> None:
@@ -114,8 +114,8 @@ async def test_nobody_waits_for_rows_that_another_worker_has_a_claim_to(
 ) -> None:
     await admit(queue, 2)
     await lease(queue, "a", 1)
-    given = await lease(queue, "b", 8)
-    assert groups_of(given) == [*(("t1", i) for i in range(4)), *(("t0", i) for i in (1, 2, 3))]
+    granted = await lease(queue, "b", 8)
+    assert groups_of(granted) == [*(("t1", i) for i in range(4)), *(("t0", i) for i in (1, 2, 3))]
 
 
 async def test_a_claim_ends_by_itself_and_order_is_as_before(
@@ -129,8 +129,8 @@ async def test_a_claim_ends_by_itself_and_order_is_as_before(
 
 async def test_rows_that_came_back_need_not_go_to_where_they_failed(queue: TransferQueue) -> None:
     await admit(queue, 2)
-    given = await lease(queue, "a", 2)
-    await queue.release("run", "rollout", {given.rows[0].uid: given.rows[0].token})
+    granted = await lease(queue, "a", 2)
+    await queue.release("run", "rollout", {granted.rows[0].uid: granted.rows[0].token})
     assert groups_of(await lease(queue, "b", 1)) == [("t0", 0)]
 
 
@@ -144,12 +144,12 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
         holder = run.fair_share.holder(name, run.clock())
         holder.finished([tokens], 1.0)
         holder.slots, holder.waiting = 64, 1
-    given = await lease(queue, "slow", 8)
-    assert len(given.rows) == 1
+    granted = await lease(queue, "slow", 8)
+    assert len(granted.rows) == 1
     asking = asyncio.create_task(lease(queue, "slow", 7))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not asking.done()
-    (row,) = given.rows
+    (row,) = granted.rows
     await queue.write("run", "rollout", {row.uid: row.token}, [rollout_of(row, FIRST)])
     assert len((await asking).rows) == 1

@@ -1,4 +1,4 @@
-"""Group commit: what is acknowledged is durable, what is not never happened."""
+"""Group commit: what is acknowledged is durable; what is not acknowledged never happened."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ async def test_nothing_is_acknowledged_before_it_is_durable(actors: Actors) -> N
     store_of(actors).gate.clear()
     admitted = asyncio.ensure_future(actors.feed(tasks(1)))
     leased = asyncio.ensure_future(actors.lease())
-    told = asyncio.ensure_future(actors.ledger())
+    ledger = asyncio.ensure_future(actors.ledger())
     await turns()
-    assert not any(call.done() for call in (admitted, leased, told))
+    assert not any(call.done() for call in (admitted, leased, ledger))
     store_of(actors).gate.set()
     assert await admitted == 1
     assert len((await leased).rows) == 2
-    assert (await told).admitted == 2
+    assert (await ledger).admitted == 2
 
 
 async def test_transitions_that_meet_a_commit_share_the_next_one(actors: Actors) -> None:

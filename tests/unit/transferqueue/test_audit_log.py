@@ -1,4 +1,4 @@
-"""The trail says what the books say, without being derived from them."""
+"""The audit log agrees with the ledger, without being derived from it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def sums_of(queue: TransferQueue) -> Counter[str]:
     return queue._runs["run"].audit_log.sums()
 
 
-async def test_it_adds_up_to_the_books_also_after_a_restart(
+async def test_it_adds_up_to_the_ledger_also_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = {"admitted": 12, "trained": 8, "dead_lettered": 1, "filtered": 1}
-    for kept in (1024, 2):
-        monkeypatch.setattr(audit_log, "KEPT", kept)
+    for limit in (1024, 2):
+        monkeypatch.setattr(audit_log, "MAX_RECORDS", limit)
         store = MemoryStore()
         queue = (await lived(store)).queue
         assert isinstance(queue, TransferQueue)
@@ -50,7 +50,7 @@ async def test_it_adds_up_to_the_books_also_after_a_restart(
         again = await TransferQueue.open(store)
         assert sums_of(again) == wanted
         here = again._runs["run"].audit_log.open_rows()
-        assert here == ({"t5": 2} if kept == 1024 else None)
+        assert here == ({"t5": 2} if limit == 1024 else None)
         await again.close()
 
 
