@@ -8,14 +8,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshrl.http.rewards.errors import problem
-
 
 class BodyLimit:
-    """ASGI middleware: 413 beyond `limit` bytes, announced or sent; `refuse` builds the response."""
+    """ASGI middleware: 413 beyond `limit` bytes, announced or sent; `refuse(status, code, detail)` answers."""
 
     def __init__(
-        self, app: ASGIApp, limit: int, refuse: Callable[[int, str, str], Response] = problem
+        self, app: ASGIApp, limit: int, refuse: Callable[[int, str, str], Response]
     ) -> None:
         self._app = app
         self._refuse = refuse

@@ -21,7 +21,7 @@ from meshrl.http.gateway import models as m
 from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
 from meshrl.http.gateway.errors import install, refused, too_large
 from meshrl.http.gateway.sessions import SessionTable, address
-from meshrl.http.rewards.errors import AsciiJSON
+from meshrl.http.responses import AsciiJSON
 from meshrl.rollout.sessions.agents import task_json
 from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.requests import SessionEndedError

@@ -21,7 +21,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.http.rewards.errors import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
+from meshrl.http.responses import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 from meshrl.rollout.sessions.requests import ContextLengthError, SessionEndedError
 from meshrl.rpc.errors import by_class
 

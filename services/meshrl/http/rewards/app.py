@@ -9,9 +9,10 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import PlainTextResponse
 
 from meshrl.http.body_limit import BodyLimit
+from meshrl.http.responses import AsciiJSON
 from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
-from meshrl.http.rewards.errors import AsciiJSON, install
+from meshrl.http.rewards.errors import install, problem
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 
@@ -52,7 +53,7 @@ def build_app(registry: GuardedRegistry, max_body_bytes: int) -> FastAPI:
         description="Reward functions submitted to a running mesh.",
         default_response_class=AsciiJSON,
     )
-    app.add_middleware(BodyLimit, limit=max_body_bytes)
+    app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=problem)
     install(app)
 
     @app.get("/health", tags=["service"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
 from meshrl.contract.errors import (
     CapacityError,
@@ -23,6 +20,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.http.responses import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
 from meshrl.rpc.errors import by_class
 
 log = logging.getLogger(__name__)
@@ -39,15 +37,6 @@ STATUS: Mapping[type[MeshError], int] = {
     MeshError: 500,
 }
 """Status by class; a subclass has its parent's."""
-MAX_DETAIL = 2000
-
-
-class AsciiJSON(JSONResponse):
-    """JSON in ASCII, so that text with lone surrogates can be sent too."""
-
-    def render(self, content: Any) -> bytes:
-        """The body."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def problem(
@@ -63,22 +52,6 @@ def problem(
         "code": code,
     }
     return AsciiJSON(body, status, headers, media_type="application/problem+json")
-
-
-def headers_of(status: int, error: MeshError) -> dict[str, str]:
-    """Headers of an error response: WWW-Authenticate for 401, Retry-After where the error has `retry_after_s`."""
-    headers = {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if wait_s := error.details.get("retry_after_s"):
-        headers["Retry-After"] = str(max(1, round(float(wait_s))))
-    return headers
-
-
-def first_mistake(error: RequestValidationError) -> tuple[str, str]:
-    """The first wrong field of the request (empty for the whole body), and what is wrong with it."""
-    first = error.errors()[0]
-    return ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]
 
 
 def install(app: FastAPI) -> None:
