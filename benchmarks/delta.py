@@ -54,8 +54,8 @@ def made(words: int, density: float, seed: int) -> tuple[Bytes, Bytes]:
     return base.view(np.uint8), new.view(np.uint8)
 
 
-def squeezed(coordinator: npt.NDArray[np.generic]) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(coordinator).data)
+def compressed(plane: npt.NDArray[np.generic]) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(plane).data)
 
 
 def expanded(frame: bytes) -> Bytes:
@@ -73,7 +73,7 @@ def decode_raw(base: Bytes, frames: list[bytes], out: Bytes) -> None:
 
 
 def encode_xor(base: Bytes, new: Bytes) -> list[bytes]:
-    return [squeezed(base.view(np.uint64) ^ new.view(np.uint64))]
+    return [compressed(base.view(np.uint64) ^ new.view(np.uint64))]
 
 
 def decode_xor(base: Bytes, frames: list[bytes], out: Bytes) -> None:
@@ -90,7 +90,7 @@ def encode_gap_value(base: Bytes, new: Bytes) -> list[bytes]:
             values.append(fresh)
             last = int(at[-1])
     planes = np.concatenate(values).view(np.uint8).reshape(-1, 2)
-    return [squeezed(np.concatenate(gaps)), squeezed(planes[:, 0]), squeezed(planes[:, 1])]
+    return [compressed(np.concatenate(gaps)), compressed(planes[:, 0]), compressed(planes[:, 1])]
 
 
 def decode_gap_value(base: Bytes, frames: list[bytes], out: Bytes) -> None:

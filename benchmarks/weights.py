@@ -2,7 +2,7 @@
 
     python benchmarks/weights.py [--mib 256] [--updates 12] [--carriers shm gloo delta disk] [--only exact speed …]
 
-The trainer's plane is this process; each receiver is a process of its own, with an engine that copies 256 MiB of
+The coordinator is in this process; each receiver is a process of its own, with an engine that copies 256 MiB of
 staged bf16 weights into its live ones at a commit, which is what it pauses for. From version to version 1 % of the
 words move by one. Parts:
 
@@ -16,7 +16,7 @@ words move by one. Parts:
     auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
 
 Pauses and waits are what the replicas report, by the clock that all processes share. The first two updates of each
-fleet warm up (memory is allocated, channels meet). The last line is one JSON object.
+fleet warm up (memory is allocated, channels are opened). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Bench:
         self.options = options
         self.scratch = scratch
         self.bytes = options.mib << 20
-        self.found: dict[str, Any] = {"mib": options.mib, "receivers": len(NAMES)}
+        self.results: dict[str, Any] = {"mib": options.mib, "receivers": len(NAMES)}
 
     def config(self, carrier: str, **more: object) -> dict[str, object]:
         return {"carrier": carrier, "dtype": "bfloat16", "bucket_bytes": self.bytes // 4, **more}
@@ -82,7 +82,7 @@ class Bench:
 
     async def exact(self) -> None:
         """Bit by bit after each of 100 updates."""
-        self.found["exact"] = {}
+        self.results["exact"] = {}
         for carrier in self.options.carriers:
             weights = Drifting(SMALL, SMALL // 4)
             config = self.config(carrier)
@@ -91,12 +91,12 @@ class Bench:
                 for _ in range(100):
                     update = await fleet.update(weights)
                     right += fleet.exact(update.version)
-            self.found["exact"][carrier] = right
+            self.results["exact"][carrier] = right
             print(f"exact   {carrier:6} {right} of 100 updates equal in all engines", flush=True)
 
     async def speed(self) -> None:
         """Prepare and pause."""
-        self.found["speed"] = {}
+        self.results["speed"] = {}
         for carrier in self.options.carriers:
             weights = Drifting(self.bytes, self.bytes // 4)
             async with opened(self.config(carrier), self.place("speed"), NAMES) as fleet:
@@ -114,12 +114,12 @@ class Bench:
                 "sync_s": round(statistics.median(update.sync_s for update in updates), 3),
                 "plain_copy_ms": _ms(statistics.median(copies)),
             }
-            self.found["speed"][carrier] = figures
+            self.results["speed"][carrier] = figures
             print(f"speed   {carrier:6} {figures}", flush=True)
 
     async def kill(self) -> None:
         """SIGKILL at every bucket."""
-        self.found["kill_s"] = {}
+        self.results["kill_s"] = {}
         for carrier in self.options.carriers[:2]:
             seconds, healthy = [], []
             weights = Drifting(self.bytes, self.bytes // 4)
@@ -130,15 +130,15 @@ class Bench:
                     victim = f"victim-{index}"
                     await fleet.join(victim)
                     healthy.append(round((await fleet.update(weights)).sync_s, 2))
-                    trap = SignallingSource(
+                    on_bucket = SignallingSource(
                         fleet, victim, signal.SIGKILL, index, 1 + (carrier != "gloo")
                     )
-                    update = await fleet.update(weights, NAMES[:2], trap)
+                    update = await fleet.update(weights, NAMES[:2], on_bucket)
                     seconds.append(round(update.sync_s, 2))
                     await fleet.members[victim].child.wait()
                     await fleet.until(lambda victim=victim: fleet.state(victim) == "out")
                     del fleet.members[victim]
-            self.found["kill_s"][carrier] = {"survivors": seconds, "nobody_killed": healthy}
+            self.results["kill_s"][carrier] = {"survivors": seconds, "nobody_killed": healthy}
             print(
                 f"kill    {carrier:6} survivors after {seconds} s, all before {healthy} s",
                 flush=True,
@@ -153,8 +153,10 @@ class Bench:
         count = max(20, self.options.updates)
         async with opened(config, self.place("stop"), NAMES) as fleet:
             healthy = [await fleet.update(weights, others) for _ in range(WARM + count)][WARM:]
-            trap = SignallingSource(fleet, NAMES[2], signal.SIGSTOP, 2, 1 + (carrier != "gloo"))
-            hung = [await fleet.update(weights, others, trap)]
+            on_bucket = SignallingSource(
+                fleet, NAMES[2], signal.SIGSTOP, 2, 1 + (carrier != "gloo")
+            )
+            hung = [await fleet.update(weights, others, on_bucket)]
             hung += [await fleet.update(weights, others) for _ in range(count - 1)]
             fleet.strike(NAMES[2], signal.SIGCONT)
             await fleet.join()
@@ -171,12 +173,12 @@ class Bench:
             statistics.median(update.sync_s for update in healthy), 3
         )
         figures["sync_s_of_the_update_that_met_the_stop"] = round(hung[0].sync_s, 3)
-        self.found["stop"] = figures
+        self.results["stop"] = figures
         print(f"stop    {figures}", flush=True)
 
     async def auto(self) -> None:
         """Beside the fixed ones."""
-        self.found["auto"] = {}
+        self.results["auto"] = {}
         for where, among, flags in (
             ("here", ["shm", "gloo", "delta"], ()),
             ("elsewhere", ["gloo", "delta"], ("--elsewhere",)),
@@ -203,7 +205,7 @@ class Bench:
                 "used": dict(used),
                 "auto_to_best": round(seconds["auto"] / best, 2),
             }
-            self.found["auto"][where] = figures
+            self.results["auto"][where] = figures
             print(f"auto    {where:9} {figures}", flush=True)
 
 
@@ -230,7 +232,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(options, Path(scratch))
         for part in options.only:
             await getattr(bench, part)()
-        return bench.found
+        return bench.results
 
 
 def main() -> None:

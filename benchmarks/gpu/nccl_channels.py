@@ -132,11 +132,11 @@ async def unanswered(
     try:
         await channel.send(source.manifest, 0, source.bucket(0))
     except MeshError as error:
-        said = str(error)
+        reason = str(error)
     else:
-        said = "it came back as if it had been received"
+        reason = "it came back as if it had been received"
     allowed = deadline_s + source.manifest.bucket_bytes[0] / BYTES_PER_S
-    return {"allowed": allowed, "took": time.perf_counter() - began, "said": said}
+    return {"allowed": allowed, "took": time.perf_counter() - began, "said": reason}
 
 
 async def killed(channels: Cells, source: StubSource) -> dict[str, float]:

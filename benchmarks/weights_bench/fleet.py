@@ -54,7 +54,7 @@ class Update:
 
 
 class Fleet:
-    """A plane, and its members."""
+    """A coordinator, and its replicas."""
 
     def __init__(self, config: dict[str, Any], directory: Path, *flags: str) -> None:
         self.config = WeightsConfig.model_validate(config)
@@ -113,11 +113,11 @@ class Fleet:
         self,
         weights: Drifting,
         served_by: list[str] | None = None,
-        trap: Callable[[int], None] | None = None,
+        on_bucket: Callable[[int], None] | None = None,
     ) -> Update:
         """Publish the next version; returns once it is committed and these (all, if not given) serve it."""
         self._step += 1
-        source = weights.version(Version(1, self._step), trap)
+        source = weights.version(Version(1, self._step), on_bucket)
         version = str(source.manifest.version)
         self.sources = {version: source}  # the coordinator keeps what it needs
         members = [self.members[name] for name in (served_by or self.members)]

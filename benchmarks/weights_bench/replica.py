@@ -44,8 +44,8 @@ class CopyingEngine:
         began = time.monotonic()
         await asyncio.to_thread(self._copy, staged)
         self.pause_s = time.monotonic() - began
-        found = [digest(bucket) for bucket in self._live] if self._hashes else []
-        report(commit=str(version), pause_s=self.pause_s, hashes=found)
+        hashes = [digest(bucket) for bucket in self._live] if self._hashes else []
+        report(commit=str(version), pause_s=self.pause_s, hashes=hashes)
 
     async def discard_weights(self, version: Version) -> None:
         self._staged.pop(version, None)

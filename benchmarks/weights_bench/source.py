@@ -25,8 +25,8 @@ class Drifting:
         self._bucket_bytes = bucket_bytes
         self._changed = changed
 
-    def version(self, version: Version, trap: Callable[[int], None] | None = None) -> Source:
-        """The next weights; `trap` hears of every bucket that is asked for."""
+    def version(self, version: Version, on_bucket: Callable[[int], None] | None = None) -> Source:
+        """The next weights; `on_bucket` is called for every bucket that is read."""
         count = int(self._words.size * self._changed)
         places = self._random.integers(0, self._words.size, count)
         self._words[places] += 1
@@ -35,14 +35,14 @@ class Drifting:
             memory[at : at + self._bucket_bytes]
             for at in range(0, memory.nbytes, self._bucket_bytes)
         ]
-        return Source(version, buckets, trap)
+        return Source(version, buckets, on_bucket)
 
 
 class Source:
     """A WeightSource."""
 
     def __init__(
-        self, version: Version, buckets: list[Uint8], trap: Callable[[int], None] | None
+        self, version: Version, buckets: list[Uint8], on_bucket: Callable[[int], None] | None
     ) -> None:
         tensors = tuple(
             TensorSpec(
@@ -57,7 +57,7 @@ class Source:
             for offset in range(0, bucket.nbytes, TENSOR_BYTES)
         )
         self._buckets = buckets
-        self._trap = trap
+        self._on_bucket = on_bucket
         self.manifest = WeightManifest(
             run=RUN,
             version=version,
@@ -67,6 +67,6 @@ class Source:
         )
 
     def bucket(self, index: int) -> Uint8:
-        if self._trap is not None:
-            self._trap(index)
+        if self._on_bucket is not None:
+            self._on_bucket(index)
         return self._buckets[index]

@@ -19,7 +19,7 @@ async def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 
 def at_bucket(mesh: Mesh, index: int) -> dict[str, int]:
-    """The trap that springs when bucket `index` is about to be sent; disk and shm have read it once before."""
+    """A signal when bucket `index` is about to be sent; disk and shm have read it once before."""
     return {"at": index, "call": 1 if mesh.config["carrier"] == "gloo" else 2}
 
 
@@ -33,8 +33,8 @@ async def test_survivors_commit_when_a_receiver_is_killed_at_any_bucket_boundary
     await trainer.publish(0)
     await trainer.until(lambda: trainer.all("published") == ["1.0"])
     for index, victim in enumerate(victims):
-        trap = at_bucket(mesh, index)
-        await trainer.publish(index + 1, pid=victim.child.pid, signal=signal.SIGKILL, **trap)
+        signal_at = at_bucket(mesh, index)
+        await trainer.publish(index + 1, pid=victim.child.pid, signal=signal.SIGKILL, **signal_at)
         await trainer.until(lambda step=index + 1: f"1.{step}" in trainer.all("published"))
         await trainer.until(lambda name=f"victim-{index}": trainer.fleet[name][0] == "out")
     versions = [f"1.{step}" for step in range(BUCKETS + 1)]

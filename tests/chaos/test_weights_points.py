@@ -7,14 +7,20 @@ from pathlib import Path
 
 from .weights_points import POINTS, run
 
-CHOSEN = {"middle bucket arrived", "COMMIT heard", "first COMMITTED heard, queue not yet told"}
+CHOSEN = {
+    "middle bucket arrived",
+    "COMMIT received",
+    "first COMMITTED received, queue not yet informed",
+}
 
 
 def test_there_are_twenty_points_all_different() -> None:
     assert len({(point.role, point.at, point.joining) for point in POINTS}) == len(POINTS) == 20
 
 
-async def test_survivors_commit_and_who_was_struck_comes_back(tmp_path: Path) -> None:
+async def test_survivors_commit_and_the_killed_or_stopped_replica_comes_back(
+    tmp_path: Path,
+) -> None:
     points = [point for point in POINTS if point.name in CHOSEN]
     outcomes = await run(tmp_path, "shm", points)
     assert [outcome for outcome in outcomes if not outcome.ok] == []

@@ -31,8 +31,8 @@ async def test_a_trainer_killed_in_a_sparse_transfer_resumes_and_everybody_follo
         await trainer.publish(step, **SPARSE)
     await trainer.until(lambda: "1.2" in trainer.all("published"))
     # On its way through delta, on its way to the store through object: two of its four patches are there.
-    trap = {"pid": trainer.child.pid, "signal": signal.SIGKILL, "at": 2}
-    await trainer.publish(3, **trap, **SPARSE)
+    signal_at = {"pid": trainer.child.pid, "signal": signal.SIGKILL, "at": 2}
+    await trainer.publish(3, **signal_at, **SPARSE)
     await trainer.child.wait()
     resumed = await mesh.trainer(epoch=2)
     for step in range(1, 4):
@@ -56,7 +56,7 @@ async def test_a_trainer_killed_in_a_sparse_transfer_resumes_and_everybody_follo
 async def test_a_replica_killed_between_prepared_and_committed_comes_back_exact(
     mesh: Mesh,
 ) -> None:
-    point = "heard commit"
+    point = "received commit"
     trainer = await mesh.trainer()
     healthy = await mesh.replica("healthy")
     victim = await mesh.replica("victim", f"--arm={point},2,{int(signal.SIGKILL)}")
@@ -64,7 +64,7 @@ async def test_a_replica_killed_between_prepared_and_committed_comes_back_exact(
     for step in range(3):
         await trainer.publish(step, **SPARSE)
     await victim.child.wait()
-    assert victim.all("struck") == [point]
+    assert victim.all("signalled") == [point]
     await trainer.until(lambda: "1.2" in trainer.all("published"))
     back = await mesh.replica("victim")
     await trainer.until(lambda: trainer.fleet["victim"] == ["serving", "1.2"])

@@ -1,4 +1,4 @@
-"""Processes of a weight plane with made-up weights, started, spoken to and ended by a test."""
+"""Processes of a weight plane with random weights, that a test starts, commands and ends."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Process:
     def hashes(self, key: str) -> dict[str, list[str]]:
         return {event[key]: event["hashes"] for event in self.events if key in event}
 
-    async def publish(self, step: int, **trap: float) -> None:
+    async def publish(self, step: int, **signal_at: float) -> None:
         assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps({"publish": step, **trap}).encode() + b"\n")
+        self.child.stdin.write(json.dumps({"publish": step, **signal_at}).encode() + b"\n")
         await self.child.stdin.drain()
 
     async def arm(self, at: str, step: int, number: signal.Signals) -> None:

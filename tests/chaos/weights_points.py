@@ -1,14 +1,14 @@
-"""Kills and stops one process of a weight plane at each of 20 points of the protocol, and sees what the others do.
+"""Kills and stops one process of a weight plane at each of 20 points of the protocol, and checks the others.
 
     python -m tests.chaos.weights_points [--carrier shm] [--write docs/reference/weights-chaos.md]
 
-One trainer and two survivors live through all cases; each replica that is struck is a process of its own. Prints a
-table and, last, a line of JSON; exit code 0 when every case ended as it must:
+One trainer and two survivors run through all cases; each replica that is killed or stopped is a process of its own.
+Prints a table and, last, a line of JSON; exit code 0 when every case ended as it must:
 
     replica, SIGKILL   the survivors commit the version; its replacement joins and serves the newest one
     replica, SIGSTOP   the survivors commit it, and the next; the stopped one is out; after SIGCONT it serves that
     trainer, SIGKILL   the trainer that takes over publishes; both replicas serve that, in the new epoch
-    trainer, SIGSTOP   both replicas keep a whole version; after SIGCONT they serve the one under way
+    trainer, SIGSTOP   both replicas keep a whole version; after SIGCONT they serve the one in transfer
     always             the hashes of every engine are those of the trainer, for each version that it ever committed
 """
 
@@ -35,7 +35,7 @@ QUICK = {"base_s": 1.0, "ready_s": 1.5, "commit_s": 1.0, "silence_s": 2.0, "beat
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a process is struck."""
+    """The point at which a process is killed or stopped."""
 
     name: str
     role: str
@@ -45,13 +45,13 @@ class Point:
 
     @property
     def early(self) -> bool:
-        """Struck before it has anything: it never holds the version up."""
+        """Killed or stopped before it has anything: it never delays the version."""
         return self.at == "before hello" and self.joining == 1
 
 
 POINTS = (
     Point("HELLO not yet sent", "replica", "before hello"),
-    Point("PROPOSE heard", "replica", "heard propose"),
+    Point("PROPOSE received", "replica", "received propose"),
     Point("carrier being opened", "replica", "opening"),
     Point("READY not yet sent", "replica", "before ready"),
     Point("first bucket arrived", "replica", "before received 0"),
@@ -59,23 +59,23 @@ POINTS = (
     Point("last bucket arrived", "replica", "before received 3"),
     Point("engine staging", "replica", "staging"),
     Point("PREPARED sent", "replica", "after prepared"),
-    Point("COMMIT heard", "replica", "heard commit"),
+    Point("COMMIT received", "replica", "received commit"),
     Point("switched, COMMITTED not yet sent", "replica", "before committed"),
     Point("joining a second time, HELLO not yet sent", "replica", "before hello", joining=2),
     Point("PROPOSE not yet sent", "trainer", "before propose"),
-    Point("READY heard", "trainer", "heard ready"),
-    Point("first bucket acknowledged", "trainer", "heard received 0"),
-    Point("middle bucket acknowledged", "trainer", "heard received 2"),
-    Point("last bucket acknowledged", "trainer", "heard received 3"),
-    Point("first PREPARED heard", "trainer", "heard prepared"),
+    Point("READY received", "trainer", "received ready"),
+    Point("first bucket acknowledged", "trainer", "received received 0"),
+    Point("middle bucket acknowledged", "trainer", "received received 2"),
+    Point("last bucket acknowledged", "trainer", "received received 3"),
+    Point("first PREPARED received", "trainer", "received prepared"),
     Point("COMMIT sent to one", "trainer", "after commit"),
-    Point("first COMMITTED heard, queue not yet told", "trainer", "heard committed"),
+    Point("first COMMITTED received, queue not yet informed", "trainer", "received committed"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one case came to."""
+    """The result of one case."""
 
     point: str
     role: str
@@ -89,7 +89,7 @@ class Outcome:
 
 
 class Campaign:
-    """A trainer, two survivors, and what is struck beside them."""
+    """A trainer, two survivors, and the process that is killed or stopped."""
 
     def __init__(self, directory: Path, carrier: str) -> None:
         self.mesh = Mesh(directory, carrier, **QUICK)
@@ -97,7 +97,7 @@ class Campaign:
         self._step = 0
         self._victims = 0
         self._truth: dict[str, list[str]] = {}
-        """Hashes by version, as any trainer said them."""
+        """Hashes by version, as the trainers reported them."""
 
     async def start(self) -> None:
         self.trainer = await self.mesh.trainer()
@@ -105,7 +105,7 @@ class Campaign:
         await self.publish()
         await self.serving(SURVIVORS)
 
-    async def strike(self, point: Point, number: signal.Signals) -> Outcome:
+    async def run_case(self, point: Point, number: signal.Signals) -> Outcome:
         case = self._replica if point.role == "replica" else self._trainer
         survivors_s: float | None = None
         back_s: float | None = None
@@ -130,9 +130,9 @@ class Campaign:
             await self._stop_until_out(victim, name)
             victim.signal(signal.SIGCONT)
         if point.at == "before hello":
-            await victim.until(lambda: victim.all("struck"))
+            await victim.until(lambda: victim.all("signalled"))
         survivors_s = await self.publish()
-        await victim.until(lambda: victim.all("struck"))
+        await victim.until(lambda: victim.all("signalled"))
         if number is signal.SIGKILL:
             assert await victim.child.wait() == -signal.SIGKILL
             began = time.monotonic()
@@ -229,14 +229,14 @@ async def run(
     points: Sequence[Point] = POINTS,
     signals: Sequence[signal.Signals] = (signal.SIGKILL, signal.SIGSTOP),
 ) -> list[Outcome]:
-    """Strike at every point with every signal; trainers' points come last, as each ends an epoch."""
+    """Send every signal at every point; trainers' points come last, as each ends an epoch."""
     campaign = Campaign(directory, carrier)
     try:
         await campaign.start()
         outcomes = []
         for point in points:
             for number in signals:
-                outcomes.append(await campaign.strike(point, number))
+                outcomes.append(await campaign.run_case(point, number))
                 print(outcomes[-1], file=sys.stderr, flush=True)
                 if not outcomes[-1].ok:
                     return outcomes
@@ -248,13 +248,13 @@ async def run(
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown: a row for each point."""
     lines = [
-        "| struck | where | SIGKILL: committed after | back after | SIGSTOP: committed after | back after |",
+        "| process | point | SIGKILL: committed after | back after | SIGSTOP: committed after | back after |",
         "|---|---|---|---|---|---|",
     ]
     rows: dict[tuple[str, str], list[str]] = {}
     for each in outcomes:
-        said = [f"{each.survivors_s:.1f} s", f"{each.back_s:.1f} s"] if each.ok else ["FAILED", ""]
-        rows.setdefault((each.role, each.point), []).extend(said)
+        times = [f"{each.survivors_s:.1f} s", f"{each.back_s:.1f} s"] if each.ok else ["FAILED", ""]
+        rows.setdefault((each.role, each.point), []).extend(times)
     lines += [
         f"| {role} | {point} | {' | '.join(cells)} |" for (role, point), cells in rows.items()
     ]
@@ -265,18 +265,18 @@ def page(outcomes: Sequence[Outcome], carrier: str) -> str:
     """The reference page."""
     assert __doc__ is not None
     expected = __doc__.partition("as it must:\n\n")[2].rstrip()
-    return f"""# What is left after a kill or a stop at every point of a version's way
+    return f"""# SIGKILL and SIGSTOP at every point of the weights protocol
 
 <!-- Written by `python -m tests.chaos.weights_points --write FILE`: run it again, do not edit. -->
 
-One trainer, two survivors and the process that is struck, all real processes, stub engines that serve hashes, carrier
-`{carrier}`, deadlines of one to two seconds. A case is right when
+One trainer, two survivors and the process that is killed or stopped, all real processes, stub engines that serve
+hashes, carrier `{carrier}`, deadlines of one to two seconds. A case is right when
 
 ```
 {expected}
 ```
 
-"Committed after": from the publishing of the version to its commit by the survivors, or, where the trainer is struck,
+"Committed after": from the publishing of the version to its commit by the survivors, or, where that is the trainer,
 to the commit of what it resumes with (its restart, and the deliberate pause of a stopped one, included). "Back
 after": from the replacement's start, or SIGCONT, until all serve the newest version.
 

@@ -1,9 +1,9 @@
-"""A trainer or a replica of the weight plane as a process of its own, with made-up weights, for the chaos tests.
+"""A trainer or a replica of the weight plane as a process of its own, with random weights, for the chaos tests.
 
 Speaks JSON lines: the trainer takes commands on stdin ({"publish": step} and what to kill at which bucket, or {"arm":
 point, "step": …, "signal": …}), both report events on stdout. An armed process sends the signal to itself when it
-gets to that point of the protocol: "before ready" and "after ready" around a message that it sends, "heard commit"
-when one arrives, "opening" the carrier, "staging" and "published" are where they say.
+reaches that point of the protocol: "before ready" and "after ready" for a message that it sends, "received commit"
+for one that arrives; "opening" the carrier, "staging", "published".
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SignalPoint:
         here = point == self.at and self._hellos in (0, self.joining)
         if here and (step == self.step or self.step < 0):
             self.at = ""
-            report(struck=point)
+            report(signalled=point)
             os.kill(os.getpid(), self.number)
 
     def install(self) -> None:
@@ -85,7 +85,7 @@ class SignalPoint:
 
         async def receive_(stream: Any) -> Any:
             message = await receive(stream)
-            self.reach(f"heard {_label(message)}", message.stamp.step)
+            self.reach(f"received {_label(message)}", message.stamp.step)
             return message
 
         async def opened_(session: Any, proposed: Any) -> Any:

@@ -84,8 +84,8 @@ class Carrier:
 
 class Cell:
     async def open(self, deadline_s): ...
-    async def send(self, manifest, index, bucket): raise UnavailableError("the wire is cut")
-    async def receive(self, manifest, index, into): raise UnavailableError("the wire is cut")
+    async def send(self, manifest, index, bucket): raise UnavailableError("the connection is cut")
+    async def receive(self, manifest, index, into): raise UnavailableError("the connection is cut")
     def committed(self, version): ...
     def abort(self): ...
     async def close(self): ...
@@ -95,10 +95,10 @@ class Cell:
 async def test_auto_takes_the_next_carrier_when_one_failed_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken_way").mkdir()
-    (tmp_path / "broken_way" / "wire.py").write_text(BROKEN)
+    (tmp_path / "broken_carrier").mkdir()
+    (tmp_path / "broken_carrier" / "broken.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(tmp_path)
-    async with opened("auto", tmp_path, among=("broken_way.wire", "shm")) as fleet:
+    async with opened("auto", tmp_path, among=("broken_carrier.broken", "shm")) as fleet:
         engine = fleet.join("one")
         await fleet.carry(fleet.source(0))
         await until(lambda: fleet.published == [Version(1, 0)])

@@ -40,7 +40,7 @@ def sparse(step: int, density: float = 0.01, epoch: int = 1) -> StubSource:
     return StubSource(RUN, Version(epoch, step), dtype="bfloat16", density=density)
 
 
-class Wire:
+class FetchRecorder:
     """Sees what the trainer's carrier writes, and may spoil it."""
 
     def __init__(self) -> None:
@@ -62,18 +62,18 @@ class Wire:
 
 
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    wire, serve = Wire(), delta.Carrier.serve
+def fetches(monkeypatch: pytest.MonkeyPatch) -> FetchRecorder:
+    fetches, serve = FetchRecorder(), delta.Carrier.serve
 
     async def tapped(carrier: delta.Carrier, request: pb.WeightPatchRequest, write: Any) -> None:
-        await serve(carrier, request, lambda part: write(wire.pass_on(part)))
+        await serve(carrier, request, lambda part: write(fetches.pass_on(part)))
 
     monkeypatch.setattr(delta.Carrier, "serve", tapped)
-    return wire
+    return fetches
 
 
 async def test_a_hundred_updates_are_exact_and_each_patch_is_encoded_once_for_all(
-    tmp_path: Path, wire: Wire
+    tmp_path: Path, fetches: FetchRecorder
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
         engines = await fleet.joined("one", "two", "three")
@@ -86,30 +86,30 @@ async def test_a_hundred_updates_are_exact_and_each_patch_is_encoded_once_for_al
         carrier = fleet.coordinator._routes._carriers["delta"]
         assert isinstance(carrier, delta.Carrier)
         assert carrier.patches.encoded == 99 * BUCKETS
-        assert len(wire.whole) == 3 * BUCKETS
-        assert len(wire.patches) == 3 * 99 * BUCKETS
-        assert sum(wire.patches) < 0.02 * 3 * 99 * source.manifest.total_bytes
+        assert len(fetches.whole) == 3 * BUCKETS
+        assert len(fetches.patches) == 3 * 99 * BUCKETS
+        assert sum(fetches.patches) < 0.02 * 3 * 99 * source.manifest.total_bytes
 
 
 async def test_a_joiner_gets_all_of_it_while_the_others_get_patches(
-    tmp_path: Path, wire: Wire
+    tmp_path: Path, fetches: FetchRecorder
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
         await fleet.joined("early")
         await fleet.carry(sparse(0))
         await fleet.carry(sparse(1))
-        wire.clear()
+        fetches.clear()
         late = await fleet.joined_late("late")
-        assert (len(wire.whole), len(wire.patches)) == (BUCKETS, 0)
-        wire.clear()
+        assert (len(fetches.whole), len(fetches.patches)) == (BUCKETS, 0)
+        fetches.clear()
         source = sparse(2)
         await fleet.carry(source)
-        assert (len(wire.whole), len(wire.patches)) == (0, 2 * BUCKETS)
+        assert (len(fetches.whole), len(fetches.patches)) == (0, 2 * BUCKETS)
         assert late.hashes == source.manifest.bucket_hashes
 
 
 async def test_a_replica_that_leaves_and_comes_back_goes_on_from_what_it_holds(
-    tmp_path: Path, wire: Wire
+    tmp_path: Path, fetches: FetchRecorder
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await fleet.joined("one")
@@ -118,15 +118,15 @@ async def test_a_replica_that_leaves_and_comes_back_goes_on_from_what_it_holds(
         fleet.coordinator._remove(generation, "shown out by the test")
         await until(lambda: fleet.coordinator.fleet().replicas[0].generation != generation)
         await until(lambda: fleet.state_of("one") is ReplicaState.SERVING)
-        wire.clear()
+        fetches.clear()
         source = sparse(1)
         await fleet.carry(source)
-        assert (len(wire.whole), len(wire.patches)) == (0, BUCKETS)
+        assert (len(fetches.whole), len(fetches.patches)) == (0, BUCKETS)
         assert engine.hashes == source.manifest.bucket_hashes
 
 
 async def test_a_trainer_that_takes_over_has_no_base_and_sends_whole_buckets(
-    tmp_path: Path, wire: Wire
+    tmp_path: Path, fetches: FetchRecorder
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await fleet.joined("one")
@@ -134,26 +134,26 @@ async def test_a_trainer_that_takes_over_has_no_base_and_sends_whole_buckets(
         await fleet.close_coordinator()
         fleet.epoch = 2
         await fleet.open_coordinator()
-        wire.clear()
+        fetches.clear()
         await fleet.carry(sparse(4, epoch=2))
         await until(lambda: engine.version == Version(2, 4))
-        assert (len(wire.whole), len(wire.patches)) == (BUCKETS, 0)
+        assert (len(fetches.whole), len(fetches.patches)) == (BUCKETS, 0)
         await fleet.carry(sparse(5, epoch=2))
-        assert (len(wire.whole), len(wire.patches)) == (BUCKETS, BUCKETS)
+        assert (len(fetches.whole), len(fetches.patches)) == (BUCKETS, BUCKETS)
         assert engine.hashes == sparse(5, epoch=2).manifest.bucket_hashes
 
 
-async def test_what_changed_too_much_goes_whole(tmp_path: Path, wire: Wire) -> None:
+async def test_what_changed_too_much_goes_whole(tmp_path: Path, fetches: FetchRecorder) -> None:
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(0, density=0.25))
         await fleet.carry(sparse(1, density=0.25))
-        assert (len(wire.whole), len(wire.patches)) == (2 * BUCKETS, 0)
+        assert (len(fetches.whole), len(fetches.patches)) == (2 * BUCKETS, 0)
         assert engine.hashes == sparse(1, density=0.25).manifest.bucket_hashes
 
 
 async def test_a_base_is_a_version_that_was_committed_not_one_that_was_staged(
-    tmp_path: Path, wire: Wire
+    tmp_path: Path, fetches: FetchRecorder
 ) -> None:
     class Refusing(HashSink):
         """Cannot stage version 1, at the first try."""
@@ -173,9 +173,9 @@ async def test_a_base_is_a_version_that_was_committed_not_one_that_was_staged(
         await fleet.carry(sparse(0))
         await fleet.carry(sparse(1))
         assert (healthy.version, refusing.version) == (Version(1, 1), Version(1, 0))
-        wire.clear()
+        fetches.clear()
         await until(lambda: refusing.version == Version(1, 1))
-        assert (len(wire.whole), len(wire.patches)) == (0, BUCKETS)
+        assert (len(fetches.whole), len(fetches.patches)) == (0, BUCKETS)
         assert refusing.hashes == healthy.hashes == sparse(1).manifest.bucket_hashes
 
 
@@ -190,21 +190,21 @@ SPOILED: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("spoiled", SPOILED)
 async def test_a_patch_that_arrives_spoiled_is_found_and_the_bucket_sent_whole(
-    tmp_path: Path, wire: Wire, spoiled: str
+    tmp_path: Path, fetches: FetchRecorder, spoiled: str
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await fleet.joined("one")
         await fleet.carry(sparse(0))
-        wire.clear()
-        wire.spoil = SPOILED[spoiled]
+        fetches.clear()
+        fetches.spoil = SPOILED[spoiled]
         source = sparse(1)
         await fleet.carry(source)
-        assert wire.spoil is None
-        assert (len(wire.whole), len(wire.patches)) == (1, BUCKETS)
+        assert fetches.spoil is None
+        assert (len(fetches.whole), len(fetches.patches)) == (1, BUCKETS)
         assert engine.hashes == source.manifest.bucket_hashes
-        wire.clear()
+        fetches.clear()
         await fleet.carry(sparse(2))
-        assert (len(wire.whole), len(wire.patches)) == (0, BUCKETS)
+        assert (len(fetches.whole), len(fetches.patches)) == (0, BUCKETS)
         assert engine.commits == fleet.published == [Version(1, step) for step in range(3)]
 
 
@@ -217,15 +217,15 @@ class Scribbling(HashSink):
 
 
 async def test_a_base_that_was_written_to_is_found_and_the_bucket_sent_whole(
-    tmp_path: Path, wire: Wire
+    tmp_path: Path, fetches: FetchRecorder
 ) -> None:
     async with opened("delta", tmp_path) as fleet:
         (engine,) = await fleet.joined(one=Scribbling())
         await fleet.carry(sparse(0))
-        wire.clear()
+        fetches.clear()
         source = sparse(1)
         await fleet.carry(source)
-        assert (len(wire.whole), len(wire.patches)) == (1, BUCKETS)
+        assert (len(fetches.whole), len(fetches.patches)) == (1, BUCKETS)
         assert engine.hashes == source.manifest.bucket_hashes
 
 
@@ -263,7 +263,7 @@ async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
 
 
 async def test_patches_travel_over_tls_where_the_mesh_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wire: Wire
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetches: FetchRecorder
 ) -> None:
     authority = trustme.CA()
     (tmp_path / "ca.pem").write_bytes(authority.cert_pem.bytes())
@@ -278,7 +278,7 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
         await fleet.carry(sparse(0))
         await fleet.carry(sparse(1))
         assert engine.hashes == sparse(1).manifest.bucket_hashes
-        assert len(wire.patches) == BUCKETS
+        assert len(fetches.patches) == BUCKETS
         _, endpoint = await fleet.coordinator._routes._listen("delta")
         address = endpoint.partition("#")[0]
         async with grpc.aio.insecure_channel(address) as channel:

@@ -87,10 +87,10 @@ class Fleet:
 
     async def joined(self, *names: str, **engines: HashSink) -> list[HashSink]:
         """Join them, those of `engines` with an engine of their own; the coordinator knows them all then."""
-        made = [self.join(name) for name in names]
-        made += [self.join(name, engine) for name, engine in engines.items()]
+        sinks = [self.join(name) for name in names]
+        sinks += [self.join(name, engine) for name, engine in engines.items()]
         await until(lambda: all(self.state_of(name) is not None for name in (*names, *engines)))
-        return made
+        return sinks
 
     async def joined_late(self, name: str) -> HashSink:
         """Join, and catch up with what the others have."""

@@ -29,9 +29,9 @@ class NcclConfig(Config):
     """More environment of the process, such as NCCL_SOCKET_IFNAME, or LD_PRELOAD with the libnccl.so.2 of the other
     side: all ranks need the identical version."""
     spare: bool = True
-    """Keep a started process in waiting, because importing torch and cupy takes seconds."""
+    """Keep one spare process started, because importing torch and cupy takes seconds."""
     start_s: PositiveFloat = 60.0
-    """Longest time from the start of a process until it has found its GPU."""
+    """Longest time, in seconds, from the start of a process until it has found its GPU."""
 
 
 class IpcConfig(Config):
@@ -44,14 +44,14 @@ class IpcConfig(Config):
 
 
 class WeightsConfig(Config):
-    """How weights travel from the trainer to the rollout engines, and how long anybody waits for it."""
+    """How weights travel from the trainer to the rollout engines, and the deadlines of it."""
 
     carrier: str = "gloo"
     """A module of `meshrl.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
     cuda_ipc on one host, delta for what changed, disk and object through a directory or a store; auto chooses for
     each class of rollout processes, by what both ends can do and what was measured."""
     among: tuple[str, ...] = ("cuda_ipc", "shm", "nccl", "gloo", "delta")
-    """What `auto` chooses among; those that an end cannot run are left out there. With a fixed `port` they listen on
+    """What `auto` chooses among; an end leaves out those that it cannot run. With a fixed `port` they listen on
     that one and the ones after it, in this order."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What floating-point tensors are cast to before they are sent."""
@@ -74,9 +74,9 @@ class WeightsConfig(Config):
     commit_s: PositiveFloat = 60.0
     """Longest time an engine may take to switch to a staged version; a drain adds the rollout's deadline."""
     beat_s: PositiveFloat = 2.0
-    """Seconds between signs of life on an idle stream."""
+    """Seconds between heartbeats on an idle stream."""
     silence_s: PositiveFloat = 30.0
-    """A side that says nothing for this long is given up."""
+    """Seconds without any message after which the other side counts as dead."""
     resends: NonNegativeInt = 2
     """How often buckets that arrive corrupted are sent again before the replica is quarantined."""
     quorum: float = Field(default=1.0, gt=0.0, le=1.0)

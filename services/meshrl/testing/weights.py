@@ -1,6 +1,6 @@
-"""Made-up weights and an engine that keeps only their hashes: a whole weight plane without a model.
+"""Random weights, and an engine that keeps only their hashes: a weight plane without a model.
 
-What tests, benchmarks and a dry run of a fleet use in place of a trainer and of engines.
+Tests, benchmarks and a dry run of a fleet use them in place of a trainer and of engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ITEM = {"float32": 4, "bfloat16": 2}
 
 
 class StubSource:
-    """A WeightSource of random bytes that follow from the version alone."""
+    """A WeightSource of random bytes that depend on the version only."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class StubSource:
             random.integers(0, 256, bucket_bytes, dtype=np.uint8) for _ in range(buckets)
         ]
         for bucket in self._buckets:
-            if sparse:  # each word's turn comes once in `period` steps
+            if sparse:  # each word changes once in `period` steps
                 period, words = round(1 / density), bucket.view(f"u{_ITEM[dtype]}")
                 turns = (version.step + random.integers(0, period, len(words))) // period
                 words += turns.astype(words.dtype)
@@ -76,7 +76,7 @@ class StubSource:
 
     @property
     def manifest(self) -> WeightManifest:
-        """What is sent."""
+        """The manifest of the bytes."""
         return self._manifest
 
     def bucket(self, index: int) -> Uint8:
@@ -95,7 +95,7 @@ class HashSink:
         self._staged: dict[Version, tuple[str, ...]] = {}
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        """Hash what came. Raises UserError when it is not what the manifest describes."""
+        """Hash the buckets. Raises UserError when their sizes differ from the manifest."""
         if tuple(bucket.nbytes for bucket in buckets) != manifest.bucket_bytes:
             raise UserError(
                 f"weights {manifest.version}: buckets are not of their manifest's sizes"

@@ -2,7 +2,7 @@
 
 A carrier's module may assign these literals, which are read without importing it; what it leaves out is as below.
 
-    REACH = "host" | "network" | "directory"     who can be reached: this host, anybody, who sees the directory
+    REACH = "host" | "network" | "directory"     which replicas: this host, any host, those that see the directory
     NEEDS = ("torch", "cuda")                    modules that both ends must be able to import; cuda: a GPU driver
     RATE = 1e9                                   bytes/s to one replica, before anything is measured
     SPARSE = False                               whether it sends what changed, so that its time follows the density

@@ -1,6 +1,6 @@
-"""A version as the files of a safetensors checkpoint: one file per bucket, and what lies beside them.
+"""A version as the files of a safetensors checkpoint: one file per bucket, index, config and tokenizer.
 
-Knows the format, not where files lie. No torch: a bucket's tensors are written and read as raw bytes.
+The format only; version_store.py knows the paths. No torch: a bucket's tensors are written and read as raw bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _COMPANIONS = (
 
 
 def file_name(manifest: WeightManifest, index: int) -> str:
-    """Of one bucket."""
+    """The name of a bucket's file."""
     return f"model-{index + 1:05d}-of-{len(manifest.bucket_bytes):05d}.safetensors"
 
 
 def index_text(manifest: WeightManifest) -> str:
-    """The file INDEX: where each tensor is."""
+    """The content of the file INDEX, which maps tensors to files."""
     index = {
         "metadata": {"total_size": manifest.total_bytes},
         "weight_map": {t.name: file_name(manifest, t.bucket) for t in manifest.tensors},
@@ -55,7 +55,7 @@ def write_tensors(file: BinaryIO, manifest: WeightManifest, index: int, bucket: 
         }
         position += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants its data aligned
+    text += b" " * (-len(text) % 8)  # the format aligns its data
     file.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
         file.write(bucket.data[tensor.offset : tensor.offset + tensor.nbytes])
@@ -69,7 +69,7 @@ def read_tensors(
     Args:
         file: at its beginning.
         size: its bytes.
-        name: what errors call it.
+        name: of the file, for errors.
         manifest: of the version.
         index: of the bucket.
         into: uint8[bucket_bytes[index]].

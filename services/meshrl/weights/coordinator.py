@@ -354,7 +354,7 @@ class WeightCoordinator:
         transaction = self._proposed
         assert transaction is not None
         if transaction.phase is Phase.COMMITTED:
-            # From now on joiners get this version; the queue is told only now that engines serve it.
+            # From now on joiners get this version. The queue learns of it only now, when engines serve it.
             self._committed = transaction
             self._routes.committed(transaction.source)
             await self._on_committed(transaction.version)

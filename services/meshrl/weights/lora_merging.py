@@ -43,18 +43,18 @@ class Merger:
             for spec in manifest.tensors
         }
         served = adapter.merged
-        whole = [np.empty(nbytes, dtype=np.uint8) for nbytes in served.bucket_bytes]
+        merged_buckets = [np.empty(nbytes, dtype=np.uint8) for nbytes in served.bucket_bytes]
         for spec in served.tensors:
-            target = whole[spec.bucket][spec.offset : spec.offset + spec.nbytes]
+            target = merged_buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
             _tensor(spec, target).copy_(_weight(base, spec, adapter, parts))
-        for index, bucket in enumerate(whole):
+        for index, bucket in enumerate(merged_buckets):
             if digest(bucket) != served.bucket_hashes[index]:
                 self._base = None  # its file may have changed since it was opened: open it again
                 raise CorruptError(
                     f"weights {manifest.version}, merged here, are not what the trainer merged:"
                     f" {wrong_tensors(served, index, bucket)}"
                 )
-        return whole
+        return merged_buckets
 
     def _checked(self, adapter: Adapter) -> BaseModel:
         from meshrl.trainer.model.base_model import (

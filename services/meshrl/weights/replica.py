@@ -172,7 +172,7 @@ class Replica:
     ) -> list[int]:
         """Send `wanted` buckets; returns those that arrived corrupted."""
         manifest = source.manifest
-        spoiled: list[int] = []
+        corrupted: list[int] = []
 
         async def send() -> None:
             for index in wanted:
@@ -187,13 +187,13 @@ class Replica:
                         f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
                     )
                 if received.hash != manifest.bucket_hashes[index]:
-                    spoiled.append(index)
+                    corrupted.append(index)
 
         await self._send(manifest.version, transfer=pb.PlaneTransfer(buckets=wanted))
         await together(send(), acknowledge())
-        for index in spoiled:
+        for index in corrupted:
             _check_source(manifest, index, source)
-        return spoiled
+        return corrupted
 
     async def _expect(self, kind: str, deadline_s: float) -> pb.ReplicaMessage:
         message = await within(

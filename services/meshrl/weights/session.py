@@ -86,7 +86,7 @@ class Session:
             MeshError: what failed here; the coordinator has been sent it.
         """
         while True:
-            # May wait for long, until a version comes: `read_loop` has the deadline.
+            # Waits until the next version: `read_loop` has the deadline.
             message = await self._stream.receive()
             body = message.WhichOneof("body")
             version = stamped_version(message.stamp)

@@ -114,7 +114,7 @@ class Transaction:
             if self._committed:
                 self.phase = Phase.COMMITTED
                 return
-        # Still open, or open again because everybody died between COMMIT and COMMITTED.
+        # Still open, or open again because all members died between COMMIT and COMMITTED.
         if not self._members:
             self._members, self._followers = self._followers, set()
         holders = self._members & self._prepared

@@ -76,16 +76,16 @@ class VersionStore:
         self._local = isinstance(self._files, LocalFileSystem)
 
     def folder(self, run: str, version: Version) -> str:
-        """Where a version lies."""
+        """The folder of a version."""
         return f"{self._runs_folder(run)}/{version}".lstrip("/")
 
     def draft(self, folder: str) -> str:
-        """Where a version is written before `publish`: a hidden folder where folders can be renamed."""
+        """The folder to write a version to before `publish`: hidden in a local directory, else the final one."""
         parent, slash, name = folder.rpartition("/")
         return f"{parent}{slash}.{name}" if self._local else folder
 
     def publish(self, folder: str) -> None:
-        """Give a version that is complete its name. Raises CapacityError."""
+        """Rename the draft of a complete version to its final name. Raises CapacityError."""
         if not self._local:
             return
         target, draft = Path(self._root, folder), Path(self._root, self.draft(folder))
@@ -99,7 +99,7 @@ class VersionStore:
             raise CapacityError(f"cannot rename {draft}: {_line(error)}") from error
 
     def write(self, path: str, content: bytes) -> None:
-        """One object, with the folder that it lies in; in a local directory durable and atomic.
+        """Write one object, and its folder; durable and atomic in a local directory.
 
         Raises:
             CapacityError: the store refuses.
@@ -118,7 +118,7 @@ class VersionStore:
             raise CapacityError(f"cannot write {path} to {self.url}: {_line(error)}") from error
 
     def read(self, path: str) -> bytes:
-        """One object. Raises CorruptError when there is none, UnavailableError when the store fails."""
+        """Read one object. Raises CorruptError when there is none, UnavailableError when the store fails."""
         try:
             content: bytes = self._files.cat_file(f"{self._root}/{path}")
         except FileNotFoundError as error:
@@ -148,7 +148,7 @@ class VersionStore:
         return [name.rstrip("/").rpartition("/")[2] for name in paths]
 
     def remove(self, folder: str) -> None:
-        """A folder; `version.json` first, so that nobody sees half of it. Raises UnavailableError."""
+        """Delete a folder; `version.json` first, so that nobody sees half of it. Raises UnavailableError."""
         full = f"{self._root}/{folder}"
         try:
             if self._files.exists(f"{full}/{_VERSION_FILE}"):
@@ -173,7 +173,7 @@ class VersionStore:
             about: Any = json.loads(self.read(path))
             chain = tuple(Version.parse(name) for name in about["chain"])
             if about["run"] != run or not chain or chain[-1] != version:
-                raise ValueError("it is of something else")
+                raise ValueError("it belongs to another version")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{self.url}: {path} cannot be read ({error})") from error
         return chain
@@ -233,7 +233,7 @@ class VersionWriter:
         """Write a bucket that was read corrupted into the version's folder, whole. Raises CapacityError."""
         folder = self._store.folder(manifest.run, manifest.version)
         self._write_whole(folder, manifest, index, bucket)
-        self._chain = ()  # something in it is spoiled
+        self._chain = ()  # something in it is corrupted
 
     def prune(self, run: str) -> None:
         """Remove what the newest `keep` versions do not need, and what a trainer that died has left unfinished.

@@ -101,7 +101,7 @@ class WorkerThread:
             result, failure = None, None
             try:
                 result = call(*args)
-            except BaseException as error:  # handed to whoever awaits the future
+            except BaseException as error:  # raised where the future is awaited
                 failure = error
             # The loop may be closed when a stuck call returns at last: then nobody waits for it.
             if not loop.is_closed():

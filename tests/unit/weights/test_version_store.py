@@ -51,7 +51,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"{request.param}://{secrets.token_hex(4)}/weights"
 
 
-def made(step: int, density: float = 0.01, epoch: int = 1, run: str = RUN) -> StubSource:
+def source_at(step: int, density: float = 0.01, epoch: int = 1, run: str = RUN) -> StubSource:
     return StubSource(
         run,
         Version(epoch, step),
@@ -70,14 +70,14 @@ def writer(url: str, **options: Any) -> VersionWriter:
 
 def read(url: str, source: StubSource, held: Held | None = None) -> list[Uint8]:
     reader = VersionReader(VersionStore(url), source.manifest.run, held or Held())
-    found = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
-    for index, into in enumerate(found):
+    buckets = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
+    for index, into in enumerate(buckets):
         reader.read(source.manifest, index, into, again=False)
-    return found
+    return buckets
 
 
-def same(found: list[Uint8], source: StubSource) -> bool:
-    return all(np.array_equal(bucket, source.bucket(i)) for i, bucket in enumerate(found))
+def same(buckets: list[Uint8], source: StubSource) -> bool:
+    return all(np.array_equal(bucket, source.bucket(i)) for i, bucket in enumerate(buckets))
 
 
 def chain_of(url: str, source: StubSource) -> list[int]:
@@ -88,17 +88,17 @@ def chain_of(url: str, source: StubSource) -> list[int]:
 def test_every_version_that_is_kept_can_be_read_by_a_joiner_at_any_moment(url: str) -> None:
     chain = writer(url, keep=3, anchor_every=4)
     for step in range(14):
-        chain.write(made(step))
-        assert chain_of(url, made(step)) == list(range(step - step % 4, step + 1))
+        chain.write(source_at(step))
+        assert chain_of(url, source_at(step)) == list(range(step - step % 4, step + 1))
         for kept in range(max(0, step - 2), step + 1):
-            assert same(read(url, made(kept)), made(kept))
+            assert same(read(url, source_at(kept)), source_at(kept))
 
 
 def test_what_no_kept_version_needs_is_removed(url: str) -> None:
     chain, store = writer(url, keep=2, anchor_every=5), VersionStore(url)
     left = {}
     for step in range(7):
-        chain.write(made(step))
+        chain.write(source_at(step))
         left[step] = sorted(store.folders(RUN))
     assert left[4] == [f"1.{each}" for each in range(5)]
     assert left[5] == [f"1.{each}" for each in range(6)]  # 1.4 is kept, and needs all before it
@@ -113,11 +113,11 @@ def test_a_patch_is_small_and_an_anchor_a_checkpoint(tmp_path: Path) -> None:
         WeightsConfig(directory="store"), VersionStore(str(tmp_path / "store")), model
     )
     for step in range(2):
-        chain.write(made(step, run="r"))
+        chain.write(source_at(step, run="r"))
     anchor, patch = tmp_path / "store/r/1.0", tmp_path / "store/r/1.1"
     assert (anchor / "config.json").read_text() == "{}"
     assert sum(path.stat().st_size for path in patch.iterdir()) < 0.1 * (BUCKETS << 13)
-    source = made(0, run="r")
+    source = source_at(0, run="r")
     tensor = source.manifest.tensors[3]
     loaded = dict(deserialize((anchor / "model-00002-of-00002.safetensors").read_bytes()))
     sent = source.bucket(1)[tensor.offset : tensor.offset + tensor.nbytes]
@@ -128,23 +128,23 @@ def test_a_patch_is_small_and_an_anchor_a_checkpoint(tmp_path: Path) -> None:
 def test_an_anchor_is_written_when_too_much_changed_and_on_a_resume(url: str) -> None:
     chain = writer(url)
     for step in range(3):
-        chain.write(made(step))
-    assert chain_of(url, made(2)) == [0, 1, 2]
-    dense = made(3, density=0.5)
+        chain.write(source_at(step))
+    assert chain_of(url, source_at(2)) == [0, 1, 2]
+    dense = source_at(3, density=0.5)
     chain.write(dense)
     assert chain_of(url, dense) == [3]
-    chain.write(made(4, density=0.5))
-    assert chain_of(url, made(4)) == [4]
+    chain.write(source_at(4, density=0.5))
+    assert chain_of(url, source_at(4)) == [4]
     resumed = writer(url)
-    resumed.write(made(2, epoch=2))
-    resumed.write(made(3, epoch=2))
-    assert chain_of(url, made(3, epoch=2)) == [2, 3]
-    assert same(read(url, made(3, epoch=2)), made(3, epoch=2))
+    resumed.write(source_at(2, epoch=2))
+    resumed.write(source_at(3, epoch=2))
+    assert chain_of(url, source_at(3, epoch=2)) == [2, 3]
+    assert same(read(url, source_at(3, epoch=2)), source_at(3, epoch=2))
 
 
 def test_one_dense_bucket_among_sparse_ones_goes_whole_in_a_patch(url: str) -> None:
     chain = writer(url, max_density=0.6)
-    old, new, dense = made(0), made(1), made(1, density=0.99)
+    old, new, dense = source_at(0), source_at(1), source_at(1, density=0.99)
     new._buckets[1] = dense.bucket(1)
     hashes = new.manifest.bucket_hashes[0], dense.manifest.bucket_hashes[1]
     new._manifest = replace(new.manifest, bucket_hashes=hashes)
@@ -157,12 +157,12 @@ def test_one_dense_bucket_among_sparse_ones_goes_whole_in_a_patch(url: str) -> N
 def test_a_replica_reads_only_what_it_lacks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chain, held = writer(url), Held()
     for step in range(3):
-        chain.write(made(step))
-    first = read(url, made(1))
+        chain.write(source_at(step))
+    first = read(url, source_at(1))
     for index, bucket in enumerate(first):
-        held.arrived(made(1).manifest, index, bucket)
+        held.arrived(source_at(1).manifest, index, bucket)
     held.commit(Version(1, 1))
-    chain.write(made(3))
+    chain.write(source_at(3))
     paths: list[str] = []
     original = VersionStore.read
 
@@ -171,57 +171,57 @@ def test_a_replica_reads_only_what_it_lacks(url: str, monkeypatch: pytest.Monkey
         return original(store, path)
 
     monkeypatch.setattr(VersionStore, "read", spy)
-    assert same(read(url, made(3), held), made(3))
+    assert same(read(url, source_at(3), held), source_at(3))
     assert {path[0] for path in paths} == {"2", "3"}
-    assert same(first, made(1))  # what the engine may hold is not written to
+    assert same(first, source_at(1))  # what the engine may hold is not written to
 
 
 def test_a_version_without_its_last_object_does_not_exist_and_is_removed(url: str) -> None:
     store, chain = VersionStore(url), writer(url)
-    chain.write(made(0))
+    chain.write(source_at(0))
     folder = "a%20run%2Fwith%20a%20slash/1.1"
     store.write(f"{folder}/model-00001-of-00002.patch", b"half")  # killed here
     with pytest.raises(CorruptError, match=r"1\.1/version\.json is missing"):
-        read(url, made(1))
+        read(url, source_at(1))
     resumed = writer(url)
-    resumed.write(made(1, epoch=2))
+    resumed.write(source_at(1, epoch=2))
     assert "1.1" not in store.folders(RUN)
-    assert same(read(url, made(0)), made(0))
+    assert same(read(url, source_at(0)), source_at(0))
 
 
 def test_after_a_write_that_failed_half_way_comes_an_anchor() -> None:
     url = f"flaky://{secrets.token_hex(4)}"
     Flaky.writes_left = 1 << 30
     chain = writer(url)
-    chain.write(made(0))
+    chain.write(source_at(0))
     for left in range(3):  # two patches and the last object
         Flaky.writes_left = left
         with pytest.raises(
             CapacityError, match=r"cannot write .* to flaky://\w+: no room no room at all$"
         ):
-            chain.write(made(1 + left))
+            chain.write(source_at(1 + left))
         Flaky.writes_left = 1 << 30
         with pytest.raises(CorruptError):
-            read(url, made(1 + left))
-        chain.write(made(1 + left))
-        assert chain_of(url, made(1 + left)) == [1 + left]
-        assert same(read(url, made(1 + left)), made(1 + left))
+            read(url, source_at(1 + left))
+        chain.write(source_at(1 + left))
+        assert chain_of(url, source_at(1 + left)) == [1 + left]
+        assert same(read(url, source_at(1 + left)), source_at(1 + left))
 
 
 def test_a_spoiled_patch_is_repaired_whole_and_an_anchor_follows(url: str) -> None:
     chain, store = writer(url), VersionStore(url)
     for step in range(2):
-        chain.write(made(step))
+        chain.write(source_at(step))
     store.write("a%20run%2Fwith%20a%20slash/1.1/model-00001-of-00002.patch", b"mdp1 spoiled")
-    source = made(1)
+    source = source_at(1)
     reader, into = VersionReader(store, RUN, Held()), np.empty(1 << 13, dtype=np.uint8)
     with pytest.raises(CorruptError, match="patch"):
         reader.read(source.manifest, 0, into, again=False)
     chain.repair(source.manifest, 0, source.bucket(0))
     reader.read(source.manifest, 0, into, again=True)
     assert np.array_equal(into, source.bucket(0))
-    chain.write(made(2))
-    assert chain_of(url, made(2)) == [2]
+    chain.write(source_at(2))
+    assert chain_of(url, source_at(2)) == [2]
 
 
 @pytest.mark.parametrize(
@@ -229,19 +229,19 @@ def test_a_spoiled_patch_is_repaired_whole_and_an_anchor_follows(url: str) -> No
 )
 def test_a_version_file_that_makes_no_sense_is_corrupt_in_one_line(content: bytes) -> None:
     url = f"memory://{secrets.token_hex(4)}"
-    writer(url).write(made(0))
+    writer(url).write(source_at(0))
     VersionStore(url).write("a%20run%2Fwith%20a%20slash/1.0/version.json", content)
     with pytest.raises(CorruptError, match=r"version\.json cannot be read") as caught:
-        read(url, made(0))
+        read(url, source_at(0))
     assert "\n" not in str(caught.value)
 
 
 def test_runs_do_not_mix_in_one_directory(url: str) -> None:
     for run in ("one", "two"):
-        writer(url).write(made(0, run=run))
-        writer(url).write(made(3 if run == "one" else 4, epoch=2, run=run))
-    assert same(read(url, made(3, epoch=2, run="one")), made(3, epoch=2, run="one"))
-    assert same(read(url, made(4, epoch=2, run="two")), made(4, epoch=2, run="two"))
+        writer(url).write(source_at(0, run=run))
+        writer(url).write(source_at(3 if run == "one" else 4, epoch=2, run=run))
+    assert same(read(url, source_at(3, epoch=2, run="one")), source_at(3, epoch=2, run="one"))
+    assert same(read(url, source_at(4, epoch=2, run="two")), source_at(4, epoch=2, run="two"))
 
 
 def test_stores_that_cannot_be_used_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,13 +273,13 @@ def test_in_the_directory_of_a_run_every_version_is_a_whole_checkpoint(tmp_path:
     store = VersionStore(tmp_path / "weights")
     chain = VersionWriter(WeightsConfig(anchor_every=10, keep=3), store, None)
     for step in range(5):
-        chain.write(made(step))
+        chain.write(source_at(step))
     folders = sorted((tmp_path / "weights").iterdir())
     assert [folder.name for folder in folders] == ["1.2", "1.3", "1.4"]
     for step, folder in zip(range(2, 5), folders, strict=True):
         content = (folder / "model-00001-of-00002.safetensors").read_bytes()
-        tensor = made(step).manifest.tensors[1]
-        sent = made(step).bucket(0)[tensor.offset : tensor.offset + tensor.nbytes]
+        tensor = source_at(step).manifest.tensors[1]
+        sent = source_at(step).bucket(0)[tensor.offset : tensor.offset + tensor.nbytes]
         assert dict(deserialize(content))[tensor.name]["data"] == sent.tobytes()
 
 
@@ -297,10 +297,10 @@ def test_a_local_version_has_no_name_before_it_is_complete(
 
     monkeypatch.setattr(VersionStore, "write", spy)
     chain = VersionWriter(WeightsConfig(), store, None)
-    chain.write(made(0))
+    chain.write(source_at(0))
     with pytest.raises(KeyboardInterrupt):
-        chain.write(made(1))
+        chain.write(source_at(1))
     assert seen == [[".1.0"]] * 4 + [[".1.1", "1.0"]]
     monkeypatch.setattr(VersionStore, "write", original)
-    VersionWriter(WeightsConfig(), store, None).write(made(0, epoch=2))
+    VersionWriter(WeightsConfig(), store, None).write(source_at(0, epoch=2))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["1.0", "2.0"]

@@ -179,13 +179,13 @@ async def test_shared_memory_lends_each_bucket_uncopied_and_keeps_two_versions(
 
 async def test_shared_memory_refuses_a_replica_of_another_host_in_one_line(tmp_path: Path) -> None:
     carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
-    said = json.loads(await carrier.listen())
+    offer = json.loads(await carrier.listen())
     link = Link(run="r", epoch=1, generation=1, endpoint="", rank=1)
     for change, why in (
         ({"boot": "b00t"}, f"boot id is {boot_id()}, the trainer's b00t"),
         ({"probe": "meshrl-0123456789abcdef.arena"}, "another container or another user"),
     ):
-        channel = carrier.channel(replace(link, endpoint=json.dumps(said | change)))
+        channel = carrier.channel(replace(link, endpoint=json.dumps(offer | change)))
         with pytest.raises(ConfigError, match=why) as refused:
             await channel.open(1.0)
         assert "\n" not in str(refused.value)

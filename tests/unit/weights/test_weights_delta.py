@@ -212,7 +212,7 @@ def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("patch", "says"),
+    ("patch", "message"),
     [
         (b"", "not even a head"),
         (b"x" * 100, "not with a head"),
@@ -222,7 +222,7 @@ def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
         (made(Kind.GAPS, 20, 1, [10], [1], [], []), "word 10 of a bucket of 10 words"),
         (made(Kind.GAPS, 20, 2, [1], [1, 1], [], []), "1 indices for 2 changed words"),
         (made(Kind.GAPS, 20, 2, [1, 1], [1], [], []), "1 codes for 2 changed words"),
-        (made(Kind.GAPS, 20, 1, [1, 1], [1], [], []), "a coordinator of 2 bytes"),
+        (made(Kind.GAPS, 20, 1, [1, 1], [1], [], []), "a plane of 2 bytes"),
         (made(Kind.GAPS, 20, 1, [1], [0], [], []), "more escapes than values"),
         (made(Kind.GAPS, 20, 1, [1], [1], [5, 5], []), "1 indices for 1 changed words"),
         (made(Kind.GAPS, 21, 0, [], [], [], []), "0 codes for 0 changed words"),
@@ -232,9 +232,9 @@ def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
         (made(Kind.WHOLE, 1 << 60, 0, [1]), "for a bucket of 1152921504606846976 bytes"),
     ],
 )
-def test_a_patch_that_lies_is_told_so_in_one_line(patch: bytes, says: str) -> None:
+def test_a_patch_that_lies_is_told_so_in_one_line(patch: bytes, message: str) -> None:
     size = 21 if b"\x15\0\0\0\0\0\0\0" in patch[:16] else 20
-    with pytest.raises(CorruptError, match=says):
+    with pytest.raises(CorruptError, match=message):
         apply(np.zeros(size, dtype=np.uint8), patch)
 
 
@@ -254,5 +254,5 @@ def test_a_frame_that_claims_more_than_its_plane_takes_no_memory() -> None:
     large = compress(np.zeros(1 << 20, dtype=np.uint8))
     lying = (1 << 10).to_bytes(8, "little") + large[8:]
     about = join(Head(Kind.WHOLE, 2, 1 << 10, 0), [lying])
-    with pytest.raises(CorruptError, match="not of the 1024 bytes"):
+    with pytest.raises(CorruptError, match="does not have the 1024 bytes"):
         planes(about, [1 << 10])

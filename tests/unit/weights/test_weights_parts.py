@@ -177,12 +177,12 @@ def test_wrong_tensors_are_named_where_each_has_a_hash() -> None:
     spoiled[0] ^= 1
     assert wrong_tensors(manifest, 0, spoiled) == "bucket 0"
     hashes = tuple(tensor_digest(bucket, tensor) for tensor in manifest.tensors)
-    told = replace(manifest, tensor_hashes=hashes)
-    assert wrong_tensors(told, 0, spoiled) == "bucket 0: a"
+    hashed = replace(manifest, tensor_hashes=hashes)
+    assert wrong_tensors(hashed, 0, spoiled) == "bucket 0: a"
     spoiled[8] ^= 1
-    assert wrong_tensors(told, 0, spoiled) == "bucket 0: a and 1 more"
+    assert wrong_tensors(hashed, 0, spoiled) == "bucket 0: a and 1 more"
     bucket[4] ^= 1
-    assert wrong_tensors(told, 0, bucket) == "bucket 0, between its tensors"
+    assert wrong_tensors(hashed, 0, bucket) == "bucket 0, between its tensors"
 
 
 def write_bucket(directory: Path, manifest: WeightManifest, bucket: Uint8) -> None:

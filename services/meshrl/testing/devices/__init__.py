@@ -1,1 +1,1 @@
-"""Stand-ins for GPU memory; `weights.ipc.device` may name them."""
+"""Stand-ins for GPU memory; `weights.ipc.library` may name them."""

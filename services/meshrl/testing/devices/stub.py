@@ -1,4 +1,4 @@
-"""Stands in for a GPU: device memory is a locked file in /dev/shm, a handle is its name. For tests and rehearsals."""
+"""Stands in for a GPU: device memory is a locked file in /dev/shm, a handle is its name. For tests and dry runs."""
 
 from __future__ import annotations
 

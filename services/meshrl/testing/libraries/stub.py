@@ -1,20 +1,20 @@
-"""A NCCL of sockets, for machines without a GPU: the same promises, and faults on request.
+"""A stand-in for NCCL that uses sockets, for machines without a GPU: the same behaviour, and faults on request.
 
 Every rank of a communicator has a connection to rank 0, which is where the unique id points: like NCCL's, it names an
-address of the process that minted it, and joining blocks until everybody has come. Device memory is host memory, the
+address of the process that made it, and joining blocks until every rank has joined. Device memory is host memory, the
 stream is a thread, collectives on it are asynchronous. Two ways of being stricter than NCCL: ranks whose collectives
 differ fail with both named instead of hanging, and so does a communicator that was not warmed up.
 
 The environment variable MESHRL_NCCL_STUB holds JSON: `version` (a NCCL of that version), `deaf` (the loss of a rank
-is not noticed, which is what NCCL over a network does), and `faults`, a list of what strikes a process:
+is not noticed, which is what NCCL over a network does), and `faults`, a list of faults of a process:
 
     {"at": "middle", "nth": 2, "do": "stop", "once": "/tmp/struck"}
 
     at    join | warm_up | bucket (before its first byte) | middle (half of it) | between (all of it)
-    nth   of the process's passages, 1 by default
+    nth   time that the process gets there, 1 by default
     do    hang | error | kill (SIGKILL) | stop (SIGSTOP)
-    rank  strikes this rank only
-    once  a file: whoever creates it is struck, all others are not; holds the pid of who was
+    rank  only this rank
+    once  a file: the process that creates it has the fault, all others have not; it holds the pid of that process
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _EAGER_BYTES = 4 << 20
 
 
 class StubError(RuntimeError):
-    """What NCCL would have said."""
+    """An error that NCCL would have raised."""
 
 
 class Library:
-    """A device that is none."""
+    """Host memory in place of a device."""
 
     def __init__(self, device: int) -> None:
         settings = json.loads(os.environ.get(VARIABLE, "{}"))
@@ -73,25 +73,25 @@ class Library:
         port, nonce = unique_id.rstrip(b"\0").split(b" ")
         if rank == 0:
             if self._listener is None:
-                raise StubError("rank 0 has to mint the unique id")
+                raise StubError("rank 0 has to make the unique id")
             peers = _gather(self._listener, size, nonce, self.version)
         else:
             peers = {0: _call(int(port), nonce, rank, self.version)}
         return Communicator(rank, peers, self._stream, self._faults, deaf=self._deaf)
 
     def buffer(self, memory: mmap.mmap) -> Buffer:
-        """As much again."""
+        """A buffer of the same size."""
         return Buffer(memory, self._stream)
 
     def mark(self) -> Callable[[], bool]:
-        """An event of the thread."""
+        """An event in the stream's thread."""
         passed = threading.Event()
         self._stream.put(passed.set)
         return passed.is_set
 
 
 class Stream:
-    """Does what is enqueued, in order, in a thread of its own; after a failure it stands still, as a device would."""
+    """Runs what is enqueued, in order, in a thread of its own; after a failure it stops, as a device would."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
@@ -128,7 +128,7 @@ class Buffer:
         self._stream.put(lambda: ctypes.memmove(self._view, self._device, nbytes))
 
     def close(self) -> None:
-        """Let go of the shared half."""
+        """Release the shared half."""
         del self._view
 
 
@@ -152,7 +152,7 @@ class Communicator:
         self._warm = False
 
     def warm_up(self) -> None:
-        """Everybody's float to rank 0 and back."""
+        """Send every rank's float to rank 0 and back."""
         self._stream.put(self._warm_up)
 
     def broadcast(self, buffer: AnyBuffer, nbytes: int, root: int) -> None:
@@ -168,7 +168,7 @@ class Communicator:
             raise StubError(f"{self._stream.failure}") from self._stream.failure
 
     def abort(self) -> None:
-        """Hang up; the others notice."""
+        """Close the connections; the other ranks notice."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
@@ -198,7 +198,7 @@ class Communicator:
         self._faults.strike("between", self._rank)
 
     def _acknowledge(self) -> None:
-        """Sockets buffer more, now and then, than a device does."""
+        """Wait for the receivers: sockets may buffer more than a device does."""
         for peer in self._peers.values():
             if self._rank == 0:
                 self._receive(peer, memoryview(bytearray(1)))
@@ -210,7 +210,7 @@ class Communicator:
             self._send(peer, part) if self._rank == 0 else self._receive(peer, part)
 
     def _agree(self, work: bytes, nbytes: int) -> None:
-        """Rank 0 says what it does; who does something else fails."""
+        """Rank 0 sends its operation; a rank with another one fails."""
         mine = _WORK.pack(work, nbytes)
         if self._rank == 0:
             for peer in self._peers.values():
@@ -244,20 +244,20 @@ class Communicator:
 
 
 class Faults:
-    """What MESHRL_NCCL_STUB asks for."""
+    """The faults in MESHRL_NCCL_STUB."""
 
     def __init__(self, wanted: list[dict[str, Any]]) -> None:
-        self._wanted = wanted
-        self._passages: Counter[str] = Counter()
+        self._requested = wanted
+        self._visits: Counter[str] = Counter()
 
     def strike(self, point: str, rank: int) -> None:
-        """Called wherever a fault may be wanted."""
-        self._passages[point] += 1
-        here = (point, self._passages[point], rank)
-        for fault in self._wanted:
+        """Called at each point where a fault can happen."""
+        self._visits[point] += 1
+        here = (point, self._visits[point], rank)
+        for fault in self._requested:
             there = (fault["at"], fault.get("nth", 1), fault.get("rank", rank))
             if here == there and _first(fault.get("once")):
-                _DEEDS[fault["do"]]()
+                _ACTIONS[fault["do"]]()
 
 
 def _first(once: str | None) -> bool:
@@ -275,7 +275,7 @@ def _fail() -> None:
     raise StubError("NCCL_ERROR_SYSTEM_ERROR: on request")
 
 
-_DEEDS: dict[str, Callable[[], object]] = {
+_ACTIONS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "error": _fail,
@@ -315,7 +315,7 @@ def _call(port: int, nonce: bytes, rank: int, version: str) -> socket.socket:
         answer = bytearray(16)
         _fill(connection, memoryview(answer))
     except OSError as error:
-        raise StubError(f"NCCL_ERROR_SYSTEM_ERROR: rank 0 is gone ({error})") from error
+        raise StubError(f"NCCL_ERROR_SYSTEM_ERROR: rank 0 has ended ({error})") from error
     _check_version(answer.rstrip(b"\0").decode(), version)
     return connection
 

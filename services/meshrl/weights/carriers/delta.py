@@ -195,7 +195,7 @@ class Sender:
             self._offer = None if self._offer is offer else self._offer
 
     async def serve(self, request: pb.WeightPatchRequest, write: _Write) -> None:
-        """Write the bucket that is asked for, as soon as it is offered.
+        """Write the requested bucket as soon as it is offered.
 
         Raises:
             UserError: the request names no version.
@@ -211,7 +211,7 @@ class Sender:
         try:
             await self._write(offer, base, write)
         except BaseException:
-            self._fail("the replica hung up while it fetched")
+            self._fail("the replica closed the connection while it fetched")
             raise
         if self._offer is offer:
             self._offer = None
@@ -275,7 +275,7 @@ class Receiver:
         self._call: grpc.aio.UnaryStreamCall[pb.WeightPatchRequest, pb.WeightPatchPart] | None = (
             None
         )
-        self._asked: set[_Key] = set()
+        self._requested: set[_Key] = set()
 
     async def open(self, deadline_s: float) -> None:
         """Reach the trainer's process. Raises UnavailableError."""
@@ -293,15 +293,15 @@ class Receiver:
         """Fill `into`, from a patch of the held bucket or with the bucket itself.
 
         Raises:
-            UnavailableError: the trainer's end is gone.
+            UnavailableError: the trainer's end does not answer.
             WaitTimeoutError: no bytes arrive.
             CorruptError: the patch cannot be applied.
         """
         key = manifest.version, index
-        if key in self._asked:
+        if key in self._requested:
             logger.warning("bucket %d of weights %s arrived wrong: asking again", index, key[0])
             self._held.forget()
-        self._asked.add(key)
+        self._requested.add(key)
         base = self._held.base(manifest, index)
         patch = await self._fetch(manifest, index, base[0] if base else None, into)
         if patch is not None:

@@ -82,7 +82,7 @@ class Sender:
         self._sent: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:
-        """Does nothing: the version lies in the store."""
+        """Does nothing: the version is in the store."""
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Does nothing the first time, because the version is staged; a second time, writes the bucket whole."""
@@ -116,7 +116,7 @@ class Receiver:
         self._held = held
         self._reader = VersionReader(store, link.run, held)
         self._thread = WorkerThread(f"weights-disk-{link.generation}")
-        self._asked: set[tuple[Version, int]] = set()
+        self._requested: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:
         """Look for the trainer's store. Raises UnavailableError when this process does not see it."""
@@ -129,7 +129,7 @@ class Receiver:
         raise UnavailableError("a replica's end of a channel does not send")
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Fill `into`; asked a second time, from the whole bucket that the trainer has written there.
+        """Fill `into`; the second time, from the whole bucket that the trainer has written again.
 
         Raises:
             CorruptError: something is missing or cannot be read.
@@ -137,8 +137,8 @@ class Receiver:
             WaitTimeoutError: the read takes too long.
         """
         key = manifest.version, index
-        again = key in self._asked
-        self._asked.add(key)
+        again = key in self._requested
+        self._requested.add(key)
         if again:
             self._held.forget()
 

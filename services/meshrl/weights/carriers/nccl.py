@@ -86,8 +86,8 @@ class NcclChannel:
         """Compare versions, exchange the unique id, join, warm up; the process is killed past the deadline.
 
         Raises:
-            ConfigError: the ends speak different versions of NCCL, or this one has no GPU.
-            UnavailableError: the other end did not come, or either failed.
+            ConfigError: the ends have different versions of NCCL, or this one has no GPU.
+            UnavailableError: the other end did not connect, or either failed.
         """
         try:
             await within(self._join(deadline_s), deadline_s, "joining")

@@ -228,8 +228,8 @@ class ShmReader:
         self._received.add(key)
         starts = offsets(manifest)
         memory = self._map(manifest, starts[-1])
-        whole = np.frombuffer(memory, dtype=np.uint8)
-        return whole[starts[index] : starts[index] + manifest.bucket_bytes[index]]
+        content = np.frombuffer(memory, dtype=np.uint8)
+        return content[starts[index] : starts[index] + manifest.bucket_bytes[index]]
 
     def committed(self, version: Version) -> None:
         """Does nothing: every version is there whole."""

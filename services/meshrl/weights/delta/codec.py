@@ -115,11 +115,11 @@ def _apply_sparse(about: Head, patch: Buffer, base: Uint8, out: Uint8) -> None:
     escapes = values.view(UNSIGNED[width])
     old_words, new_words = _words(base, width), _words(out, width)
     in_place = out.ctypes.data == base.ctypes.data
-    found = (
+    indices = (
         indices_in_bitmap(index, words) if about.kind is Kind.BITMAP else indices_of(index, words)
     )
     copied = taken = escaped = 0
-    for at in found:
+    for at in indices:
         piece = codes[taken : taken + len(at)]
         taken += len(at)
         escapes_here = int(np.count_nonzero(piece == ESCAPE))

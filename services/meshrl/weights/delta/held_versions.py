@@ -35,7 +35,7 @@ class Held:
         return held.manifest.version, bucket
 
     def arrived(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """A bucket of a version that is not committed yet; whoever hashes it decides whether it is."""
+        """Keep a bucket of a version that is not committed yet; its hash has not been checked here."""
         if self._arriving is None or self._arriving.manifest.version != manifest.version:
             self._arriving = _Buckets(manifest)
         self._arriving.by_index[index] = bucket
@@ -50,5 +50,5 @@ class Held:
             self._committed = arriving
 
     def forget(self) -> None:
-        """Something arrived wrong that was made from the base: no patches until a whole version is committed."""
+        """A patched bucket was wrong: use no patches until a whole version is committed."""
         self._committed = None

@@ -51,9 +51,9 @@ class Head:
     """Words; 0 in a WHOLE."""
 
 
-def compress(coordinator: Uint8) -> bytes:
+def compress(plane: Uint8) -> bytes:
     """One plane, compressed if a sample from its middle gets smaller by a tenth."""
-    raw = coordinator.data
+    raw = plane.data
     middle = max(0, (len(raw) - _SAMPLE) // 2)
     sample = raw[middle : middle + _SAMPLE]
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -87,34 +87,32 @@ def head(patch: Buffer) -> Head:
 def planes(patch: Buffer, limits: Sequence[int]) -> list[Uint8]:
     """The planes of a patch, of at most `limits` bytes each. Raises CorruptError for anything else."""
     view, position = memoryview(patch), _HEAD.size
-    found = []
+    planes_read = []
     for limit in limits:
         if position + _PLANE.size > len(view):
             raise CorruptError("patch: cut short")
         raw, stored = _PLANE.unpack_from(view, position)
         position += _PLANE.size
         if raw > limit or stored > raw or position + stored > len(view):
-            raise CorruptError(
-                f"patch: a coordinator of {raw} bytes stored in {stored} does not belong"
-            )
+            raise CorruptError(f"patch: a plane of {raw} bytes stored in {stored} does not belong")
         data = view[position : position + stored]
-        found.append(
+        planes_read.append(
             np.frombuffer(_decompress(data, raw) if stored < raw else data, dtype=np.uint8)
         )
         position += stored
     if position != len(view):
         raise CorruptError(f"patch: {len(view) - position} bytes too long")
-    return found
+    return planes_read
 
 
 def _decompress(data: memoryview, raw: int) -> bytes:
     try:
         # zstd allocates the size that the frame states: check it first.
         if zstandard.frame_content_size(data) != raw:
-            raise CorruptError(f"patch: a coordinator is not of the {raw} bytes that it says")
+            raise CorruptError(f"patch: a plane does not have the {raw} bytes that it states")
         expanded = zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:
         raise CorruptError(f"patch: {error}") from error
     if len(expanded) != raw:
-        raise CorruptError(f"patch: a coordinator is not of the {raw} bytes that it says")
+        raise CorruptError(f"patch: a plane does not have the {raw} bytes that it states")
     return expanded

@@ -30,7 +30,7 @@ class Device(Protocol):
         ...
 
     def free(self, pointer: int) -> None:
-        """Give memory back; nobody may have it open."""
+        """Free memory; no process may have it open."""
         ...
 
     def open(self, handle: bytes) -> int:
@@ -47,7 +47,7 @@ class Device(Protocol):
 
 
 def load_device(config: IpcConfig, gpu: str | None = None) -> Device:
-    """The trainer's device, or the one that the trainer says, by its PCI address.
+    """The trainer's device, or the one with the PCI address that the trainer sent.
 
     Raises:
         ConfigError: there is none, this process does not see that one, or there is no such library.

@@ -42,17 +42,17 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, buffer: Buffer, nbytes: int, root: int) -> None:
-        """Enqueue a broadcast of uint8[nbytes] from the root's device memory into everybody's."""
+        """Enqueue a broadcast of uint8[nbytes] from the root's device memory into that of all ranks."""
         ...
 
     def check(self) -> None:
-        """Raise what went wrong since, on any rank that NCCL knows of; never blocks."""
+        """Raise an asynchronous error of any rank that NCCL has noticed; never blocks."""
         ...
 
     def abort(self) -> None:
         """End all that is enqueued, and the communicator; idempotent.
 
-        The only way to part from it: `destroy`, and cupy's destructor with it, may wait for a rank that is dead.
+        The only way to end it: `destroy`, and cupy's destructor with it, may wait for a rank that is dead.
         """
         ...
 
@@ -78,7 +78,7 @@ class Library(Protocol):
         ...
 
     def mark(self) -> Callable[[], bool]:
-        """Put an event behind what is enqueued; the function tells whether the device has come to it."""
+        """Put an event behind what is enqueued; the function returns whether the device has reached it."""
         ...
 
 

@@ -102,7 +102,7 @@ class NcclProcess:
                 *("--socket", str(fds[0]), "--memory", str(fds[1])),
                 *("--library", config.library, "--device", str(config.device)),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # NCCL_DEBUG writes there, and ours may be somebody's protocol
+                stdout=2,  # NCCL_DEBUG writes to stdout, and the parent's stdout may be a protocol
                 pass_fds=fds,
                 env=environment(config),
             )
@@ -127,8 +127,8 @@ class NcclProcess:
         return self._facts
 
     async def unique_id(self) -> bytes:
-        """Name a communicator; this process has to live until everybody has joined it."""
-        answer = await self._ask(_ANSWER_S, "minting a unique id", do="unique_id")
+        """A new communicator's id; this process must live until every rank has joined."""
+        answer = await self._ask(_ANSWER_S, "making a unique id", do="unique_id")
         return bytes.fromhex(answer["unique_id"])
 
     async def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> None:
@@ -153,7 +153,7 @@ class NcclProcess:
         return self._memory
 
     async def broadcast(self, nbytes: int, deadline_s: float) -> None:
-        """From rank 0's shared memory into everybody's."""
+        """From rank 0's shared memory into that of the other ranks."""
         await self._ask(
             deadline_s + _GRACE_S,
             f"a broadcast of {nbytes} bytes",
@@ -164,7 +164,7 @@ class NcclProcess:
         )
 
     def kill(self) -> None:
-        """SIGKILL, whatever it is in; never waits, idempotent. Whoever waits for an answer gets UnavailableError."""
+        """SIGKILL, whatever it does; never waits, idempotent. A wait for its answer raises UnavailableError."""
         self._killed = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -37,7 +37,7 @@ class Rank:
         self._buffer = self._library.buffer(self._memory)
 
     def broadcast(self, nbytes: int, root: int, deadline_s: float) -> None:
-        """Shared memory to device at the root, device to everybody's, device to shared memory at the others.
+        """Shared memory to device at the root, device to all devices, device to shared memory at the others.
 
         Raises:
             UnavailableError: not through within the deadline.

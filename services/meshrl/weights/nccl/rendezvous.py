@@ -30,7 +30,7 @@ class WaitingPeer:
     _writer: asyncio.StreamWriter
 
     async def answer(self, unique_id: bytes) -> None:
-        """Let it join. Raises UnavailableError when it is gone."""
+        """Let it join. Raises UnavailableError when it has disconnected."""
         await self._send(unique_id=unique_id.hex())
 
     async def refuse(self, error: MeshError) -> None:
@@ -109,10 +109,10 @@ class Rendezvous:
             async with asyncio.timeout(_HELLO_S):
                 hello = await messages.read(reader)
             if hello is None or not hmac.compare_digest(str(hello.get("token")), self._token):
-                raise UnavailableError("it does not know the token")
+                raise UnavailableError("the token is wrong")
             expected = self._expected.get(str(hello.get("prefix")))
             if expected is None or expected.done():
-                raise UnavailableError(f"nobody expects weight channel {hello.get('prefix')}")
+                raise UnavailableError(f"no end waits for weight channel {hello.get('prefix')}")
             facts = Facts(library=str(hello.get("library")), version=str(hello.get("version")))
             expected.set_result(WaitingPeer(facts=facts, _writer=writer))
             # The connection stays open until it is answered; the caller of `wait_for` has a deadline.

@@ -32,7 +32,7 @@ class Root:
         return self._process.alive
 
     async def unique_id(self) -> bytes:
-        """Start the process and mint the id, bytes[128]. Raises ConfigError, UnavailableError."""
+        """Start the process and make the id, bytes[128]. Raises ConfigError, UnavailableError."""
         await self._process.start()
         return await self._process.unique_id()
 

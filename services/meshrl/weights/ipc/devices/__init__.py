@@ -1,1 +1,1 @@
-"""What can lend device memory: cupy, and a stub for machines without a GPU."""
+"""One file per library that shares device memory; the file name is `weights.ipc.library`."""

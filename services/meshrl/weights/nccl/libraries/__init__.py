@@ -1,1 +1,1 @@
-"""One file per NCCL that a process can speak through; the file name is `weights.nccl.library`."""
+"""One file per NCCL that a process can call; the file name is `weights.nccl.library`."""

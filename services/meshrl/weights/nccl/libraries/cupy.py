@@ -18,7 +18,7 @@ from meshrl.weights.nccl.library import Buffer as AnyBuffer
 from meshrl.weights.nccl.library import dotted, loaded_nccl
 
 if importlib.util.find_spec("torch") is not None:
-    import torch.cuda.nccl  # before cupy: whose libnccl comes first is everybody's
+    import torch.cuda.nccl  # before cupy: the libnccl that is loaded first serves both
 
 import cupy.cuda.nccl
 from cupy.cuda import runtime
@@ -130,10 +130,10 @@ class Communicator:
 
 def _check_one_nccl() -> None:
     """Raises ConfigError when torch and cupy brought different ones."""
-    found = loaded_nccl(Path("/proc/self/maps").read_text())
-    if len(found) > 1:
+    files = loaded_nccl(Path("/proc/self/maps").read_text())
+    if len(files) > 1:
         raise ConfigError(
-            f"torch and cupy load different files of NCCL ({', '.join(sorted(found))}); "
+            f"torch and cupy load different files of NCCL ({', '.join(sorted(files))}); "
             "name one in weights.nccl.env: LD_PRELOAD"
         )
     if torch_nccl is not None and torch.distributed.is_nccl_available():
@@ -141,5 +141,5 @@ def _check_one_nccl() -> None:
         ours = dotted(nccl.get_version())
         if theirs != ours:
             raise ConfigError(
-                f"torch speaks NCCL {theirs}, cupy {ours}; name one in weights.nccl.env: LD_PRELOAD"
+                f"torch has NCCL {theirs}, cupy {ours}; name one in weights.nccl.env: LD_PRELOAD"
             )
