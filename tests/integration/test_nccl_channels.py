@@ -290,7 +290,7 @@ async def test_the_id_of_a_process_that_died_leads_nowhere() -> None:
         unique_id = await minter.unique_id()
         assert len(unique_id) == 128
         await minter.kill_and_wait()
-        with pytest.raises(UnavailableError, match="rank 0 is gone"):
+        with pytest.raises(UnavailableError, match="rank 0 has ended"):
             await other.join(2, unique_id, 1, AMPLE_S)
     finally:
         await other.kill_and_wait()
