@@ -1,9 +1,9 @@
-"""What new messages add to a conversation, in tokens, without touching those that are there.
+"""The tokens that new messages add to a conversation; existing tokens are not changed.
 
-A chat template renders a whole conversation. Rendering and tokenising it anew at every turn would change the past:
-text that is decoded and encoded again may come out as other tokens than were sampled, and some templates drop the
-thoughts of earlier turns. So a template is only ever asked about a made-up beginning, and what it says behind that is
-kept:
+A chat template renders a whole conversation. Rendering and tokenising it again at every turn would change the past:
+text that is decoded and encoded again may become other tokens than were sampled, and some templates drop the thoughts
+of earlier turns. So the template always renders the new messages after a made-up beginning, and only the text after
+that beginning is used:
 
     user: .  assistant: MARK │ <end of turn> tool: 42 <end of turn> assistant:
                               └──────────── encoded and appended ────────────┘
@@ -19,10 +19,10 @@ from meshrl.contract.types import Json
 from meshrl.rollout.tokenizer import ChatTokenizer
 
 ChatMessage: TypeAlias = Mapping[str, Json]
-"""`role`, `content` and what else the template reads."""
+"""`role`, `content` and other keys that the template reads."""
 
 MARK = "THEASSISTANTSTURNENDSHERE"
-"""Stands for the policy's last turn: one word, so that no template trims or splits it."""
+"""Stands for the policy's last turn: one word, which no template trims or splits."""
 BEGINNING: tuple[ChatMessage, ...] = (
     {"role": "user", "content": "."},
     {"role": "assistant", "content": MARK},
@@ -32,7 +32,7 @@ BEGINNING: tuple[ChatMessage, ...] = (
 def prompt_of(
     tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, tools: Sequence[Json] = ()
 ) -> list[int]:
-    """The tokens of a prompt: `messages`, and `tools` (JSON schemas) where the template tells the model of them.
+    """The tokens of a prompt: `messages`, and `tools` (JSON schemas) if the template shows them to the model.
 
     Raises:
         UserError: there is no chat template, or it refuses the messages.
@@ -43,31 +43,33 @@ def prompt_of(
 def appended(
     tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, last: int | None
 ) -> list[int]:
-    """The tokens between the policy's last turn and its next: the end of the turn, `messages`, where the next begins.
+    """The tokens between the policy's last turn and its next one: end of turn, `messages`, start of the next turn.
 
-    `last` is the last token that was sampled. Where it is the end of the turn, or the policy ended its turn with
-    another special token (Llama's `<|eom_id|>`), the template's own end of turn is left out: a turn ends once.
+    `last` is the last sampled token. If it is the end of the turn, or the policy ended its turn with another special
+    token (Llama's `<|eom_id|>`), the template's own end of turn is left out: a turn ends once.
 
     Raises:
         UserError: there is no chat template, or it refuses the messages.
     """
-    ids = tokenizer.encode(_behind(tokenizer, messages, generation=True))
-    end = tokenizer.encode(_behind(tokenizer, (), generation=False))[:1]
+    ids = tokenizer.encode(_after_turn(tokenizer, messages, generation=True))
+    end = tokenizer.encode(_after_turn(tokenizer, (), generation=False))[:1]
     ended = last is not None and bool(ids) and _ends_turn(tokenizer, last, ids[0], end)
     return ids[1:] if ended else ids
 
 
 def _ends_turn(tokenizer: ChatTokenizer, last: int, first: int, end: Sequence[int]) -> bool:
-    """Whether `first`, which the template puts behind a turn that ended in `last`, would end it again."""
+    """Whether `first`, the template's token after a turn that ended with `last`, would end the turn again."""
     return last == first or (
         list(end) == [first] and tokenizer.is_special(first) and tokenizer.is_special(last)
     )
 
 
-def _behind(tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, generation: bool) -> str:
-    """What the template says after the policy's turn."""
+def _after_turn(
+    tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, generation: bool
+) -> str:
+    """The template's text after the policy's turn."""
     whole = tokenizer.render([*BEGINNING, *messages], generation=generation)
     _, mark, tail = whole.partition(MARK)
     if not mark:
-        raise UserError("the chat template leaves out what the assistant said")
+        raise UserError("the chat template leaves out the assistant's text")
     return tail

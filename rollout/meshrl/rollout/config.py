@@ -1,4 +1,4 @@
-"""Configuration of rollout: what a recipe says under `rollout`. Imports no torch."""
+"""The `rollout` section of a recipe. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ class ValKwargs(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointIntervals:
-    """How often running responses are kept in the queue, for whoever takes over from a worker that dies or drains."""
+    """How often running responses are saved in the queue, for the worker that takes over after a death or drain."""
 
     tokens: int = 64
-    """0: the number of tokens does not matter."""
+    """After so many new tokens; 0: no limit by tokens."""
     ms: int = 1000
-    """0: time does not matter. Both 0: nothing is kept."""
+    """After so many milliseconds; 0: no limit by time. Both 0: nothing is saved."""
 
 
 class CircuitBreakerConfig(Config):
-    """When a worker whose engine fails stops leasing rows. Deterministic runs have no breaker."""
+    """When a worker with a failing engine stops leasing rows. Deterministic runs have no circuit breaker."""
 
     error_rate: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share of the last `window` requests that failed at which the worker leases nothing for a pause."""
+    """If this share of the last `window` requests has failed, the worker leases no rows during a pause."""
     window: int = Field(default=20, ge=2)
-    """Requests that the rate is of; a quarter of it must have ended before anything is concluded."""
+    """Requests over which the rate is measured; at least a quarter of them must have ended."""
     pause_s: PositiveFloat = 0.5
     """The first pause. One row is tried after each; while that fails, the next pause is twice as long."""
     longest_pause_s: PositiveFloat = 30.0
@@ -72,25 +72,25 @@ class CircuitBreakerConfig(Config):
 
 
 class GatewayConfig(Config):
-    """The endpoint of a worker whose program lets agents of other makes lead the conversation (`openai`)."""
+    """The endpoint of a worker whose program lets external code lead the conversation (`openai`)."""
 
     host: str = "127.0.0.1"
-    """Where to listen; another address only for agents from outside, with `tokens` or client certificates."""
+    """Address to listen on; another one is only for external agents, with `tokens` or client certificates."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0 picks a free one, which `<run.dir>/gateways/<worker>.json` tells; else worker `rollout-3` has this plus 3."""
+    """0 picks a free one, written to `<run.dir>/gateways/<worker>.json`; else worker `rollout-3` has this plus 3."""
     tokens: Path | None = None
-    """A YAML file of tokens as for `reward.registry.tokens`: who has the role `claim` may ask for sessions. Null:
-    anybody who reaches the door may, which is refused beyond loopback."""
+    """A YAML file of tokens as for `reward.registry.tokens`: role `claim` may request sessions. Null: every client
+    may, which is allowed on loopback only."""
     max_request_bytes: PositiveInt = 8 << 20
-    """Of one request."""
+    """Size of one request."""
     max_connections: PositiveInt = 4096
-    """At once; further ones are told 503."""
+    """Connections at the same time; further ones get 503."""
     claims_per_minute: PositiveFloat = 6000.0
-    """Of one caller."""
+    """Session requests of one caller."""
 
 
 class RolloutConfig(Config):
-    """From tasks to trajectories."""
+    """How tasks become trajectories."""
 
     name: str = "torch"
     """A module of `meshrl.rollout.engines`, or a dotted path."""
@@ -103,7 +103,7 @@ class RolloutConfig(Config):
     top_k: TopK = -1
     """The k likeliest tokens; -1 keeps all."""
     stop: StopList = Field(default_factory=list)
-    """A response ends once its text has one of these; the tokens that complete it stay in the response."""
+    """A response ends when its text contains one of these; the tokens that complete it stay in the response."""
     program: str = "single_turn"
     """A module of `meshrl.rollout.programs`, or a dotted path."""
     program_options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -111,23 +111,23 @@ class RolloutConfig(Config):
     gateway: GatewayConfig = GatewayConfig()
     """The endpoint of each worker, for programs that have one."""
     workers: PositiveInt = 1
-    """Processes, each with an engine of its own."""
+    """Processes, each with its own engine."""
     slots: PositiveInt = 64
-    """Requests that one worker runs at once."""
+    """Requests that one worker runs at the same time."""
     on_update: OnUpdate = OnUpdate.IN_FLIGHT
-    """What running requests do when new weights arrive: drain, interrupt (recompute the cache) or in_flight."""
+    """How new weights treat running requests: drain, interrupt (recompute their cache) or in_flight."""
     deadline_s: PositiveFloat = 600.0
-    """One rollout may take this long before it counts as `timeout`."""
+    """A rollout that takes longer counts as `timeout`."""
     journal_tokens: NonNegativeInt = CheckpointIntervals().tokens
-    """Running responses are kept in the queue, so that at most so many tokens of each are sampled again when a worker
-    has died (an append starts at half of it); 0: only `journal_ms` counts. Deterministic runs keep nothing."""
+    """Running responses are saved in the queue: after the death of a worker at most so many tokens of each are
+    sampled again (an append starts at half of it); 0: only `journal_ms` counts. Deterministic runs save nothing."""
     journal_ms: NonNegativeInt = CheckpointIntervals().ms
-    """No token waits longer to be kept, however slow the engine; 0: only `journal_tokens` counts. Both 0: nothing is
-    kept, and the row of a dead worker begins anew."""
+    """Every token is saved after at most this time, however slow the engine; 0: only `journal_tokens` counts. Both
+    0: nothing is saved, and the row of a dead worker starts again."""
     breaker: CircuitBreakerConfig = CircuitBreakerConfig()
     """The circuit breaker of each worker."""
     deterministic: bool | None = None
-    """Rows in waves whose bits do not depend on timing; None: exactly when `queue.max_staleness` is 0."""
+    """Sample rows in sync batches, whose bits do not depend on timing; None: if `queue.max_staleness` is 0."""
     engine: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the engine: the `Config` in its module."""
     val_kwargs: ValKwargs = ValKwargs()

@@ -1,4 +1,4 @@
-"""A row of several turns in the making: what was sampled and what was observed, nothing of it tokenised twice.
+"""Builds a row of several turns from sampled and observed tokens; no text is tokenised twice.
 
     prompt │ sampled │ observed │ sampled │ observed │ sampled          tokens, in order
        0   │    1    │    0     │    1    │    0     │    1             loss_mask
@@ -15,7 +15,7 @@ A program of several turns is a loop around it:
             break
     return conversation.rollout()
 
-or, where somebody else asks the engine, `request`, then `append` with the response.
+or, where other code calls the engine, `request`, then `append` with the response.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from meshrl.rollout.sampling import Response, sample
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 
 OUTCOMES = {"stop": Outcome.OK, "length": Outcome.TRUNCATED, "max_turns": Outcome.TRUNCATED}
-"""By finish reason; anything else means that the engine gave a request up."""
+"""By finish reason; any other means that the engine aborted a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Budget:
     """How long a conversation may get."""
 
     response_tokens: int
-    """Behind the prompt, observations included."""
+    """Tokens after the prompt, observations included."""
     turn_tokens: int | None = None
-    """Sampled in one turn; None: what is left."""
+    """Tokens sampled in one turn; None: as many as are left."""
     turns: int | None = None
-    """That the policy may take; None: any number."""
+    """Turns of the policy; None: any number."""
 
     @classmethod
     def of(cls, task: Task, *, turn_tokens: int | None = None, turns: int | None = None) -> Budget:
@@ -64,28 +64,28 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the policy said at once. k tokens."""
+    """One turn of the policy, k tokens."""
 
     tokens: Int32
     """int32[k]: as sampled, an end-of-turn token included."""
     text: str
     """Decoded, special tokens left out."""
     finish_reason: str
-    """`stop`; `length`: the turn's or the conversation's tokens are used up; `abort`: the engine gave it up."""
+    """`stop`; `length`: the turn's or the conversation's tokens are used up; `abort`: the engine aborted it."""
 
 
 class Conversation:
-    """Tokens of one row, in the order in which they came; those that are there never change.
+    """Tokens of one row in order of time; existing tokens never change.
 
     Sampled tokens keep the log-probs and versions that the engine gave them (loss mask 1). Observed ones (loss mask
-    0, log-prob 0, no version) come from the chat template, which is asked about new messages alone (`chat.py`). Two
-    turns with nothing observed between them are one step to estimators that judge steps (GiGPO).
+    0, log-prob 0, no version) come from the chat template, which renders new messages only (`chat.py`). Two
+    turns with nothing observed between them count as one step for step-level estimators (GiGPO).
     """
 
     def __init__(
         self, uid: Uid, tokenizer: Tokenizer, prompt_ids: Int32, *, budget: Budget
     ) -> None:
-        """Begin with a prompt, int32[P]; to observe messages, `tokenizer` must be a ChatTokenizer."""
+        """Start with a prompt, int32[P]; to observe messages, `tokenizer` must be a ChatTokenizer."""
         self.uid = uid
         self.turns: list[Turn] = []
         self._tokenizer = tokenizer
@@ -99,29 +99,29 @@ class Conversation:
 
     @property
     def tokens(self) -> Int32:
-        """int32[T]: everything so far, which is the prompt of the next turn."""
+        """int32[T]: all tokens so far, which are the prompt of the next turn."""
         self._tokens = [np.concatenate(self._tokens)]
         return self._tokens[0]
 
     @property
     def left(self) -> int:
-        """Tokens that may still come, sampled or observed."""
+        """Tokens that may still be added, sampled or observed."""
         return self._budget.response_tokens - (self._length - self._prompt)
 
     @property
     def full(self) -> bool:
-        """Whether the policy has had all its turns or tokens."""
+        """Whether all turns or tokens of the policy are used up."""
         return self.left < 1 or len(self.turns) == self._budget.turns
 
     @property
     def finish_reason(self) -> str:
-        """Of the last turn; `length` where there was none."""
+        """Of the last turn; `length` if there was none."""
         return self.turns[-1].finish_reason if self.turns else "length"
 
     def request(self, sampling: SamplingParams) -> GenerateRequest:
-        """The request for the next turn: all tokens so far, as many new ones as there is room for."""
+        """The request for the next turn: all tokens so far, and as many new ones as fit."""
         most = min(self.left, self._budget.turn_tokens or self.left, sampling.max_tokens)
-        # The first request has the uid itself: that is what a journal knows a row by.
+        # The id of the first request is the uid, by which checkpoints identify a row.
         turn = f"/{len(self.turns)}" if self.turns else ""
         return GenerateRequest(
             request_id=f"{self.uid}{turn}",
@@ -130,11 +130,11 @@ class Conversation:
         )
 
     async def sample(self, engine: Generator, sampling: SamplingParams) -> Turn:
-        """Let the policy take its next turn, and append it."""
+        """Sample the policy's next turn and append it."""
         return self.append(await sample(engine, self.request(sampling)))
 
     def append(self, response: Response) -> Turn:
-        """A turn that was sampled: loss mask 1, log-probs and versions as they are."""
+        """Append a sampled turn: loss mask 1, log-probs and versions as the engine gave them."""
         start = self._length
         self._add(response.tokens, response.logprobs, sampled=True)
         for span in response.spans:
@@ -154,10 +154,10 @@ class Conversation:
         return self.turns[-1]
 
     def rendered(self, messages: Sequence[chat.ChatMessage]) -> list[int]:
-        """The tokens that `messages` would add, from the end of the last turn to where the next begins.
+        """The tokens that `messages` add, from the end of the last turn to the start of the next.
 
         Raises:
-            ConfigError: the tokenizer knows no messages.
+            ConfigError: the tokenizer cannot render messages.
             UserError: its chat template refuses them.
         """
         if not isinstance(self._tokenizer, ChatTokenizer):
@@ -167,13 +167,13 @@ class Conversation:
         return chat.appended(self._tokenizer, messages, last=last)
 
     def observe(self, messages: Sequence[chat.ChatMessage]) -> bool:
-        """Append what the environment says; see `observe_tokens` for False, `rendered` for errors."""
+        """Append messages of the environment; see `observe_tokens` for False, `rendered` for errors."""
         return self.observe_tokens(self.rendered(messages))
 
     def observe_tokens(self, ids: Sequence[int]) -> bool:
         """Append tokens that the policy did not sample: loss mask 0.
 
-        False, and nothing is appended, where they would leave no room for a token of an answer.
+        Returns False, and appends nothing, if no token would be left for an answer.
         """
         if len(ids) >= self.left:
             return False
@@ -183,7 +183,7 @@ class Conversation:
         return True
 
     def replay(self, engine: Generator) -> bool:
-        """Append what was observed here before, where the row goes on after the death of a worker; False: nothing."""
+        """Append the recorded observation, if the row continues after another worker; False: there is none."""
         if not isinstance(engine, Replaying):
             return False
         ids = engine.observed(self.tokens)
@@ -192,12 +192,12 @@ class Conversation:
     def rollout(
         self, finish_reason: str | None = None, *, outcome: Outcome | None = None
     ) -> Rollout:
-        """The row. The reason is the last turn's and the outcome the reason's (`OUTCOMES`), unless given."""
+        """The row. Defaults: the last turn's finish reason, and its outcome (`OUTCOMES`)."""
         reason = self.finish_reason if finish_reason is None else finish_reason
         tokens = self.tokens
         turn = self.turns[0] if self.turns else None
         if turn is not None and len(turn.tokens) == len(tokens) - self._prompt:
-            text = turn.text  # decoded before
+            text = turn.text  # decoded already
         else:
             text = self._tokenizer.decode(tokens[self._prompt :].tolist())
         trajectory = Trajectory(
@@ -208,8 +208,8 @@ class Conversation:
             spans=tuple(self._spans),
             response_text=text,
         )
-        found = OUTCOMES.get(reason, Outcome.CANCELLED) if outcome is None else outcome
-        return Rollout(trajectory=trajectory, outcome=found, finish_reason=reason)
+        ended = OUTCOMES.get(reason, Outcome.CANCELLED) if outcome is None else outcome
+        return Rollout(trajectory=trajectory, outcome=ended, finish_reason=reason)
 
     def _add(self, tokens: Int32, logprobs: np.ndarray, *, sampled: bool) -> None:
         if not len(tokens):

@@ -1,4 +1,4 @@
-"""One whole response from an engine: deltas collected, versions as spans, the stream closed whatever happens."""
+"""Collects one response of an engine: tokens, log-probs, version spans; always closes the stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshrl.rollout.ports import Generator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What was sampled. R response tokens."""
+    """A sampled response, R tokens."""
 
     tokens: Int32
     """int32[R]"""
     logprobs: Float32
     """float32[R]"""
     spans: tuple[VersionSpan, ...]
-    """Over `[0, R)`, neighbours of one version merged."""
+    """Over `[0, R)`; neighbours with the same version are merged."""
     finish_reason: str
 
 
@@ -63,7 +63,7 @@ def version_spans(deltas: list[GenerateDelta]) -> tuple[VersionSpan, ...]:
 async def closing(
     stream: AsyncIterator[GenerateDelta],
 ) -> AsyncIterator[AsyncIterator[GenerateDelta]]:
-    """Close `stream` at the end, where it can be closed (the port promises an iterator only)."""
+    """Close `stream` at the end, if it has `aclose` (the port requires an iterator only)."""
     try:
         yield stream
     finally:

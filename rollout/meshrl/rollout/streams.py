@@ -1,4 +1,4 @@
-"""What every engine's answer stream has in common: a stream that aborts when closed, and the check of a request."""
+"""Common to all engines: the token stream, which aborts its request when closed, and the check of a request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from meshrl.contract.types import GenerateDelta, GenerateRequest
 
 
 class TokenStream:
-    """The deltas of one request, in order. Closing, cancelling the reader or dropping the stream aborts it."""
+    """The deltas of one request, in order. Closing or dropping the stream, or cancelling its reader, aborts it."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[GenerateDelta | MeshError] = asyncio.Queue()
-        # The queue's method, not the stream's: whoever pushes must not keep an abandoned stream alive.
+        # The queue's method, not the stream's: an engine that pushes must not keep an abandoned stream alive.
         self.push: Callable[[GenerateDelta | MeshError], None] = self._events.put_nowait
         """Add a delta, or the error that ends the stream; on the event loop only."""
         self._ended = False
         self._abort: Callable[[], None] | None = None
 
     def on_close(self, abort: Callable[[], None]) -> None:
-        """Call `abort` if the stream is left before its end."""
+        """Call `abort` if the stream is closed before its end."""
         self._abort = abort
 
     def __aiter__(self) -> TokenStream:
@@ -33,7 +33,7 @@ class TokenStream:
         try:
             event = await self._events.get()
         except asyncio.CancelledError:
-            self._leave()
+            self._abort_unless_ended()
             raise
         if isinstance(event, MeshError):
             self._ended = True
@@ -43,19 +43,19 @@ class TokenStream:
 
     async def aclose(self) -> None:
         """Abort the request if it still runs; idempotent."""
-        self._leave()
+        self._abort_unless_ended()
 
     def __del__(self) -> None:
-        self._leave()
+        self._abort_unless_ended()
 
-    def _leave(self) -> None:
+    def _abort_unless_ended(self) -> None:
         ended, self._ended = self._ended, True
         if not ended and self._abort is not None:
             self._abort()
 
 
 def check_request(request: GenerateRequest) -> None:
-    """Raises UserError for a request that means nothing."""
+    """Raises UserError for an invalid request."""
     sampling, name = request.sampling, request.request_id
     prompt = len(request.prompt_ids) - request.continued
     if sampling.temperature < 0:

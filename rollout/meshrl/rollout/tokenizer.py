@@ -1,4 +1,4 @@
-"""The little that rollout asks of a tokenizer, and where it comes from."""
+"""The ports of a tokenizer, and the tokenizer of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Tokenizer(Protocol):
     """Turns token ids back into text. Called from the event loop and from an engine's thread."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens, nothing cleaned up."""
+        """The text of `ids` without special tokens and without clean-up of spaces."""
         ...
 
 
 @runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
-    """What programs of several turns ask besides: text into tokens, messages into text."""
+    """In addition, for programs of several turns: text to tokens, messages to text."""
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """The text of `ids` with special tokens: what a parser of tool calls reads."""
+        """The text of `ids` with special tokens, for parsers of tool calls."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, none added."""
+        """The tokens of `text`; no special token is added."""
         ...
 
     def render(
@@ -37,7 +37,7 @@ class ChatTokenizer(Tokenizer, Protocol):
         tools: Sequence[Json] = (),
         generation: bool,
     ) -> str:
-        """The chat template's text for `messages`; `generation`: up to where the assistant's next turn begins.
+        """The chat template's text for `messages`; `generation`: up to the start of the assistant's next turn.
 
         Raises:
             UserError: there is no chat template, or it refuses the messages.
@@ -45,7 +45,7 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
     def is_special(self, token: int) -> bool:
-        """Whether `token` marks structure instead of text."""
+        """Whether `token` is a special token, not text."""
         ...
 
 
@@ -84,9 +84,7 @@ class HuggingFaceTokenizer:
     ) -> str:
         """See `ChatTokenizer.render`."""
         if not self._tokenizer.chat_template:
-            raise UserError(
-                "the tokenizer has no chat template, and this program speaks in messages"
-            )
+            raise UserError("the tokenizer has no chat template, and this program uses messages")
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -94,7 +92,7 @@ class HuggingFaceTokenizer:
                 add_generation_prompt=generation,
                 tokenize=False,
             )
-        except Exception as error:  # a template is a program, and raises what it likes
+        except Exception as error:  # a template is code and may raise any error
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise UserError(f"the chat template refuses messages of {roles}: {error}") from error
         return text
@@ -105,10 +103,10 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
-    """The tokenizer in a checkpoint directory; imports transformers here, not before.
+    """The tokenizer in a checkpoint directory; transformers is imported with the first call.
 
     Raises:
-        UserError: there is none.
+        UserError: the directory has no tokenizer.
     """
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Functions of a user's own, named in a recipe: by dotted path, or in a file of theirs."""
+"""Loads user functions that a recipe names, by dotted path or by file."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     """The function `package.module.function` or `path/to/file.py:function`.
 
     Raises:
-        ConfigError: with the recipe's `key`: what cannot be imported, why, and what would be right.
+        ConfigError: with the recipe's `key`: what cannot be imported and why.
     """
     place, attribute, in_file = _parts(name, key)
     try:
         module = _file(Path(place)) if in_file else importlib.import_module(place)
-    except Exception as error:  # it is a program, and raises what it likes
+    except Exception as error:  # user code may raise any error
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{key}: cannot import {name!r}: {reason}", key=key) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    value = getattr(module, attribute, None)
+    if not callable(value):
         what = "is no function" if hasattr(module, attribute) else "is not there"
         raise ConfigError(f"{key}: {attribute!r} {what} in {place}", key=key)
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = value
     return function
 
 
 def check_function(name: str, key: str) -> None:
-    """What can be said of `name` without running anybody's module.
+    """Check `name` as far as possible without importing the module.
 
     Raises:
-        ConfigError: with `key`; there is no such file or module.
+        ConfigError: with `key`; no such file or module.
     """
     place, _, in_file = _parts(name, key)
     if in_file and not Path(place).is_file():
@@ -47,7 +47,7 @@ def check_function(name: str, key: str) -> None:
 
 
 def _parts(name: str, key: str) -> tuple[str, str, bool]:
-    """Module or file, function, and whether it is a file."""
+    """The module or file, the function, and whether it is a file."""
     in_file = ":" in name
     place, _, attribute = name.rpartition(":" if in_file else ".")
     if not place or not attribute:
@@ -66,7 +66,7 @@ def _importable(name: str) -> bool:
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    # A name that no import statement can mean; dataclasses and pickle look their module up under it.
+    # A name that no import statement can use; dataclasses and pickle look up their module by it.
     spec = importlib.util.spec_from_file_location(f"file:{path.resolve()}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")

@@ -170,7 +170,7 @@ def test_a_response_that_the_engine_gave_up_is_no_row_to_train_on() -> None:
     [
         (None, "the tokenizer has no chat template"),
         (STRICT, "the chat template refuses messages of user, assistant, tool: no tools here"),
-        (MUTE, "the chat template leaves out what the assistant said"),
+        (MUTE, "the chat template leaves out the assistant's text"),
     ],
 )
 def test_a_template_that_cannot_say_it_is_named(template: str | None, problem: str) -> None:

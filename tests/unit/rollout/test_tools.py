@@ -16,8 +16,7 @@ from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 from meshrl.rollout.tools.functions import FunctionTool, as_text
 from meshrl.rollout.tools.ports import Caller, ToolCall, ToolError
-from meshrl.rollout.tools.toolbox import TaskTools
-from meshrl.rollout.tools.truncation import GAP, Cut
+from meshrl.rollout.tools.toolbox import GAP, Cut, TaskTools
 
 from . import some_tools
 from .chats import chat_tokenizer
@@ -220,7 +219,7 @@ async def test_a_hanging_call_is_told_and_those_that_never_come_back_break_the_t
     tools = await tools_of(quick, {"function": "wait_for_ever", "timeout_s": 0.01})
     late = "Error: wait timed out after 0.01 s"
     assert [await said(tools, "wait") for _ in range(2)] == [late, late]
-    with pytest.raises(InfraError, match="tool wait: 2 calls never came back"):
+    with pytest.raises(InfraError, match="tool wait: 2 calls never returned"):
         await said(tools, "wait")
     assert "timed out" in await said(tools, "wait_for_ever")
     some_tools.hanging.set()  # they come back after all, and the tool is a tool again
@@ -268,7 +267,7 @@ async def test_a_task_chooses_tools_and_gives_arguments_that_nobody_sees() -> No
 @pytest.mark.parametrize(
     ("extra", "problem"),
     [
-        ({"tool_selection": ["divide"]}, "task t0: no tool 'divide' \\(there are add\\)"),
+        ({"tool_selection": ["divide"]}, "task t0: no tool 'divide' \\(known: add\\)"),
         ({"tools_kwargs": {"divide": {}}}, "task t0: no tool 'divide'"),
         ({"tools_kwargs": {"add": 3}}, "tools_kwargs.add is 3, want an object"),
     ],

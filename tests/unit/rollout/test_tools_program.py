@@ -95,7 +95,7 @@ async def test_a_template_that_keeps_tools_to_itself_is_told_once(
         await run([ADD, ANSWER], tokenizer=chat_tokenizer(PLAIN))
         await run([ADD, ANSWER])
     assert [record.message for record in caplog.records] == [
-        "the chat template does not tell the policy which tools there are"
+        "the chat template does not show the policy its tools"
     ]
 
 

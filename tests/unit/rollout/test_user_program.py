@@ -123,8 +123,8 @@ async def test_a_file_with_a_mistake_is_refused_at_the_start(tmp_path: Path) -> 
     [
         ("return_text", "some_agents.return_text returned str, want None or an Outcome"),
         ("whole_but_wrong", "some_agents.whole_but_wrong returned int, want a Rollout"),
-        ("say_first", "the prompt is the policy's to answer first"),
-        ("say_nothing", "say_nothing returned before the policy said anything"),
+        ("say_first", "the policy must answer the prompt first"),
+        ("say_nothing", "say_nothing returned before the policy had a turn"),
     ],
 )
 async def test_a_mistake_at_run_time_is_one_clear_line(function: str, problem: str) -> None:

@@ -54,20 +54,20 @@ log = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 2 << 30
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 CUDA_CACHE_SHARE = 0.5
-"""Of the memory that is free at start: the rest is for two versions of the weights and for activations."""
+"""Share of the memory that is free at start; the rest is for two versions of the weights and for activations."""
 CLOSE_S = 30.0
-"""A decode step is over long before."""
+"""Much longer than a decode step."""
 
 
 class Config(BaseConfig):
     """`rollout.engine` for `rollout.name: torch`."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where there is one."""
+    """`auto` uses a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and cache; `auto` is bfloat16 on a GPU, float32 on a CPU. Sampling is float32 always."""
     max_model_len: PositiveInt | None = None
-    """Prompt and response tokens of one request; None: what the checkpoint allows."""
+    """Prompt and response tokens of one request; None: as many as the checkpoint allows."""
     max_prefill_tokens: PositiveInt | None = None
     """Prompt tokens computed at once (a longer single prompt is computed alone); None: 512 on a CPU, where more only
     adds padding, 8192 on a GPU."""
@@ -76,7 +76,7 @@ class Config(BaseConfig):
     stream_interval: PositiveInt = Field(default=16)
     """Decode steps between two deltas of a request: waking a consumer costs more than a token."""
     eos_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a response; None: the checkpoint's. Empty: only stops and lengths end one."""
+    """Tokens that end a response; None: the checkpoint's. Empty: responses end at stop strings and lengths only."""
 
 
 def build(
@@ -108,11 +108,11 @@ class TorchEngine:
         self._decoder: Decoder | None = None
         self._cache: KvCache | None = None
         self._lengths: deque[int] = deque(maxlen=slots)
-        """What the last requests may grow to."""
+        """The longest lengths that the last requests may reach."""
         self._max_length = 0
         self._eos: tuple[int, ...] = ()
         self._staged: dict[Version, Weights] = {}
-        self._pieces: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
         self._closed = False
 
     @property
@@ -140,7 +140,7 @@ class TorchEngine:
         self._thread.start()
 
     async def close(self) -> None:
-        """End the thread; running requests finish with `abort`. Idempotent."""
+        """End the thread; running requests end with `abort`. Idempotent."""
         self._closed = True
         self._staged = {}
         if self._thread is None:
@@ -157,9 +157,9 @@ class TorchEngine:
         return self.generate_together([request])[0]
 
     def generate_together(self, requests: Sequence[GenerateRequest]) -> Sequence[TokenStream]:
-        """Start `requests` at one and the same decode step, in this order (as far as slots allow).
+        """Start `requests` at the same decode step, in this order (as far as slots allow).
 
-        The same requests on an engine where nothing else runs give the same bits, whenever they come.
+        The same requests on an idle engine give the same bits, at any time.
         """
         streams = [TokenStream() for _ in requests]
         rows: list[Row] = []
@@ -184,7 +184,7 @@ class TorchEngine:
         return streams
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        """Build a version beside the serving one; see `WeightSink.stage_weights`."""
+        """Build a version in addition to the serving one; see `WeightSink.stage_weights`."""
         decoder = self._loaded_decoder()
         self._staged[manifest.version] = await asyncio.to_thread(
             from_buckets, manifest, buckets, decoder.architecture, decoder.dtype, decoder.device
@@ -208,7 +208,7 @@ class TorchEngine:
         self._staged = {each: w for each, w in self._staged.items() if each > version}
 
     async def discard_weights(self, version: Version) -> None:
-        """Forget a staged version."""
+        """Remove a staged version."""
         self._staged.pop(version, None)
 
     async def serve_checkpoint(self, version: Version) -> None:
@@ -299,7 +299,7 @@ class TorchEngine:
             deliver=deliver,
             limit=request.continued + min(sampling.max_tokens, room),
             stop_ids=frozenset((*self._eos, *sampling.stop_token_ids)),
-            stop_strings=StopStrings(sampling.stop, self._tokenizer, self._pieces)
+            stop_strings=StopStrings(sampling.stop, self._tokenizer, self._token_texts)
             if sampling.stop and self._tokenizer
             else None,
             tokens=response_before(request),

@@ -1,4 +1,4 @@
-"""The programs of a worker by name: loaded when the first row asks for one, built once, closed with the worker."""
+"""The programs of a worker by name: loaded with the first row that names one, built once, closed with the worker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PACKAGE = "meshrl.rollout.programs"
 
 
 class ProgramBuilder(Protocol):
-    """The `build` of a module in `meshrl.rollout.programs`: of programs with options, or that need a gateway."""
+    """The `build` of a module in `meshrl.rollout.programs`, for programs with options or a gateway."""
 
     def __call__(self, options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
-        """A program; its `start` and `aclose` are awaited where it has them. Raises ConfigError for wrong options."""
+        """A program; its `start` and `aclose` are awaited if it has them. Raises ConfigError for wrong options."""
         ...
 
 
 class ProgramCache:
-    """ProgramCache by name. One that defines `build` is built with the recipe's options, any other is its `run`."""
+    """Programs by name. A module with `build` is built with the recipe's options; of any other its `run` is used."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ProgramCache:
         *,
         gateway: Gateway | None = None,
     ) -> None:
-        """`options` are those of the program `name`; any other is built without."""
+        """`options` are for the program `name`; other programs are built without options."""
         self._name = name
         self._options = options or {}
         self._gateway = gateway
@@ -42,14 +42,14 @@ class ProgramCache:
         """The program `name`.
 
         Raises:
-            ConfigError: there is none, or its options are wrong.
+            ConfigError: no such program, or wrong options.
         """
         if name not in self._built:
             self._built[name] = self._build(name)
         return self._built[name]
 
     async def start(self) -> Program:
-        """The recipe's own program, ready, so that what is wrong with it is known before a row asks for it.
+        """Start the recipe's own program, so that its errors appear before the first row.
 
         Raises:
             ConfigError: as `get`.
@@ -67,7 +67,7 @@ class ProgramCache:
         await self.close()
 
     async def close(self) -> None:
-        """Close those that can be closed; idempotent."""
+        """Close all programs that have `aclose`; idempotent."""
         built, self._built = self._built, {}
         for program in built.values():
             close = getattr(program, "aclose", None)

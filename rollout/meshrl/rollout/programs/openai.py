@@ -1,10 +1,10 @@
-"""The program `openai`: a black-box agent leads the conversation, through an endpoint that looks like OpenAI's.
+"""The program `openai`: a black-box agent leads the conversation, through an endpoint with OpenAI's API.
 
     agent ── POST {base_url}/chat/completions ──▶ gateway ──▶ Session ──▶ engine
-      (a function, a command, or somebody outside)              └── what was sampled ──▶ the row
+      (a function, a command, or external)                       └── what was sampled ──▶ the row
 
 See docs/how-to/train-an-agent.md. The outcome of a row is its last answer's (`stop` ok, `length` truncated), and
-`truncated` once a request found no room, whatever the agent made of that. A fault of the engine is one of the row.
+`truncated` once a request did not fit, whatever the agent did then. A fault of the engine is a fault of the row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from meshrl.rollout.user_functions import check_function
 log = logging.getLogger(__name__)
 
 USES_GATEWAY = True
-"""Its worker opens a gateway, and its rows may come with a reward."""
+"""The worker opens a gateway, and rows may come with a reward."""
 
 
 class Config(BaseConfig):
@@ -51,38 +51,38 @@ class Config(BaseConfig):
     command: list[str] = Field(default_factory=list)
     """A program and its arguments, run for each row with OPENAI_BASE_URL, OPENAI_API_KEY and the task on stdin."""
     external: bool = False
-    """Agents come from outside: `POST /v1/sessions` gives them a row that waits."""
+    """Agents are external: `POST /v1/sessions` gives them a waiting row."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Further variables of `command`."""
+    """Additional environment variables of `command`."""
     cwd: Path | None = None
-    """Where `command` runs."""
+    """Working directory of `command`."""
     branch: Branch = Branch.LAST
-    """Which branch of a conversation that was not always gone on with becomes the row: `last` (with the last answer),
-    `longest` (with the most sampled tokens), or `only` (a request that begins another one is refused)."""
+    """Which branch of a conversation with several becomes the row: `last` (with the last answer), `longest` (with the
+    most sampled tokens), or `only` (a request that begins another branch is refused)."""
     client_sampling: bool = False
-    """A request's `temperature` and `top_p` count. Else those of `rollout` do: the trainer computes log-probs under
-    them."""
+    """Use the `temperature` and `top_p` of requests. Otherwise those of `rollout` are used, under which the trainer
+    computes log-probs."""
     tools_unseen: bool = False
-    """Take `tools` also where the chat template does not tell the policy of them: it knows them from before."""
+    """Accept `tools` also if the chat template does not show them: the policy knows them from earlier training."""
     on_agent_error: Literal["infra_fault", "policy_fault"] = "infra_fault"
-    """Whose fault it is when an agent fails: the machinery's, and the row is tried again, or the policy's, and it is
-    trained on."""
+    """The outcome of a row whose agent fails: a fault of the infrastructure, and the row is tried again, or of the
+    policy, and the row is trained on."""
     concurrent: PositiveInt = 16
-    """Requests of one session that run at once; further ones are answered with 429."""
+    """Requests of one session that may run at once; further ones are answered with 429."""
     max_requests: PositiveInt = 1024
-    """Of one session."""
+    """Requests of one session in total."""
 
     @model_validator(mode="after")
     def _one_agent(self) -> Self:
-        given = [n for n in ("function", "command", "external") if getattr(self, n)]
-        if len(given) != 1:
-            said = " and ".join(given) or "none of them"
-            raise ValueError(f"want exactly one of function, command and external, got {said}")
+        set_keys = [n for n in ("function", "command", "external") if getattr(self, n)]
+        if len(set_keys) != 1:
+            listed = " and ".join(set_keys) or "none of them"
+            raise ValueError(f"want exactly one of function, command and external, got {listed}")
         return self
 
 
 def check(config: Config) -> None:
-    """What a recipe can be told before anything starts. Raises ConfigError."""
+    """Check the options before anything starts. Raises ConfigError."""
     if config.function:
         check_function(config.function, FUNCTION)
     if config.command and shutil.which(config.command[0], path=config.env.get("PATH")) is None:
@@ -102,7 +102,7 @@ class OpenAIProgram:
 
     def __init__(self, config: Config, gateway: Gateway) -> None:
         self.external = config.external
-        """Rows are leased as agents from outside ask for them."""
+        """Rows are leased when external agents request them."""
         self._config = config
         self._gateway = gateway
         self._agent: Agent | None = None
@@ -130,7 +130,7 @@ class OpenAIProgram:
             try:
                 failure = await self._lead(session, address, tokenizer)
             finally:
-                await session.close("the row's agent or its time has come to an end")
+                await session.close("the agent has ended, or the row's deadline has passed")
         if session.left_out:
             log.info("%s: %d sampled tokens lie on other branches", uid, session.left_out)
         return session.rollout(outcome=self._outcome(session, failure))
@@ -138,10 +138,10 @@ class OpenAIProgram:
     async def _lead(
         self, session: Session, address: Address, tokenizer: Tokenizer
     ) -> AgentError | None:
-        """Wait for the end of the conversation; how the agent failed, if it did.
+        """Wait for the end of the conversation; the agent's failure, if it failed.
 
         Raises:
-            MeshError: the engine's fault, whatever became of the agent.
+            MeshError: a fault of the engine, whatever happened to the agent.
         """
         leading = asyncio.ensure_future(self._conversation(session, address, tokenizer))
         try:
@@ -170,7 +170,7 @@ class OpenAIProgram:
             session.post(reward)
 
     def _outcome(self, session: Session, failure: AgentError | None) -> Outcome | None:
-        """None: its last answer's. Raises InfraError for a failure that is not the policy's."""
+        """None: the outcome of the last answer. Raises InfraError for a failure that is not the policy's."""
         if session.full:
             return Outcome.TRUNCATED
         if failure is None:

@@ -1,4 +1,4 @@
-"""The program `tools`: the policy calls tools and reads what they say, until it answers without a call.
+"""The program `tools`: the policy calls tools and observes their results, until it answers without a call.
 
 prompt (with the tools' schemas) ─▶ turn ─▶ calls? ──no──▶ the row
                                       ▲        │yes
@@ -35,7 +35,7 @@ FORMATS = "meshrl.rollout.tools.formats"
 
 
 def check(config: Config) -> None:
-    """What a recipe can be told before anything starts; raises ConfigError."""
+    """Check the options before anything starts; raises ConfigError."""
     load_format(config.format)
     for key, tool in named_tools(config):
         if tool.function:
@@ -43,7 +43,7 @@ def check(config: Config) -> None:
 
 
 def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> ToolProgram:
-    """The program with the recipe's tools; raises ConfigError for options that make no sense."""
+    """The program with the recipe's tools; raises ConfigError for wrong options."""
     return ToolProgram(read_options(Config, options, where="rollout.program_options"))
 
 
@@ -58,11 +58,11 @@ class ToolProgram:
         self._warned = False
 
     async def start(self) -> None:
-        """Start or reach the MCP servers; raises ConfigError or InfraError where that cannot be done."""
+        """Start or connect the MCP servers; raises ConfigError or InfraError if that fails."""
         await self._builder.toolbox()
 
     async def aclose(self) -> None:
-        """End them."""
+        """End the MCP servers."""
         await self._builder.close()
 
     async def __call__(
@@ -100,19 +100,19 @@ class ToolProgram:
             if conversation.full:
                 return conversation.rollout("max_turns" if conversation.left else "length")
             if not tools.stateful and conversation.replay(engine):
-                continue  # somebody who held the row before has called them
+                continue  # an earlier worker of the row has called them
             results = await self._results(calls, tools, caller, tokenizer)
             if not conversation.observe(results):
                 return conversation.rollout("length")
 
     def _prompt(self, task: Task, tokenizer: ChatTokenizer, tools: TaskTools) -> Int32:
-        """Messages are rendered again, with the tools; a prompt that came as text stays as it is."""
+        """Messages are rendered again, with the tools; a prompt that came as text is not changed."""
         if not task.messages:
             return task.prompt_ids
         messages = [asdict(message) for message in task.messages]
         ids = chat.prompt_of(tokenizer, messages, tools=tools.schemas())
         if not self._warned and np.array_equal(ids, task.prompt_ids):
-            log.warning("the chat template does not tell the policy which tools there are")
+            log.warning("the chat template does not show the policy its tools")
             self._warned = True
         return np.array(ids, dtype=np.int32)
 
@@ -123,28 +123,28 @@ class ToolProgram:
         caller: Caller,
         tokenizer: ChatTokenizer,
     ) -> list[chat.ChatMessage]:
-        """A message for each call. Those of stateful tools are done in order, others at the same time."""
+        """A message for each call. Calls of stateful tools run in order, others at the same time."""
         most = self._config.max_calls
         over = ToolCall(name="", problem=f"more than {most} calls in one turn")
         limited = [call if index < most else over for index, call in enumerate(calls)]
-        places = asyncio.Semaphore(1 if tools.stateful else most)
+        slots = asyncio.Semaphore(1 if tools.stateful else most)
 
         async def result(call: ToolCall) -> str:
-            async with places:
+            async with slots:
                 return await tools.call(call, caller, tokenizer)
 
         try:
             async with asyncio.TaskGroup() as group:
-                found = [group.create_task(result(call)) for call in limited]
+                tasks = [group.create_task(result(call)) for call in limited]
         except ExceptionGroup as faults:
             raise faults.exceptions[0] from faults
         return [
             {"role": self._config.role, "name": call.name, "content": each.result()}
-            for call, each in zip(calls, found, strict=True)
+            for call, each in zip(calls, tasks, strict=True)
         ]
 
 
 def load_format(name: str) -> Callable[[str], Sequence[ToolCall]]:
-    """How calls are written; raises ConfigError, with the known formats, for an unknown one."""
+    """The parser of a format of calls; raises ConfigError, with the known formats, for an unknown one."""
     parse: Callable[[str], Sequence[ToolCall]] = plugins.load(FORMATS, name, "parse")
     return parse

@@ -1,11 +1,11 @@
-"""The program `user`: a row is what an async function of yours makes of it.
+"""The program `user`: your async function leads the conversation of a row.
 
     async def agent(session: Session) -> None:
         answer = await session.reply()
         while not right(answer, session.task.ground_truth):
             answer = await session.say("That is wrong. Try again.")
 
-Where that is too little, a function of four parameters is a whole program (`meshrl.rollout.ports.Program`):
+If that is too little, a function of four parameters is a complete program (`meshrl.rollout.ports.Program`):
 
     async def agent(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> Rollout: ...
 """
@@ -41,20 +41,20 @@ class Config(BaseConfig):
     max_turns: PositiveInt | None = None
     """Turns of the policy in one row; null: any number that fits `data.max_response_length`."""
     max_turn_tokens: PositiveInt | None = None
-    """Tokens of one turn; null: what is left of `data.max_response_length`."""
+    """Tokens of one turn; null: as many as are left of `data.max_response_length`."""
 
 
 def check(config: Config) -> None:
-    """What a recipe can be told before anything starts; raises ConfigError."""
+    """Check the options before anything starts; raises ConfigError."""
     check_function(config.function, KEY)
 
 
 class EndedError(Exception):
-    """The conversation has no room for another turn. The row ends here, unless the function has something to add."""
+    """The conversation cannot have another turn. If the function does not catch it, the row ends here."""
 
 
 class Session:
-    """One row, as a function of yours sees it. One turn at a time."""
+    """One row, as your function sees it. One turn at a time."""
 
     def __init__(
         self, conversation: Conversation, engine: Generator, task: Task, sampling: SamplingParams
@@ -62,21 +62,21 @@ class Session:
         self.task = task
         """The prompt, its `ground_truth` and `extra_info`."""
         self.finish_reason = ""
-        """Of the last turn: `stop`, or `length` where the turn was cut."""
+        """Of the last turn: `stop`, or `length` if the turn was cut."""
         self.ended = ""
-        """Why no turn follows any more: `length` or `max_turns`; empty: one may."""
+        """Why no further turn is possible: `length` or `max_turns`; empty: one is."""
         self._conversation = conversation
         self._engine = engine
         self._sampling = sampling
 
     @property
     def uid(self) -> Uid:
-        """The name of the row: its draws, and a seed for yours, depend on it alone."""
+        """The id of the row; its draws depend on nothing else, and neither should a seed of yours."""
         return self._conversation.uid
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that may still be said, by whomever."""
+        """Tokens that may still be added, sampled or observed."""
         return self._conversation.left
 
     async def reply(self) -> str:
@@ -85,7 +85,7 @@ class Session:
         Raises:
             EndedError: it has had all its turns or tokens.
         """
-        self._check_room()
+        self._check_not_full()
         turn = await self._conversation.sample(self._engine, self._sampling)
         self.finish_reason = turn.finish_reason
         if turn.finish_reason not in ("stop", "length"):
@@ -96,20 +96,20 @@ class Session:
         """Add a message, which is not trained on, and let the policy answer.
 
         Raises:
-            EndedError: there is no room for message and answer.
+            EndedError: message and answer do not fit.
         """
         return await self.tell([{"role": role, "content": content}])
 
     async def tell(self, messages: Sequence[ChatMessage]) -> str:
-        """The same with several messages, or with more in them than `role` and `content`."""
+        """As `say`, with several messages, or with other keys than `role` and `content`."""
         if not self._conversation.turns:
-            raise UserError("the prompt is the policy's to answer first: `await session.reply()`")
-        self._check_room()
+            raise UserError("the policy must answer the prompt first: `await session.reply()`")
+        self._check_not_full()
         if not self._conversation.observe(messages):
             raise self._end("length")
         return await self.reply()
 
-    def _check_room(self) -> None:
+    def _check_not_full(self) -> None:
         if self._conversation.full:
             raise self._end("max_turns" if self._conversation.left else "length")
 
@@ -119,17 +119,17 @@ class Session:
 
 
 def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> Program:
-    """The program; raises ConfigError where the function is not there or not what it should be."""
+    """The program; raises ConfigError if the function does not exist or has the wrong parameters."""
     config = read_options(Config, options, where="rollout.program_options")
     function = load_function(config.function, KEY)
     parameters = _parameters(function, config.function)
     if parameters == 4:
-        return WholeProgram(function, config.function)
+        return FunctionProgram(function, config.function)
     return SessionProgram(function, config)
 
 
-class WholeProgram:
-    """A function that makes the row itself."""
+class FunctionProgram:
+    """A function that returns the whole row."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._function = function
@@ -139,10 +139,10 @@ class WholeProgram:
         self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
     ) -> Rollout:
         """See `meshrl.rollout.ports.Program`."""
-        found = await self._function(task, uid, engine, tokenizer)
-        if not isinstance(found, Rollout):
-            raise UserError(f"{self._name} returned {type(found).__name__}, want a Rollout")
-        return found
+        rollout = await self._function(task, uid, engine, tokenizer)
+        if not isinstance(rollout, Rollout):
+            raise UserError(f"{self._name} returned {type(rollout).__name__}, want a Rollout")
+        return rollout
 
 
 class SessionProgram:
@@ -165,15 +165,15 @@ class SessionProgram:
         except EndedError:
             return conversation.rollout(session.ended)
         if outcome is not None and not isinstance(outcome, Outcome):
-            said = type(outcome).__name__
-            raise UserError(f"{config.function} returned {said}, want None or an Outcome")
+            name = type(outcome).__name__
+            raise UserError(f"{config.function} returned {name}, want None or an Outcome")
         if not conversation.turns:
-            raise UserError(f"{config.function} returned before the policy said anything")
+            raise UserError(f"{config.function} returned before the policy had a turn")
         return conversation.rollout(session.ended or None, outcome=outcome)
 
 
 def _parameters(function: Callable[..., Any], name: str) -> int:
-    """How many there are: 1 or 4."""
+    """How many parameters: 1 or 4."""
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"{KEY}: {name!r} is not async; {WANT}", key=KEY)
     parameters = inspect.signature(function).parameters.values()

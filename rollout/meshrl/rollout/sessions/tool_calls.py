@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshrl.rollout.sessions.requests import ToolCall
-from meshrl.rollout.tools.parsing import called, from_json
+from meshrl.rollout.tools.parsing import call_of, from_json
 
 OPENING = "<tool_call>"
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -40,7 +40,7 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def _read(text: str) -> ToolCall | None:
-    found = called(from_json(text))
+    found = call_of(from_json(text))
     if found.problem or not found.name:
         return None
     written = json.dumps(found.arguments, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Builds what a recipe's `tools` name: Python functions, and the tools of MCP servers."""
+"""Builds the `tools` of a recipe: Python functions, and the tools of MCP servers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.functions import FunctionTool
 from meshrl.rollout.tools.mcp_servers import McpServer
 from meshrl.rollout.tools.ports import Tool
-from meshrl.rollout.tools.toolbox import Offered, Toolbox
-from meshrl.rollout.tools.truncation import Cut
+from meshrl.rollout.tools.toolbox import Cut, Toolbox, ToolOffer
 from meshrl.rollout.user_functions import load_function
 
 KEY = "rollout.program_options.tools"
 
 
 class ToolBuilder:
-    """The tools of one worker process: functions at once, servers once they are asked."""
+    """The tools of one worker process: functions are loaded at once, servers with the first row."""
 
     def __init__(self, config: ToolsConfig) -> None:
-        """Raises ConfigError for a function that cannot be imported or described, and for MCP without its package."""
+        """Raises ConfigError for a function that cannot be imported or described, or MCP without its package."""
         self._cut = Cut(tokens=config.max_result_tokens, side=config.cut)
-        self._offers: list[Offered] = []
+        self._offers: list[ToolOffer] = []
         self._servers: list[tuple[ToolConfig, McpServer]] = []
         for where, tool in named_tools(config):
             if not tool.function:
@@ -35,12 +34,12 @@ class ToolBuilder:
                 self._servers.append((tool, McpServer(tool)))
                 continue
             function = load_function(tool.function, f"{where}.function")
-            made = FunctionTool(
+            built = FunctionTool(
                 function, name=tool.name, stateful=tool.stateful, most_lost=tool.concurrency
             )
-            self._offers.append(_offered(made, tool))
+            self._offers.append(_offered(built, tool))
         self._toolbox: Toolbox | None = None
-        self._one_asks = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def toolbox(self) -> Toolbox:
         """All tools; servers are started or reached at the first call.
@@ -49,16 +48,16 @@ class ToolBuilder:
             ConfigError: two tools of one name, or one that a server does not have.
             InfraError: a server cannot be reached.
         """
-        async with self._one_asks:
+        async with self._lock:
             if self._toolbox is None:
-                found = list(self._offers)
+                offers = list(self._offers)
                 for config, server in self._servers:
-                    found += [_offered(tool, config) for tool in await server.tools()]
-                self._toolbox = Toolbox(found, self._cut)
+                    offers += [_offered(tool, config) for tool in await server.tools()]
+                self._toolbox = Toolbox(offers, self._cut)
             return self._toolbox
 
     def release(self, uid: Uid) -> None:
-        """A row is done: sessions that were its own end."""
+        """A row is done: close its own sessions."""
         for _, server in self._servers:
             server.release(uid)
 
@@ -68,13 +67,13 @@ class ToolBuilder:
 
 
 def named_tools(config: ToolsConfig) -> list[tuple[str, ToolConfig]]:
-    """Each tool with the key that it stands under."""
+    """Each tool with its recipe key."""
     return [
         (f"{KEY}.{index}", ToolConfig(function=each) if isinstance(each, str) else each)
         for index, each in enumerate(config.tools)
     ]
 
 
-def _offered(tool: Tool, config: ToolConfig) -> Offered:
-    places = asyncio.Semaphore(config.concurrency)
-    return Offered(tool=tool, timeout_s=config.timeout_s, places=places)
+def _offered(tool: Tool, config: ToolConfig) -> ToolOffer:
+    slots = asyncio.Semaphore(config.concurrency)
+    return ToolOffer(tool=tool, timeout_s=config.timeout_s, slots=slots)

@@ -1,4 +1,4 @@
-"""What a recipe says of tools, under `rollout.program_options`. Imports no tool."""
+"""Options of the `tools` program: `rollout.program_options`. Imports no tool."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ class ToolConfig(Config):
     """One Python function, or the tools of one MCP server: exactly one of `function`, `command` and `url`."""
 
     function: str = ""
-    """`package.module.function` or `path/to/file.py:function`, with type hints; its docstring tells the policy what
-    it does."""
+    """`package.module.function` or `path/to/file.py:function`, with type hints; its docstring is the
+    description that the policy sees."""
     command: list[str] = Field(default_factory=list)
     """An MCP server that speaks over stdin and stdout, started by each rollout worker."""
     url: str = ""
-    """An MCP server that is there already, over streamable HTTP."""
+    """The address of a running MCP server, over streamable HTTP."""
     name: str = ""
-    """What the policy calls a function; empty: the function's own name."""
+    """The name under which the policy calls a function; empty: the function's own name."""
     only: list[str] = Field(default_factory=list)
     """Names of the server's tools that the policy may call; empty: all."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment of `command`; besides it has PATH, HOME and the like, and nothing else of the worker's."""
+    """Environment of `command`; it also has PATH, HOME and the like, and nothing else of the worker's."""
     cwd: str | None = None
     """Directory of `command`."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Sent to `url` with every request, `Authorization` for instance."""
     timeout_s: PositiveFloat = 30.0
-    """A call that takes longer is told to the policy as timed out."""
+    """Deadline of a call; the policy observes that a later one timed out."""
     start_timeout_s: PositiveFloat = 30.0
-    """An MCP server that does not answer in this time cannot be started: a fault, not an observation."""
+    """Deadline of an MCP server's start and first answer; missing it is a fault, not an observation."""
     concurrency: PositiveInt = 16
-    """Calls at once of one worker to each tool; others wait, and waiting is not part of `timeout_s`."""
+    """Calls that one worker runs at once for each tool; others wait, which is not part of `timeout_s`."""
     stateful: bool = False
-    """Calls change what later calls of their row find. Every row then has a session of its own with an MCP server,
-    and a row that another worker goes on with repeats its calls there instead of keeping what they said."""
+    """Calls change the results of later calls of their row. Every row then has its own session with an MCP server,
+    and a row that another worker continues repeats its calls there instead of reusing their results."""
 
     @model_validator(mode="after")
     def _one_of_three(self) -> Self:
-        given = [name for name in ("function", "command", "url") if getattr(self, name)]
-        if len(given) != 1:
-            said = " and ".join(given) or "none of them"
-            raise ValueError(f"want exactly one of function, command and url, got {said}")
+        set_keys = [name for name in ("function", "command", "url") if getattr(self, name)]
+        if len(set_keys) != 1:
+            listed = " and ".join(set_keys) or "none of them"
+            raise ValueError(f"want exactly one of function, command and url, got {listed}")
         return self
 
 
@@ -52,21 +52,21 @@ class ToolsConfig(Config):
     """`rollout.program_options` for `rollout.program: tools`."""
 
     tools: list[ToolConfig | str] = Field(min_length=1)
-    """What the policy may call; a text is a `function` with defaults. A task may narrow it down
-    (`extra_info.tool_selection`) and give arguments that the policy does not see (`extra_info.tools_kwargs`)."""
+    """The tools that the policy may call; a text is a `function` with defaults. A task may select some of them
+    (`extra_info.tool_selection`) and add arguments that the policy does not see (`extra_info.tools_kwargs`)."""
     format: str = "hermes"
-    """How the policy writes its calls: a module of `meshrl.rollout.tools.formats`, or a dotted path."""
+    """The format of the policy's calls: a module of `meshrl.rollout.tools.formats`, or a dotted path."""
     max_turns: PositiveInt | None = 16
     """Turns of the policy in one row; null: any number that fits `data.max_response_length`."""
     max_turn_tokens: PositiveInt | None = None
-    """Tokens of one turn; null: what is left of `data.max_response_length`."""
+    """Tokens of one turn; null: as many as are left of `data.max_response_length`."""
     max_calls: PositiveInt = 8
-    """Calls of one turn that are done, at the same time; what is beyond is answered with an error."""
+    """Calls of one turn that are run, at the same time; further calls are answered with an error."""
     max_result_tokens: PositiveInt = 512
     """A longer result is cut."""
     cut: Literal["left", "middle", "right"] = "middle"
-    """Which part of a long result goes."""
+    """Which part of a long result is left out."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a turn, beside `rollout.stop`: `</tool_call>`, where the policy does not end its turn itself."""
+    """Texts that end a turn, besides `rollout.stop`: `</tool_call>`, if the policy does not end its turn itself."""
     role: str = "tool"
-    """The role of a message with a result; `user`, where the chat template knows no tools."""
+    """The role of a message with a result; `user`, if the chat template knows no tools."""

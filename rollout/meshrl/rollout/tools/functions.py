@@ -18,17 +18,17 @@ from meshrl.contract.types import Json
 from meshrl.rollout.tools.ports import Caller, ToolError
 
 PREFIX = "argument_"
-"""Of the model's fields: a parameter may have a name that a field may not."""
+"""Of the pydantic model's fields: some parameter names are not allowed for fields."""
 CALLER = "caller"
-"""A parameter of this name is given the `Caller`; the policy does not see it."""
+"""A parameter of this name gets the `Caller`; the policy does not see it."""
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 class FunctionTool:
-    """One function. Coroutine functions are awaited, others run in a thread each.
+    """One function. Coroutine functions are awaited, each call of others runs in its own thread.
 
-    A thread cannot be stopped: one that does not come back is left to itself. When `most_lost` have been, the tool is
-    broken, and calling it an InfraError.
+    A thread cannot be stopped: one that does not return is abandoned. After `most_lost` of them the tool is broken,
+    and calls raise InfraError.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class FunctionTool:
             checked = self._model.model_validate({**arguments, **caller.given})
         except ValidationError as error:
             raise ToolError(_first_fault(self.name, error)) from error
-        given = {name[len(PREFIX) :]: getattr(checked, name) for name in checked.model_fields_set}
+        values = {name[len(PREFIX) :]: getattr(checked, name) for name in checked.model_fields_set}
         if self._takes_caller:
-            given[CALLER] = caller
+            values[CALLER] = caller
         try:
-            return as_text(await self._run(given))
+            return as_text(await self._run(values))
         except (InfraError, ToolError, TimeoutError):
             raise
         except Exception as error:
@@ -72,38 +72,38 @@ class FunctionTool:
     async def check(self, caller: Caller) -> None:
         """See `Tool`."""
 
-    async def _run(self, given: Mapping[str, Any]) -> Any:
+    async def _run(self, values: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):
-            return await self._function(**given)
+            return await self._function(**values)
         if self._lost >= self._most_lost:
-            raise InfraError(f"tool {self.name}: {self._lost} calls never came back")
+            raise InfraError(f"tool {self.name}: {self._lost} calls never returned")
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # A daemon: a pool's threads are joined when the process ends, and this one may never end.
+        # A daemon thread: threads of a pool are joined at exit, and this one may never end.
         threading.Thread(
-            target=self._work, args=(given, done), name=f"tool-{self.name}", daemon=True
+            target=self._work, args=(values, done), name=f"tool-{self.name}", daemon=True
         ).start()
         try:
             return await done
         finally:
             self._lost += done.cancelled()
 
-    def _work(self, given: Mapping[str, Any], done: asyncio.Future[Any]) -> None:
+    def _work(self, values: Mapping[str, Any], done: asyncio.Future[Any]) -> None:
         """The thread of one call."""
         result, error = None, None
         try:
-            result = self._function(**given)
+            result = self._function(**values)
         except Exception as raised:
             error = raised
         except BaseException as raised:  # `sys.exit()` in a tool ends the tool
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
         if isinstance(error, StopIteration):
-            error = RuntimeError("StopIteration")  # a future may not hold it
+            error = RuntimeError("StopIteration")  # a future cannot hold it
         with contextlib.suppress(RuntimeError):  # the loop has ended
             done.get_loop().call_soon_threadsafe(self._settle, done, result, error)
 
     def _settle(self, done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
         if done.cancelled():
-            self._lost -= 1  # it came back after all
+            self._lost -= 1  # it returned after all
         elif error is not None:
             done.set_exception(error)
         else:
@@ -111,7 +111,7 @@ class FunctionTool:
 
 
 def as_text(result: Any) -> str:
-    """Text as it is, None as nothing, anything else as JSON where it is that."""
+    """Text unchanged, None as empty text, anything else as JSON if possible, else by `str`."""
     if isinstance(result, str):
         return result
     if result is None:
@@ -123,7 +123,7 @@ def as_text(result: Any) -> str:
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a Google-style docstring says of the function, and of each argument."""
+    """The descriptions of the function and of each argument in a Google-style docstring."""
     body, _, rest = text.partition("\nArgs:\n")
     arguments: dict[str, str] = {}
     last = ""
@@ -173,7 +173,7 @@ def _model(
 
 
 def _without_titles(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """Titles by pydantic repeat the names; a prompt has no room for that."""
+    """Remove pydantic's titles, which repeat the names and would lengthen the prompt."""
     return {
         key: {name: _without_titles(each) for name, each in value.items()}
         if key in ("properties", "$defs")

@@ -1,10 +1,10 @@
-"""MCP servers as sources of tools, through the official client: over stdin and stdout, or streamable HTTP.
+"""Tools of MCP servers, through the official client: over stdin and stdout, or streamable HTTP.
 
     worker ── McpServer ─┬─ shared Connection ──────▶ one server process, or HTTP session, for all rows
                       └─ Connection per row ─────▶ one each, for stateful tools
 
-A server that ends, hangs up or cannot be reached is an InfraError of the calls that were under way; the next call
-connects anew. After a failure to connect the next attempt waits, twice as long each time, and calls wait with it.
+When a server ends, closes the connection or cannot be reached, running calls get an InfraError; the next call
+reconnects. After a failed attempt the next one waits, twice as long each time, and calls wait for it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
-"""Of one answer of a server; a longer one is an error that the policy observes."""
+"""The longest answer of a server; a longer one is an error that the policy observes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Between attempts to connect that failed."""
+"""Pauses between failed attempts to connect."""
 FAULTS = frozenset({-32000, -32001, -32600, -32603, -32700})
-"""Codes that are the connection's and not the tool's: closed, timed out, session unknown, internal, not JSON."""
+"""Error codes of the connection, not of a tool: closed, timed out, session unknown, internal, not JSON."""
 CLOSE_S = 10.0
 """The client gives a server 4 s to end before it is killed; the rest is for a busy machine."""
 
 
 class Connection:
-    """One client of one server. Opened, used and closed from any task: a task of its own holds it."""
+    """One client of one server. May be opened, used and closed from any task: its own task holds it."""
 
     def __init__(self, config: ToolConfig, label: str) -> None:
         self._config = config
@@ -55,7 +55,7 @@ class Connection:
         self._holder: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self.broken = False
-        """Whether it is of no use any more."""
+        """Whether it cannot be used any more."""
 
     async def open(self) -> None:
         """Connect.
@@ -63,7 +63,7 @@ class Connection:
         Raises:
             InfraError: the server cannot be started or reached, or does not answer in time.
         """
-        await asyncio.to_thread(importlib.import_module, "mcp")  # seconds, the first time
+        await asyncio.to_thread(importlib.import_module, "mcp")  # takes seconds the first time
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holder = asyncio.create_task(self._hold(ready), name=f"mcp {self._label}")
         limit = self._config.start_timeout_s
@@ -80,7 +80,7 @@ class Connection:
             raise
 
     async def close(self) -> None:
-        """End it, and a server that it started; idempotent."""
+        """Close it, and end a server that it started; idempotent."""
         self.broken = True
         self._leave.set()
         if self._holder is None:
@@ -91,51 +91,51 @@ class Connection:
         await asyncio.wait({self._holder})
 
     async def tools(self) -> list[Tool]:
-        """What the server offers."""
-        found: list[Tool] = []
+        """All tools of the server."""
+        tools: list[Tool] = []
         cursor: str | None = None
         while True:
-            page = await self.ask(partial(_page, cursor=cursor))
-            found += page.tools
+            page = await self.request(partial(_page, cursor=cursor))
+            tools += page.tools
             cursor = page.next_cursor
             if not cursor:
-                return found
+                return tools
 
-    async def ask(self, question: Callable[[Client], Awaitable[Answer]]) -> Answer:
-        """What the server answers.
+    async def request(self, send: Callable[[Client], Awaitable[Answer]]) -> Answer:
+        """Send a request; the server's answer.
 
         Raises:
-            ToolError: it refuses.
-            InfraError: it is gone.
+            ToolError: the server refuses.
+            InfraError: the connection is broken.
         """
         from mcp import MCPError
 
         if self._client is None or self._holder is None or self.broken:
-            raise self._lost("is gone")
-        asking = asyncio.ensure_future(question(self._client))
+            raise self._lost("has ended")
+        pending = asyncio.ensure_future(send(self._client))
         try:
-            # A transport that breaks ends the holder; its requests may wait for ever.
-            await asyncio.wait({asking, self._holder}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise self._lost("hung up")
-            return asking.result()
+            # A broken transport ends the holder task, while its requests may wait for ever.
+            await asyncio.wait({pending, self._holder}, return_when=asyncio.FIRST_COMPLETED)
+            if not pending.done():
+                raise self._lost("closed the connection")
+            return pending.result()
         except MCPError as error:
             if error.code in FAULTS:
                 raise self._lost(f"failed: {error}") from error
             raise ToolError(str(error)) from error
-        except Exception as error:  # what the server sent makes no sense to the client
+        except Exception as error:  # the client cannot read what the server sent
             if isinstance(error, InfraError):
                 raise
             raise self._lost(f"failed: {_reason(error)}") from error
         finally:
-            asking.cancel()
+            pending.cancel()
 
     def _lost(self, what: str) -> InfraError:
         self.broken = True
         return InfraError(f"MCP server {self._label} {what}")
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
-        """Enter and leave the client in one task, as its cancel scopes want it."""
+        """Enter and leave the client in one task, as its cancel scopes require."""
         from mcp import Client
 
         try:
@@ -155,7 +155,7 @@ class Connection:
 
 
 class McpServer:
-    """One MCP server of a recipe: its shared connection, or one for each row."""
+    """One MCP server of a recipe: its shared connection, or one connection for each row."""
 
     def __init__(self, config: ToolConfig) -> None:
         self._config = config
@@ -166,10 +166,10 @@ class McpServer:
         self._failures = 0
 
     async def tools(self) -> list[McpTool]:
-        """What the recipe lets the policy call.
+        """The tools that the recipe allows.
 
         Raises:
-            ConfigError: the server lacks one that the recipe names.
+            ConfigError: the server lacks a tool that the recipe names.
             InfraError: the server cannot be reached.
         """
         connection = await self._opened(None)
@@ -184,37 +184,39 @@ class McpServer:
 
     @property
     def stateful(self) -> bool:
-        """Whether each row has a connection of its own."""
+        """Whether each row has its own connection."""
         return self._config.stateful
 
     async def call(self, name: str, arguments: Mapping[str, Json], uid: Uid) -> CallToolResult:
-        """See `Connection.ask`."""
+        """See `Connection.request`."""
         connection = await self._opened(uid if self.stateful else None)
-        return await connection.ask(lambda client: client.call_tool(name, dict(arguments)))
+        return await connection.request(lambda client: client.call_tool(name, dict(arguments)))
 
     async def check(self, uid: Uid) -> None:
-        """After a call that came too late: is it the tool that hangs, or the server?
+        """After a call that timed out: find out whether the tool hangs or the server.
 
         Raises:
-            InfraError: the server.
+            InfraError: the server does not answer.
         """
         key = uid if self.stateful else None
         connection = await self._opened(key)
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                await connection.ask(lambda client: client.list_tools(cache_mode="bypass"))
+                await connection.request(lambda client: client.list_tools(cache_mode="bypass"))
         except TimeoutError as error:
             self.release(key)
             raise InfraError(f"MCP server {self.label} does not answer any more") from error
 
     def release(self, key: Uid | None) -> None:
-        """A row is done, or the shared connection is of no use. Nobody waits for a server that ends slowly."""
+        """Close the connection of a finished row, or the shared one (None), without waiting for the server's end."""
         opening, connection = self._opening.pop(key, None), self._connections.pop(key, None)
         if opening is not None:
             opening.cancel()
-            self._keep(opening)
+            self._wait_in_close(opening)
         if connection is not None:
-            self._keep(asyncio.create_task(connection.close(), name=f"mcp close {self.label}"))
+            self._wait_in_close(
+                asyncio.create_task(connection.close(), name=f"mcp close {self.label}")
+            )
 
     async def close(self) -> None:
         """End all connections; idempotent."""
@@ -222,13 +224,13 @@ class McpServer:
             self.release(key)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        """Until it is done, or `close` waits for it."""
+    def _wait_in_close(self, task: asyncio.Task[Any]) -> None:
+        """Hold `task` until it is done; `close` waits for it."""
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def _opened(self, key: Uid | None) -> Connection:
-        """The connection of a row, or the shared one (None). Where it broke, all who ask share one attempt."""
+        """The connection of a row, or the shared one (None). All callers share one attempt to reconnect."""
         connection = self._connections.get(key)
         if connection is not None and not connection.broken:
             return connection
@@ -246,7 +248,7 @@ class McpServer:
         broken = self._connections.pop(key, None)
         if broken is not None:
             await broken.close()
-            log.warning("MCP server %s: connecting anew", self.label)
+            log.warning("MCP server %s: reconnecting", self.label)
         if self._failures:
             pause = FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 16)
             await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
@@ -273,8 +275,7 @@ class McpTool:
 
     async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
         """See `Tool`."""
-        given = {**arguments, **caller.given}
-        result = await self._server.call(self.name, given, caller.uid)
+        result = await self._server.call(self.name, {**arguments, **caller.given}, caller.uid)
         text = text_of(result)
         if result.is_error:
             raise ToolError(text)
@@ -290,7 +291,7 @@ async def _page(client: Client, *, cursor: str | None) -> ListToolsResult:
 
 
 def text_of(result: CallToolResult) -> str:
-    """The texts of a result; what is no text is named."""
+    """The texts of a result; other parts are replaced by their type."""
     parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -302,7 +303,7 @@ def _transport(config: ToolConfig) -> Transport:
 
     if config.url:
         return _http(config)
-    leash = [
+    guard = [
         str(Path(__file__).with_name("subprocess_guard.py")),
         str(os.getpid()),
         str(MOST_BYTES),
@@ -310,7 +311,7 @@ def _transport(config: ToolConfig) -> Transport:
     return stdio_client(
         StdioServerParameters(
             command=sys.executable,
-            args=["-E", "-S", *leash, *config.command],
+            args=["-E", "-S", *guard, *config.command],
             env=config.env,
             cwd=config.cwd,
         )
@@ -330,7 +331,7 @@ async def _http(config: ToolConfig) -> AsyncIterator[TransportStreams]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first leaf of a group, in one line."""
+    """The message of `error` in one line; of a group, that of its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return (str(error).strip() or type(error).__name__).splitlines()[0]

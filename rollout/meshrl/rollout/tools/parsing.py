@@ -1,4 +1,4 @@
-"""From what a model wrote to a call, or to what is wrong with it."""
+"""Parses the text of a tool call into a `ToolCall`, or into one that says what is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshrl.rollout.tools.ports import ToolCall
 
 
 def from_json(text: str) -> Json:
-    """The value, or a ToolCall with the problem."""
+    """The value, or a ToolCall that says what is wrong."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -18,17 +18,17 @@ def from_json(text: str) -> Json:
         return ToolCall(name="", problem="the call is nested too deeply")
 
 
-def called(found: Json, *, arguments: str = "arguments") -> ToolCall:
-    """The call in an object with `name` and `arguments` (or whatever the format calls them)."""
-    if isinstance(found, ToolCall):
-        return found
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def call_of(value: Json, *, arguments: str = "arguments") -> ToolCall:
+    """The call in an object with `name` and `arguments` (`arguments`: the key that the format uses)."""
+    if isinstance(value, ToolCall):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall(name="", problem=f"a call is an object with `name` and `{arguments}`")
-    given = found.get(arguments, {})
-    if isinstance(given, str):  # some models write the object as text in the object
-        given = from_json(given)
-    if isinstance(given, ToolCall):
-        return given
-    if not isinstance(given, dict):
-        return ToolCall(name=found["name"], problem=f"`{arguments}` must be an object")
-    return ToolCall(name=found["name"], arguments=given)
+    parsed = value.get(arguments, {})
+    if isinstance(parsed, str):  # some models write the object as text in the object
+        parsed = from_json(parsed)
+    if isinstance(parsed, ToolCall):
+        return parsed
+    if not isinstance(parsed, dict):
+        return ToolCall(name=value["name"], problem=f"`{arguments}` must be an object")
+    return ToolCall(name=value["name"], arguments=parsed)

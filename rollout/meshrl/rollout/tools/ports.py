@@ -1,4 +1,4 @@
-"""What a tool is, and what the policy says to call one."""
+"""The port of a tool, and the call that a policy makes."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from meshrl.contract.types import Json, Task, Uid
 
 
 class ToolError(Exception):
-    """A tool could not do what the policy asked: the message is what the policy observes, no fault of the mesh."""
+    """A tool could not do what the policy asked: the policy observes the message; it is no fault of the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """What the policy asked for."""
+    """A call as the policy wrote it."""
 
     name: str
     arguments: Mapping[str, Json] = field(default_factory=dict)
     problem: str = ""
-    """Why this is no call, told to the policy in place of a result; empty: it is one."""
+    """Why the call is invalid; the policy observes it in place of a result. Empty: the call is valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The row on whose behalf a tool is called."""
+    """The row for which a tool is called."""
 
     task: Task
     uid: Uid
     given: Mapping[str, Json] = field(default_factory=dict)
-    """Arguments that the task gives and the policy does not see (`extra_info.tools_kwargs`)."""
+    """Arguments from the task that the policy does not see (`extra_info.tools_kwargs`)."""
 
 
 class Tool(Protocol):
-    """One thing that a policy may call."""
+    """A tool that a policy may call."""
 
     name: str
     description: str
     parameters: Mapping[str, Json]
     """JSON schema of an object."""
     stateful: bool
-    """Whether a call may change what later calls of its row find: a row that moves to another worker calls again."""
+    """Whether a call may change the results of later calls of its row: such calls are repeated on another worker."""
 
     async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
         """The result as text.
 
         Raises:
             ToolError: wrong arguments, or the tool failed: an observation.
-            InfraError: the tool cannot be reached: a fault, the row is tried again.
+            InfraError: the tool cannot be reached: a fault, and the row is tried again.
         """
         ...
 
@@ -56,14 +56,14 @@ class Tool(Protocol):
         """Called after a call that took too long and was cancelled.
 
         Raises:
-            InfraError: it is not the call that hangs, but what should answer it.
+            InfraError: the server hangs, not only the call.
         """
         ...
 
 
 class ToolFormat(Protocol):
-    """How a model writes its calls: a module of `meshrl.rollout.tools.formats`."""
+    """The format of a model's calls: a module of `meshrl.rollout.tools.formats`."""
 
     def parse(self, text: str) -> Sequence[ToolCall]:
-        """The calls in a turn, `text` with its special tokens, in order; none where it asks for no tool."""
+        """The calls in a turn, `text` with its special tokens, in order; empty if it calls no tool."""
         ...

@@ -1,10 +1,11 @@
-"""Runs an MCP server that cannot outlive its worker: `python leash.py WORKER_PID MOST_BYTES COMMAND …`.
+"""Runs a command that cannot outlive its worker: `python subprocess_guard.py WORKER_PID MOST_BYTES COMMAND …`.
 
-    worker ──stdin──▶ server ──stdout──▶ leash ──stdout──▶ worker
-                                           └ a line of more than MOST_BYTES is answered with an error instead
+    worker ──stdin──▶ command ──stdout──▶ guard ──stdout──▶ worker
+                                            └ a line of more than MOST_BYTES becomes a JSON-RPC error
 
-Standard library only, so that it starts at once and stays small. Whatever way worker or server end, everything that
-the server started ends too, also what left its process group: orphans become the leash's children (Linux).
+The command is an MCP server or an agent. Standard library only, so that it starts at once and stays small. In
+whatever way worker or command end, every process that the command started ends too, also those that left its process
+group: orphans become children of the guard (Linux).
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 1.0
-"""For a server that is told to end, and for its last words."""
-PIECE = 1 << 16
+"""Seconds that a command has to end after SIGTERM, and for its last output."""
+CHUNK_BYTES = 1 << 16
 TOO_LONG = -32099
-"""In the range that JSON-RPC leaves to servers."""
+"""An error code in the range that JSON-RPC leaves to servers."""
 ID = re.compile(rb'"id"\s*:\s*(\d+|"[^"]{1,64}")')
 
 
 def main() -> int:
-    """Run the command with our stdin; exits as it does (128 + n for signal n)."""
+    """Run the command with our stdin; its exit code, 128 + n for signal n."""
     worker, most, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     killed = 128 + signal.SIGKILL
-    # SIGTERM goes to the whole group, the server included; what ignores it is killed. SIG_IGN would be inherited.
+    # SIGTERM goes to the whole group, the command included; whoever ignores it is killed. SIG_IGN would be inherited.
     signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, GRACE_S))
     signal.signal(signal.SIGALRM, lambda *_: _end(killed))
     signal.signal(signal.SIGUSR1, lambda *_: _end(killed))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != worker:
-        return killed  # it died before the line above
+        return killed  # the worker died before the line above
     try:
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=_die_with_leash)
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=_die_with_guard)
     except OSError as error:
         print(f"cannot start {command[0]}: {error}", file=sys.stderr)
         return 127
     assert server.stdout is not None
     ends = (server.stdout.fileno(), sys.stdout.fileno())
-    # Beside the wait: what the server started may hold its stdout open when it is gone.
+    # In a thread: processes that the server started may keep its stdout open after its end.
     passing = threading.Thread(target=pass_on, args=(*ends, most), daemon=True)
     passing.start()
     code = server.wait()
@@ -60,18 +61,18 @@ def main() -> int:
 def pass_on(source: int, target: int, most: int) -> None:
     """Copy lines; one with more than `most` bytes becomes an error that answers the same request."""
     line, size = bytearray(), 0
-    while piece := os.read(source, PIECE):
-        for part in piece.splitlines(keepends=True):
+    while chunk := os.read(source, CHUNK_BYTES):
+        for part in chunk.splitlines(keepends=True):
             size += len(part)
-            # Of a line that is too long its beginning is kept, for the id.
-            line += part if size <= most else part[: max(0, PIECE - len(line))]
+            # The beginning of a line that is too long is kept, for its id.
+            line += part if size <= most else part[: max(0, CHUNK_BYTES - len(line))]
             if part.endswith(b"\n"):
                 _write(target, bytes(line) if size <= most else _too_long(bytes(line), size, most))
                 line, size = bytearray(), 0
 
 
 def _too_long(line: bytes, size: int, most: int) -> bytes:
-    found = ID.search(line[:PIECE]) or ID.search(line[-PIECE:])
+    found = ID.search(line[:CHUNK_BYTES]) or ID.search(line[-CHUNK_BYTES:])
     problem = f"the answer has {size} bytes, more than {most}"
     error = json.dumps({"code": TOO_LONG, "message": problem}).encode()
     number = found[1] if found else b"null"
@@ -81,7 +82,7 @@ def _too_long(line: bytes, size: int, most: int) -> bytes:
 def _write(target: int, data: bytes) -> None:
     with contextlib.suppress(
         BrokenPipeError
-    ):  # the worker has hung up: the server sees its stdin end
+    ):  # the worker has closed the pipe: the command sees the end of its stdin
         while data:
             data = data[os.write(target, data) :]
 
@@ -92,7 +93,7 @@ def _end(code: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kill everything below us."""
+    """Kill all descendants."""
     while children := _children():
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -103,14 +104,14 @@ def _kill_children() -> None:
 
 
 def _children() -> list[int]:
-    """Ours, and by and by those of the killed ones. A process is its parent's main thread's child."""
+    """Our children; those of killed processes become ours. Children belong to the parent's main thread."""
     try:
         return list(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     except OSError:
         return []  # not Linux
 
 
-def _die_with_leash() -> None:
+def _die_with_guard() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

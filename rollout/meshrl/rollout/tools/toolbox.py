@@ -1,6 +1,6 @@
-"""The tools of a worker: one call of the policy in, the text that it observes out.
+"""The tools of a worker: a call of the policy in, the text that the policy observes out.
 
-call ─▶ known? arguments? ─▶ wait for a place ─▶ tool, against the clock ─▶ cut to the budget ─▶ observation
+call ─▶ known? arguments? ─▶ wait for a slot ─▶ tool, with a deadline ─▶ cut to the budget ─▶ observation
               │                                     │       └ late: "timed out"
               └── what is wrong ────────────────────┴──────────────────────────────────────────▶ observation
 """
@@ -10,51 +10,55 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Task
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rollout.tools.ports import Caller, Tool, ToolCall, ToolError
-from meshrl.rollout.tools.truncation import Cut
+
+CHARACTERS = 16
+"""Only so many characters of a result are looked at for each token that it may have."""
+GAP = "...(truncated)..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
+class ToolOffer:
     """A tool and its limits."""
 
     tool: Tool
     timeout_s: float
-    places: asyncio.Semaphore
+    slots: asyncio.Semaphore
 
 
 class Toolbox:
     """Tools by name."""
 
-    def __init__(self, offers: Sequence[Offered], cut: Cut) -> None:
+    def __init__(self, offers: Sequence[ToolOffer], cut: Cut) -> None:
         """Raises ConfigError for two tools of one name."""
-        self._offers: dict[str, Offered] = {}
+        self._offers: dict[str, ToolOffer] = {}
         self._cut = cut
         for offer in offers:
             name = offer.tool.name
             if name in self._offers:
                 raise ConfigError(
-                    f"two tools are called {name!r}; `name` or `only` tells them apart"
+                    f"two tools are called {name!r}; set `name` or `only` to tell them apart"
                 )
             self._offers[name] = offer
 
     def of(self, task: Task) -> TaskTools:
-        """Those that `task` offers: all, or its `tool_selection`.
+        """The tools of `task`: all, or its `tool_selection`.
 
         Raises:
-            UserError: its extra_info names tools or parameters that are not there.
+            UserError: its extra_info names unknown tools or parameters.
         """
         chosen = task.extra_info.get("tool_selection") or list(self._offers)
-        given = task.extra_info.get("tools_kwargs") or {}
-        for name in (*chosen, *given):
+        kwargs = task.extra_info.get("tools_kwargs") or {}
+        for name in (*chosen, *kwargs):
             if name not in self._offers:
                 known = ", ".join(self._offers)
-                raise UserError(f"task {task.task_id}: no tool {name!r} (there are {known})")
-        hidden = {name: _execute_kwargs(task, name, each) for name, each in given.items()}
+                raise UserError(f"task {task.task_id}: no tool {name!r} (known: {known})")
+        hidden = {name: _execute_kwargs(task, name, each) for name, each in kwargs.items()}
         return TaskTools({name: self._offers[name] for name in chosen}, hidden, self._cut)
 
 
@@ -62,7 +66,7 @@ class TaskTools:
     """The tools of one task."""
 
     def __init__(
-        self, offers: Mapping[str, Offered], hidden: Mapping[str, Mapping[str, Json]], cut: Cut
+        self, offers: Mapping[str, ToolOffer], hidden: Mapping[str, Mapping[str, Json]], cut: Cut
     ) -> None:
         self._offers = offers
         self._hidden = hidden
@@ -102,7 +106,7 @@ class TaskTools:
         if offer is None:
             return f"Error: no tool {call.name!r}; there are {', '.join(self._offers)}"
         caller = replace(caller, given=self._hidden.get(call.name, {}))
-        async with offer.places:
+        async with offer.slots:
             late = asyncio.timeout(offer.timeout_s)
             try:
                 async with late:
@@ -132,3 +136,35 @@ def _visible(parameters: Mapping[str, Json], hidden: Mapping[str, Json]) -> dict
     properties = {k: v for k, v in parameters.get("properties", {}).items() if k not in hidden}
     required = [name for name in parameters.get("required", ()) if name not in hidden]
     return {**parameters, "properties": properties, "required": required}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Cuts long results: first by characters, before they are tokenised, then to the exact number of tokens."""
+
+    tokens: int
+    side: Literal["left", "middle", "right"] = "middle"
+    """Which part is left out."""
+
+    def __call__(self, text: str, tokenizer: ChatTokenizer) -> str:
+        """`text`, or its beginning and end around a mark: at most `tokens` tokens."""
+        length = min(len(text), self.tokens * CHARACTERS)
+        shortened = self._around(text, length)
+        while length and (count := len(tokenizer.encode(shortened))) > self.tokens:
+            # Tokens have different lengths, so the number of characters is reduced until the text fits.
+            length = min(length - 1, int(length * self.tokens / count))
+            shortened = self._around(text, length)
+        return shortened if length else ""
+
+    def _around(self, text: str, length: int) -> str:
+        """`length` characters of `text`, and the mark in place of the others."""
+        if length >= len(text):
+            return text
+        match self.side:
+            case "left":
+                return GAP + text[len(text) - length :]
+            case "right":
+                return text[:length] + GAP
+            case "middle":
+                half = length // 2
+                return text[:half] + GAP + text[len(text) - half :]

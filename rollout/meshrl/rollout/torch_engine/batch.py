@@ -38,7 +38,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     """The response so far; a continued one begins with what was sampled before."""
     fresh_logprobs: list[float] = field(default_factory=list)
-    """Of the last tokens, which the consumer has not been given yet."""
+    """Of the last tokens, which have not been delivered yet."""
     finish_reason: str = ""
     error: InfraError | None = None
 
@@ -62,7 +62,7 @@ class Row:
         return len(self.request.prompt_ids) - self.request.continued + self.limit
 
     def take_fresh(self, version: Version) -> GenerateDelta:
-        """What was sampled since the last call, all by `version`."""
+        """Tokens sampled since the last call, all by `version`."""
         fresh = len(self.fresh_logprobs)
         delta = GenerateDelta(
             tokens=np.array(self.tokens[len(self.tokens) - fresh :], dtype=np.int32),
@@ -155,7 +155,7 @@ class Batch:
         return self._sample(logits, 0)
 
     def recompute(self, weights: Weights) -> None:
-        """Fill the cache anew under other weights; the next step goes on from there."""
+        """Recompute the cache under other weights; the next step continues from there."""
         if self.rows:
             prefixes = [
                 np.concatenate([row.request.prompt_ids, np.array(row.sampled[:-1], dtype=np.int32)])
@@ -171,7 +171,7 @@ class Batch:
                 self._leave(index)
 
     def _reserve(self, *, kept: int) -> None:
-        """Room for the next token of every row; the first `kept` are in the cache already."""
+        """Make space for the next token of every row; the first `kept` rows are in the cache already."""
         count = len(self.rows)
         self._cache.reserve(count, int(self._stored[:count].max()) + 1, kept=kept)
 
@@ -192,7 +192,7 @@ class Batch:
         self._longest_of[index] = row.longest
 
     def _leave(self, index: int) -> None:
-        """The last row moves into the gap."""
+        """Move the last row into the gap."""
         if self.rows[index].error is not None:
             self._cache.clear(index)
         last = len(self.rows) - 1
@@ -221,7 +221,7 @@ class Batch:
         return done
 
     def _fill(self, weights: Weights, prompts: Sequence[Int32], first: int) -> torch.Tensor:
-        """Prefill rows `first …` in bounded pieces; equal prompts in a piece are computed once.
+        """Prefill rows `first …` in bounded chunks; equal prompts in a chunk are computed once.
 
         Returns:
             float32[len(prompts), V]
@@ -229,7 +229,7 @@ class Batch:
         self._reserve(kept=first)
         device = self._decoder.device
         pieces: list[torch.Tensor] = []
-        for distinct, source in self._pieces(prompts):
+        for distinct, source in self._chunks(prompts):
             lengths = np.array([len(prompt) for prompt in distinct])
             padded = np.zeros((len(distinct), lengths.max()), dtype=np.int64)
             for line, prompt in zip(padded, distinct, strict=True):
@@ -247,7 +247,7 @@ class Batch:
             first += len(source)
         return torch.cat(pieces)
 
-    def _pieces(self, prompts: Sequence[Int32]) -> Iterator[tuple[list[Int32], list[int]]]:
+    def _chunks(self, prompts: Sequence[Int32]) -> Iterator[tuple[list[Int32], list[int]]]:
         """Consecutive prompts as (distinct prompts, which of them each row takes)."""
         distinct: list[Int32] = []
         source: list[int] = []

@@ -32,7 +32,7 @@ from meshrl.rollout.torch_engine.weights import Weights
 log = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
-"""A slow model's tokens are delivered this often, however few they are."""
+"""Tokens of a slow model are delivered at least this often, however few they are."""
 RATE_WINDOW_S = 2.0
 """Span over which `tokens_per_s` is measured."""
 
@@ -46,7 +46,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A consumer went away."""
+    """A consumer has closed its stream."""
 
     row: Row
 
@@ -70,7 +70,7 @@ Command: TypeAlias = Submit | Abort | Swap | Stop
 
 
 class DecodeThread:
-    """Owns the batch and the serving weights; everything else talks to it by `post`."""
+    """Owns the batch and the serving weights; other code sends it commands with `post`."""
 
     def __init__(
         self, batch: Batch, loop: asyncio.AbstractEventLoop, *, stream_interval: int
@@ -100,11 +100,11 @@ class DecodeThread:
         return len(self._batch)
 
     def start(self) -> None:
-        """Begin to take commands."""
+        """Start to process commands."""
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Hand a command over; callable from any thread.
+        """Send a command; callable from any thread.
 
         Raises:
             UnavailableError: the thread has ended; says why.
@@ -127,7 +127,7 @@ class DecodeThread:
                 while self._turn():
                     pass
         except Exception as error:
-            # Whatever broke, nobody may wait for an answer that will not come.
+            # Whatever failed, no request may wait for a response that will not come.
             log.exception("the engine's thread crashed")
             ended = f"its thread crashed: {type(error).__name__}: {error}"
         self._end(ended, crashed=ended != "closed")
@@ -166,12 +166,12 @@ class DecodeThread:
             self._waiting.remove(row)
 
     def _swap_if_due(self) -> None:
-        """Change the weights; a draining change waits until nothing runs, and admission waits with it."""
+        """Change the weights; a draining change waits until no request runs, and new requests wait for it."""
         while self._swaps:
             swap = self._swaps[0]
             if swap.on_update is OnUpdate.DRAIN and len(self._batch) and not swap.done.cancelled():
                 return
-            # It stays at the head until it is through, so that a crash on the way answers it.
+            # It stays at the head until it is done, so that a crash meanwhile answers it.
             if swap.done.set_running_or_notify_cancel():
                 self._swap(swap)
             self._swaps.popleft()
@@ -214,13 +214,13 @@ class DecodeThread:
         try:
             self._loop.call_soon_threadsafe(_dispatch, events)
         except RuntimeError:
-            # The event loop is closed: its consumers are gone, and so is the reason to decode.
-            log.warning("the event loop has gone; %d deltas dropped", len(events))
+            # The event loop is closed, and with it every consumer: there is no reason to decode.
+            log.warning("the event loop is closed; %d deltas dropped", len(events))
             self._waiting.clear()
             self._batch.remove(list(self._batch.rows))
 
     def _end(self, reason: str, *, crashed: bool) -> None:
-        """Answer everything that still waits: with `abort` after a close, with InfraError after a crash."""
+        """Answer every waiting request: with `abort` after a close, with InfraError after a crash."""
         with self._wake:
             self._ended = reason
             commands, self._inbox = self._inbox, []

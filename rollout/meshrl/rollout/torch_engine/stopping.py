@@ -1,4 +1,4 @@
-"""Finds stop strings in what a request has sampled, also where they cross the borders of tokens."""
+"""Finds stop strings in sampled tokens, also across token boundaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import MutableMapping, Sequence
 from meshrl.rollout.tokenizer import Tokenizer
 
 BROKEN = "�"
-"""What a tokenizer decodes part of a character to."""
+"""A tokenizer decodes a part of a character to this."""
 SLACK_TOKENS = 8
 """Tokens that may decode to nothing (special ones) inside a stop string's window."""
 
@@ -23,12 +23,12 @@ class StopStrings:
         self,
         stops: Sequence[str],
         tokenizer: Tokenizer,
-        pieces: MutableMapping[int, str],
+        texts: MutableMapping[int, str],
     ) -> None:
-        """`pieces` remembers the text of single tokens and may be shared by all requests."""
+        """`texts` caches the text of single tokens and may be shared by all requests."""
         self._stops = tuple(stops)
         self._tokenizer = tokenizer
-        self._pieces = pieces
+        self._texts = texts
         self._lasts = {stop[-1] for stop in self._stops}
         # A character is one to four tokens of a byte-level vocabulary.
         self._window = 4 * max(len(stop) for stop in self._stops) + SLACK_TOKENS
@@ -41,9 +41,9 @@ class StopStrings:
         return any(stop in text for stop in self._stops)
 
     def _may_complete(self, token: int) -> bool:
-        piece = self._pieces.get(token)
-        if piece is None:
-            piece = self._pieces[token] = self._tokenizer.decode([token])
-        # Decoded alone, a token may lose a leading blank or be a part of a character: then nothing is known.
-        unsure = BROKEN in piece or any(last.isspace() for last in self._lasts)
-        return unsure or any(last in piece for last in self._lasts)
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._tokenizer.decode([token])
+        # Decoded alone, a token may lose a leading blank or be a part of a character: then the text is not certain.
+        unsure = BROKEN in text or any(last.isspace() for last in self._lasts)
+        return unsure or any(last in text for last in self._lasts)

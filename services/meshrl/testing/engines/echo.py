@@ -1,7 +1,7 @@
-"""The engine that needs no model: every response repeats its prompt. For trying a mesh out, and for breaking it.
+"""An engine without a model: every response repeats its prompt. To try a mesh, and to make it fail.
 
-It keeps the whole contract (versions, the three ways to update, aborting, capacity) and can be told to `fail` each
-delta, to `stall`, or to `crash` for good, from inside by `behave` or from another process by a control file.
+It satisfies the whole contract (versions, the three ways to update, aborting, capacity). A test can make it `fail`
+every request, `stall`, or `crash`: with `behave`, or from another process with a control file.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ from meshrl.rollout.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 LOGPROB = -0.5
-"""Of every token."""
-LOOK_S = 0.02
-"""Between two looks at the control file of a stalled engine."""
+"""Log-prob of every token."""
+POLL_S = 0.02
+"""Between two reads of the control file while the engine stalls."""
 
 
 Push: TypeAlias = Callable[[GenerateDelta | MeshError], None]
 
 
 class Behaviour(StrEnum):
-    """What the engine does instead of answering."""
+    """What the engine does."""
 
     ANSWER = "answer"
     FAIL = "fail"
     """Every running request ends with InfraError."""
     STALL = "stall"
-    """Nothing moves until the behaviour changes."""
+    """No request progresses until the behaviour changes."""
     CRASH = "crash"
-    """Running requests end with InfraError and the engine is gone."""
+    """Running requests end with InfraError, and the engine stops."""
 
 
 class Config(BaseConfig):
     """`rollout.engine` for `rollout.name: echo`."""
 
     tokens_per_s: PositiveFloat = 1000.0
-    """Of one request."""
+    """Speed of one request."""
     tokens_per_delta: PositiveInt = 16
     response_tokens: PositiveInt | None = None
     """Length of a response that `max_tokens` does not cut; None: as long as its prompt."""
     control: Path | None = None
-    """A file whose word (answer, fail, stall, crash) is obeyed while it exists."""
+    """A file with one of the words answer, fail, stall and crash, which the engine obeys while the file exists."""
 
 
 def build(
@@ -82,12 +82,12 @@ def build(
     slots: int,
     tokenizer: Tokenizer | None = None,
 ) -> EchoEngine:
-    """An engine that runs up to `slots` requests at once; `model` and `tokenizer` are not looked at."""
+    """An engine that runs up to `slots` requests at once; `model` and `tokenizer` are ignored."""
     return EchoEngine(read_options(Config, config, where="rollout.engine"), slots=slots)
 
 
 class EchoEngine:
-    """Satisfies `meshrl.contract.ports.Engine`. Response token `i` is prompt token `i`, round and round."""
+    """Satisfies `meshrl.contract.ports.Engine`. Response token `i` is prompt token `i`, repeated."""
 
     def __init__(self, config: Config, *, slots: int) -> None:
         self.version = UNSERVED
@@ -100,16 +100,16 @@ class EchoEngine:
         self._ended: str | None = "not started"
         self._tokens = 0
         self._updates = 0
-        # One condition for all that a request may wait for: a version, an update's end, a slot.
+        # One condition for everything that a request may wait for: a version, the end of an update, a slot.
         self._changed = asyncio.Condition()
         self._updating = False
 
     def behave(self, behaviour: Behaviour) -> None:
-        """From now on, do this."""
+        """Set the behaviour from now on."""
         self._behaviour = behaviour
 
     async def start(self) -> None:
-        """Be ready."""
+        """Accept requests."""
         if self._ended == "not started":
             self._ended = None
 
@@ -232,7 +232,7 @@ class EchoEngine:
     async def _obey(self) -> None:
         """Do what `behave` or the control file says; raises InfraError for a fault."""
         while (behaviour := self._told()) is Behaviour.STALL:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_S)  # a file sends no event
+            await asyncio.sleep(POLL_S)  # a file sends no event
         if behaviour is Behaviour.CRASH:
             self._ended = "told to crash"
         if self._ended is not None:

@@ -16,11 +16,11 @@ from meshrl.testing.sglang_server.scheduler import Scheduler
 from meshrl.testing.sglang_server.updates import Group, Updates
 
 VERSION = "0.5.23"
-"""Whose behaviour this is."""
+"""The SGLang version that it imitates."""
 
 
 def main() -> None:
-    """Serve until told to end. Arguments of the real launcher that change nothing here are taken and forgotten."""
+    """Serve until the process ends. Arguments of the real launcher that have no meaning here are ignored."""
     known, _ = _parser().parse_known_args()
     facts = read_checkpoint(known.model_path)
     scheduler = Scheduler(
@@ -36,7 +36,7 @@ def main() -> None:
         "model_path": str(known.model_path),
         "context_length": known.context_length or facts.max_length,
         "version": VERSION,
-        # What its scheduler says of itself when it is ready, and the same as an internal state.
+        # What its scheduler reports when it is ready, also as an internal state.
         "max_total_num_tokens": known.max_total_tokens,
         "max_req_input_len": min(known.max_total_tokens, known.context_length or facts.max_length),
         "internal_states": [{"memory_usage": {"token_capacity": known.max_total_tokens}}],
@@ -75,13 +75,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _join(body: dict[str, Any]) -> Group:
-    from meshrl.testing.sglang_server.group import GlooRank  # torch, for nothing else
+    from meshrl.testing.sglang_server.group import GlooRank  # imports torch
 
     return GlooRank(body)
 
 
 def _die(last_line: str) -> None:
-    """As a real server goes: its scheduler's exception, then the whole process group."""
+    """End as a real server does: the scheduler's exception, then the process."""
     print(f"Scheduler hit an exception: {last_line}", file=sys.stderr)
     print(last_line, file=sys.stderr, flush=True)
     os._exit(1)

@@ -31,7 +31,7 @@ Body = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """What a route answers next instead of doing its work."""
+    """What a route answers next instead of its normal answer."""
 
     status: int
     message: str
@@ -49,7 +49,7 @@ class Routes:
         info: Mapping[str, Any],
         die: Callable[[str], None],
     ) -> None:
-        """`info` is what /server_info says; `die` ends the process with a last line."""
+        """`info` is the answer of /server_info; `die` ends the process with a last line."""
         self._scheduler = scheduler
         self._updates = updates
         self._info = dict(info)
@@ -59,7 +59,7 @@ class Routes:
         self._calls: list[tuple[str, Body]] = []
 
     def app(self) -> Starlette:
-        """Everything that is served; the scheduler runs as long as it does."""
+        """The application; the scheduler runs while it serves."""
         get = {
             "/health": self._health,
             "/model_info": self._model_info,
@@ -119,10 +119,10 @@ class Routes:
 
         return handle
 
-    # What is asked
+    # Queries
 
     async def _health(self) -> Response:
-        # A real server generates one token, which a pause holds up.
+        # A real server generates one token, which a pause blocks.
         healthy = not self._scheduler.paused and not self._scheduler.stalled
         return Response(status_code=200 if healthy else 503)
 
@@ -157,7 +157,7 @@ class Routes:
         params = body["sampling_params"]
         room = self._info["context_length"] - len(body["input_ids"])
         if params["max_new_tokens"] > room:
-            # The real server cuts it short with a warning unless told otherwise; ours never asks for more.
+            # The real server shortens it with a warning by default; our engine never requests more.
             return _error(f"Requested token count exceeds the context length: {room} are left.")
         request = Request(
             rid=body["rid"],
@@ -208,7 +208,7 @@ class Routes:
             "id": request.rid,
             "finish_reason": request.finish,
             "completion_tokens": len(request.tokens),
-            # Of the moment of sending: no help to anybody who wants to know who sampled.
+            # As of sending, not of sampling.
             "weight_version": self._scheduler.label,
             "output_token_logprobs": [
                 [value, token, None] for value, token in zip(logprobs, tokens, strict=True)
@@ -280,7 +280,7 @@ class Routes:
         return _answered(await self._updates.leave(body["group_name"]))
 
     async def _loaded(self, answer: tuple[bool, str], body: Body) -> Response:
-        """Label, then flush: a refused flush fails the call when the weights are in already."""
+        """Label, then flush: a refused flush fails the call although the weights are loaded."""
         done, message = answer
         if done:
             label = body.get("weight_version")
@@ -296,14 +296,14 @@ class Routes:
         self._scheduler.relabel(body["new_version"])
         return _answered((True, f"Weight version updated to {body['new_version']}"))
 
-    # Ours
+    # Routes of the fake only
 
     async def _fault(self, body: Body) -> Response:
-        """Break something.
+        """Set a fault.
 
-        `{"route", "status", "message", "times"}`: that route answers so; `{"die_at": tokens}`; `{"stalled": bool}`;
-        `{"partial": bool}`: the next load stops in the middle; `{"holds": [[tokens, label], …]}`: after so many more
-        tokens nothing is computed until the label is that; `{"says_mark": bool}`.
+        `{"route", "status", "message", "times"}`: the route answers with it; `{"die_at": tokens}`; `{"stalled":
+        bool}`; `{"partial": bool}`: the next load stops halfway; `{"holds": [[tokens, label], …]}`: after so many
+        more tokens no step runs until the label is that; `{"says_mark": bool}`: tokens equal the mark.
         """
         scheduler = self._scheduler
         if "route" in body:
@@ -311,7 +311,7 @@ class Routes:
                 status=body["status"], message=body["message"], times=body.get("times", 1)
             )
         scheduler.die_at = body.get("die_at", scheduler.die_at)
-        scheduler.says_mark = body.get("says_mark", scheduler.says_mark)
+        scheduler.tokens_are_marks = body.get("says_mark", scheduler.tokens_are_marks)
         if "holds" in body:
             at = scheduler.tokens
             scheduler.holds = deque((at + more, label) for more, label in body["holds"])
@@ -327,7 +327,7 @@ class _Tensor:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows one name. The real one knows some two hundred, this among them."""
+    """Allows one name. The real one allows some two hundred, this among them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != ("torch", "Tensor"):
@@ -336,10 +336,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _named_tensors(payload: str) -> list[tuple[str, _Tensor]]:
-    found: list[tuple[str, _Tensor]] = _Unpickler(
+    pairs: list[tuple[str, _Tensor]] = _Unpickler(
         io.BytesIO(base64.b64decode(payload, validate=True))
     ).load()
-    return found
+    return pairs
 
 
 def _got(

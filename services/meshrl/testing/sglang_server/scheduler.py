@@ -1,7 +1,7 @@
-"""The fake's scheduler: requests join, get one token a step, leave; it pauses, retracts and stamps as SGLang does.
+"""The fake's scheduler: requests join, get one token a step, leave. It pauses, retracts and labels as SGLang does.
 
-With `overlap` a step is booked after the next one was begun, so that a pause in place leaves a sampled step unbooked:
-its tokens are then stamped with what is loaded later. That is SGLang's own behaviour.
+With `overlap` a step is recorded after the next one has begun, so that a pause in place leaves a sampled step
+unrecorded: its tokens are then labelled with the version that is loaded later, as in SGLang.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ LABEL_AT_START = "default"
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """One request on its way."""
+    """One running request."""
 
     rid: str
     prompt: tuple[int, ...]
     params: dict[str, Any]
     salt: str
     out: asyncio.Queue[bool] = field(default_factory=asyncio.Queue)
-    """Something is to be sent; True with the last of it."""
+    """An event is ready; True with the last one."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     changes: list[tuple[str, int]] = field(default_factory=list)
     """(label, number of tokens) at each change of the weights."""
     sampled: int = 0
-    """Tokens, the unbooked one included."""
+    """Number of tokens, the unrecorded one included."""
     notified: int = 0
     cache_mark: int | None = None
-    """Of the weights that computed its cache; None: it has none."""
+    """Mark of the weights that computed its cache; None: it has no cache."""
     finish: dict[str, Any] | None = None
     closing_label: str = ""
 
 
 class Scheduler:
-    """Everything that a real one keeps in its process."""
+    """The state and the steps of the server."""
 
     def __init__(
         self, *, slots: int, overlap: bool, vocabulary: int, eos: Sequence[int], step_s: float
@@ -54,12 +54,12 @@ class Scheduler:
         self.step_s = step_s
         self.stalled = False
         self.holds: deque[tuple[int, str]] = deque()
-        """(tokens, label): once so many tokens have been booked nothing is computed until the label is that."""
+        """(tokens, label): after so many recorded tokens no step runs until the version label is `label`."""
         self.die_at: int | None = None
-        """The process is killed when so many tokens have been booked."""
+        """The process is killed when so many tokens have been recorded."""
         self.paused = False
-        self.says_mark = True
-        """Tokens are the mark; else they vary with request and position."""
+        self.tokens_are_marks = True
+        """Tokens equal the mark; else they vary with request and position."""
         self.requests: dict[str, Request] = {}
         self.tokens = 0
         self._changed = asyncio.Condition()
@@ -69,14 +69,14 @@ class Scheduler:
         self._eos = frozenset(eos)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._in_hand: list[tuple[Request, int, float]] = []
+        self._unrecorded: list[tuple[Request, int, float]] = []
         self._prefixes: dict[tuple[str, tuple[int, ...]], int] = {}
         self._work = asyncio.Event()
 
-    # What routes ask for
+    # Called by the routes
 
     def add(self, request: Request) -> None:
-        """It waits for a slot."""
+        """Queue a request for a slot."""
         self.requests[request.rid] = request
         self._waiting.append(request)
         self._work.set()
@@ -88,30 +88,30 @@ class Scheduler:
                 self._finish(request, dict(reason))
 
     def pause(self, mode: str) -> None:
-        """`in_place` leaves everything as it is; `retract` books the step in hand and gives all slots back."""
+        """`in_place` leaves requests where they are; `retract` records the unrecorded step and frees all slots."""
         self.paused = True
         if mode == "retract":
-            self._book(self._in_hand)
-            self._in_hand = []
+            self._record(self._unrecorded)
+            self._unrecorded = []
             for request in self._running:
                 request.cache_mark = None
             self._waiting.extendleft(reversed(self._running))
             self._running = []
 
     def resume(self) -> None:
-        """Compute again."""
+        """Run steps again."""
         self.paused = False
         self._work.set()
 
     def flush(self) -> bool:
-        """Forget cached prefixes; refused while anything runs, or waits without a pause."""
-        if self._running or self._in_hand or (self._waiting and not self.paused):
+        """Drop cached prefixes; refused while requests run, or wait without a pause."""
+        if self._running or self._unrecorded or (self._waiting and not self.paused):
             return False
         self._prefixes.clear()
         return True
 
     def relabel(self, label: str) -> None:
-        """From here on tokens are stamped `label`."""
+        """Label tokens with `label` from now on."""
         if label == self.label:
             return
         for request in (*self._running, *self._waiting):
@@ -121,21 +121,21 @@ class Scheduler:
         self._work.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition` holds; looked at whenever a request has left or a pause has ended."""
+        """Return when `condition` holds; checked whenever a request has left or a pause has ended."""
         async with self._changed:
             await self._changed.wait_for(condition)
 
     async def notify(self) -> None:
-        """Have those who wait look again."""
+        """Make waiting tasks check their condition again."""
         async with self._changed:
             self._changed.notify_all()
 
     # Steps
 
     async def run(self) -> None:
-        """Steps, for ever."""
+        """Run steps for ever."""
         while True:
-            busy = self._running or self._waiting or self._in_hand
+            busy = self._running or self._waiting or self._unrecorded
             if self.paused or self.stalled or self._held() or not busy:
                 self._work.clear()
                 await self._work.wait()
@@ -156,8 +156,8 @@ class Scheduler:
             self._prefill(self._waiting.popleft())
         launched = [(request, *self._sample(request)) for request in self._running]
         if self._overlap:
-            launched, self._in_hand = self._in_hand, launched
-        self._book(launched)
+            launched, self._unrecorded = self._unrecorded, launched
+        self._record(launched)
         self._running = [request for request in self._running if request.finish is None]
 
     def _prefill(self, request: Request) -> None:
@@ -172,15 +172,15 @@ class Scheduler:
         request.sampled += 1
         assert request.cache_mark is not None
         token = self.mark % self._vocabulary
-        if not self.says_mark:
-            # The draws of a greedy continuation are those of the whole; others begin anew with their seed.
+        if not self.tokens_are_marks:
+            # The draws of a greedy continuation equal those of the whole; others start again with their seed.
             seed = request.params.get("sampling_seed") if request.params["temperature"] else 0
             at = position if request.params["temperature"] else position + len(request.prompt)
             name = f"{self.mark}:{seed}:{at}".encode()
             token = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) % self._vocabulary
         return token, logprob(self.mark, request.cache_mark)
 
-    def _book(self, launched: Sequence[tuple[Request, int, float]]) -> None:
+    def _record(self, launched: Sequence[tuple[Request, int, float]]) -> None:
         for request, token, value in launched:
             if request.finish is not None:
                 continue
