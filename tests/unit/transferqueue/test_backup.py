@@ -203,5 +203,5 @@ async def test_a_queue_whose_memory_and_store_differ_is_told_so(tmp_path: Path) 
     assert (await admin.verify()).problems == []
     actors.queue.open_runs[0].ledger.admit(1)
     (result,) = (await admin.verify()).problems
-    assert result.startswith("run run: the queue tells Ledger(run='run', admitted=25")
+    assert result.startswith("run run: the queue reports Ledger(run='run', admitted=25")
     await actors.queue.close()

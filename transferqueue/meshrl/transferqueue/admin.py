@@ -26,13 +26,13 @@ class QueueAdmin:
         """Audit the store; compare the ledgers of runs that did not change meanwhile with those of the queue."""
         before = await self._ledgers()
         async with aclosing(self._store.export()) as pieces:
-            found = await audit(pieces)
+            result = await audit(pieces)
         after = await self._ledgers()
         unchanged = {name for name in before if before[name] == after.get(name)}
-        derived = {name: ledger for name, ledger in found.ledgers.items() if name in unchanged}
-        if not found.problems:
-            found.add_problems(compare(derived, {name: after[name] for name in unchanged}))
-        return found
+        derived = {name: ledger for name, ledger in result.ledgers.items() if name in unchanged}
+        if not result.problems:
+            result.add_problems(compare(derived, {name: after[name] for name in unchanged}))
+        return result
 
     async def _ledgers(self) -> dict[str, Ledger]:
         return {name: await self._queue.ledger(name) for name in self._queue.runs}

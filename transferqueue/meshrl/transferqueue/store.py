@@ -41,7 +41,7 @@ class Store(Protocol):
     """
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
-        """Open (or open anew, after a failed `apply`) and return every record of META, in key order.
+        """Open (or open again, after a failed `apply`) and return every record of META, in key order.
 
         Raises:
             UserError: stored by another format, or owned by another process.

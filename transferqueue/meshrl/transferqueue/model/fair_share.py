@@ -18,7 +18,7 @@ WEIGHT = 0.1
 """The weight of the newest row in the moving average of speeds."""
 
 BETWEEN_S = 2.0
-"""A worker that holds nothing counts for so long after its last call: a publish ends its wait, and it asks again."""
+"""A worker without rows counts until so long after its last call: a publish ends its wait, and it asks again."""
 
 
 @dataclass(slots=True, eq=False)

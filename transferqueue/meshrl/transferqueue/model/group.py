@@ -106,7 +106,7 @@ class Group:
     held: list[int]
     """Masks of the rows that are granted for each stage."""
     deliveries: list[list[int]]
-    """How often each row was handed to each stage."""
+    """How often each row was delivered to each stage."""
     writers: list[list[int]]
     """The fencing token under which each stage wrote each row: it identifies a repeated write."""
     facts: list[RowFacts | None]

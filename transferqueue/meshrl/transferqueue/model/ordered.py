@@ -26,15 +26,15 @@ class OrderedNumbers:
 
     def first(self, count: int) -> list[int]:
         """The `count` first numbers (fewer if there are fewer); they stay. O(count log n)."""
-        found: list[tuple[Key, int]] = []
-        while self._heap and len(found) < count:
+        entries: list[tuple[Key, int]] = []
+        while self._heap and len(entries) < count:
             entry = heapq.heappop(self._heap)
             # A number that left and came back under its old key has two equal entries, one after the other.
-            if self._keys.get(entry[1]) == entry[0] and (not found or found[-1] != entry):
-                found.append(entry)
-        for entry in found:
+            if self._keys.get(entry[1]) == entry[0] and (not entries or entries[-1] != entry):
+                entries.append(entry)
+        for entry in entries:
             heapq.heappush(self._heap, entry)
-        return [number for _, number in found]
+        return [number for _, number in entries]
 
     def __len__(self) -> int:
         return len(self._keys)

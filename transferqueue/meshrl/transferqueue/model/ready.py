@@ -16,7 +16,7 @@ CLAIM_S = 2.0
 class ReadyRows:
     """The rows of one stage: highest task priority first, then oldest group, then index, so siblings come together.
 
-    A worker that was handed a part of a group has the prompt in its cache: for CLAIM_S the other workers skip the
+    A worker that got a part of a group has the prompt in its cache: for CLAIM_S the other workers skip the
     rest, unless there is nothing else for them.
     """
 

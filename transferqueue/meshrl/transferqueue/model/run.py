@@ -381,7 +381,7 @@ class Run(Rows):
         self._add_group(group)
         return group
 
-    # --- what a store held when the queue opened
+    # --- restoring from a store
 
     def restore_batches(self, batches: Iterable[TakenBatch]) -> None:
         """Batches as they were stored, without groups."""

@@ -54,14 +54,14 @@ class Audit:
 
 async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
     """Check everything that a store exports. Wrong contents never raise; they are reported as problems."""
-    found = Audit()
+    result = Audit()
     meta: list[tuple[bytes, bytes]] = []
     payload: set[bytes] = set()
     broken: list[str] = []
     async for piece in pieces:
         for table, key, value in piece:
             assert value is not None
-            found.nbytes += len(key) + len(value)
+            result.nbytes += len(key) + len(value)
             if value or table is Table.PAYLOAD:
                 try:
                     strip_checksum(value, f"{table} {key.hex()}")
@@ -73,31 +73,31 @@ async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
                 payload.add(key)
         # A large store takes a while, and the queue that serves it lives in this loop.
         await asyncio.sleep(0)
-    found.records, found.values = len(meta), len(payload)
-    found.add_problems(broken)
+    result.records, result.values = len(meta), len(payload)
+    result.add_problems(broken)
     try:
         runs = _restored(meta)
     except CorruptError as error:
-        found.add_problems([str(error)])
-        return found
+        result.add_problems([str(error)])
+        return result
     unclaimed = payload
     for run in runs.values():
-        found.ledgers[run.name] = run.ledger.snapshot(run.name)
-        found.add_problems(_ledger_problems(run))
+        result.ledgers[run.name] = run.ledger.snapshot(run.name)
+        result.add_problems(_ledger_problems(run))
         needed = _needed(run)
-        found.add_problems(
+        result.add_problems(
             f"{what}: not stored" for key, what in needed.items() if key not in payload
         )
         unclaimed -= needed.keys()
-    found.add_problems(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
-    return found
+    result.add_problems(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
+    return result
 
 
 def compare(derived: Mapping[str, Ledger], reported: Mapping[str, Ledger]) -> Iterator[str]:
     """Problems of the ledgers that a queue reports, against those derived from its store."""
     for name in sorted(derived.keys() | reported.keys()):
         if derived.get(name) != reported.get(name):
-            yield f"run {name}: the queue tells {reported.get(name)}, its store {derived.get(name)}"
+            yield f"run {name}: the queue reports {reported.get(name)}, its store {derived.get(name)}"
 
 
 def _restored(meta: Sequence[tuple[bytes, bytes]]) -> dict[str, Run]:

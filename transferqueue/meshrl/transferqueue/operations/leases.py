@@ -116,17 +116,17 @@ def renew(run: Run, stage: Stage, worker: str, uids: Iterable[Uid]) -> list[Uid]
         run.fair_share.holder(worker, run.clock())
     for number, mask in named.items():
         group = run.groups[number]
-        for held in list(group.grants):
-            if held.stage == stage.number and held.worker == worker and held.mask & mask:
-                run.extend(held, mask, deadline)
+        for grant in list(group.grants):
+            if grant.stage == stage.number and grant.worker == worker and grant.mask & mask:
+                run.extend(grant, mask, deadline)
     return lost
 
 
 def _held_by(group: Group, stage: Stage, worker: str) -> int:
     mask = 0
-    for held in group.grants:
-        if held.stage == stage.number and held.worker == worker:
-            mask |= held.mask
+    for grant in group.grants:
+        if grant.stage == stage.number and grant.worker == worker:
+            mask |= grant.mask
     return mask
 
 
@@ -291,9 +291,9 @@ def fenced(run: Run, stage: Stage, uid: Uid, token: int) -> FencedError:
     """The error for a write under `token`: it names the worker that holds the row now."""
     group = run.find(uid)
     holders = [
-        f"{held.worker} holds it under token {held.token}"
-        for held in (group.grants if group else ())
-        if held.stage == stage.number and held.mask >> uid.index & 1
+        f"{grant.worker} holds it under token {grant.token}"
+        for grant in (group.grants if group else ())
+        if grant.stage == stage.number and grant.mask >> uid.index & 1
     ]
     holder = holders[0] if holders else "the lease ended"
     return FencedError(f"row {uid}, stage {stage.name}: token {token} is fenced, {holder}", uid=uid)

@@ -45,7 +45,7 @@ def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
     uids: tuple[Uid, ...] = ()
     if wait.kind == "take":
         uids = _uids((group, group.unfinished) for group in unfinished)
-        owners = {held.worker for group in unfinished for held in group.grants}
+        owners = {grant.worker for group in unfinished for grant in group.grants}
         if not unfinished:
             owners = {"feeder"}
     elif wait.kind == "admit":
@@ -60,17 +60,17 @@ def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
     names = {stage.number: stage.name for stage in run.stages}
     by_holder: defaultdict[tuple[int, str], list[Grant]] = defaultdict(list)
     for group in unfinished:
-        for held in group.grants:
-            by_holder[held.stage, held.worker].append(held)
+        for grant in group.grants:
+            by_holder[grant.stage, grant.worker].append(grant)
     for (stage, worker), leases in by_holder.items():
-        oldest = min(held.since for held in leases)
-        ends = min(run.seconds_left(held) for held in leases)
+        oldest = min(grant.since for grant in leases)
+        ends = min(run.seconds_left(grant) for grant in leases)
         yield Waiting(
-            who=f"{sum(held.mask.bit_count() for held in leases)} rows",
+            who=f"{sum(grant.mask.bit_count() for grant in leases)} rows",
             what=f"stage {names[stage]} by {worker}, the first lease ends in {ends:.1f} s",
             since_s=now - oldest,
             owners=(worker,),
-            uids=_uids((held.group, held.mask) for held in leases),
+            uids=_uids((grant.group, grant.mask) for grant in leases),
         )
 
 
