@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -16,13 +16,21 @@ from meshrl.config.checks import cross_checks
 from meshrl.config.explain import Loc
 from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.recipe import Recipe
-from meshrl.config.retired import drop_retired
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import replace_file
 from meshrl.trainer.algorithms import recipe_defaults
 
 C = TypeVar("C", bound=Config)
+DROPPED_KEYS: Final[Mapping[Loc, str]] = {
+    ("queue", "compression_dictionary"): "payload is compressed without a dictionary",
+    ("queue", "shared_memory_bytes"): "payload always travels over gRPC",
+}
+"""Keys of earlier versions that are ignored, so that old runs stay readable, and what holds instead."""
+REPLACED_VALUES: Final[Mapping[Loc, Mapping[object, object]]] = {
+    ("queue", "durability"): {"everysec": "always"},
+}
+"""Values of earlier versions, and what replaces them."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,7 +76,7 @@ def load_recipe(
         ConfigError: one line per problem.
     """
     written = Written.read(path, overrides)
-    for line in drop_retired(written.tree, written.origins):
+    for line in _drop_retired(written.tree, written.origins):
         print(line, file=sys.stderr)
     run = written.tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
@@ -242,3 +250,30 @@ def _override(tree: dict[str, Any], origins: dict[Loc, str], text: str) -> None:
                 # A section that is absent, null, or (wrongly) a value: the override makes it one.
                 inner = here[part] = {}
             here = inner
+
+
+def _drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
+    """Remove retired keys and replace retired values in `tree`. Returns a line for the user for each of them."""
+    lines = []
+    for (*path, last), instead in DROPPED_KEYS.items():
+        section = _section(tree, path)
+        if last in section:
+            del section[last]
+            name = ".".join(map(str, (*path, last)))
+            origin = origins.pop((*path, last), name)
+            lines.append(f"{origin}: {name} is no longer a key and is ignored: {instead}")
+    for (*path, last), replacements in REPLACED_VALUES.items():
+        section = _section(tree, path)
+        value = section.get(last)
+        if isinstance(value, str) and value in replacements:
+            section[last] = replacements[value]
+            name = ".".join(map(str, (*path, last)))
+            origin = origins.get((*path, last), name)
+            lines.append(f"{origin}: {name}={value} is no longer a value: {section[last]} is used")
+    return lines
+
+
+def _section(tree: Any, path: list[str | int]) -> dict[Any, Any]:
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}

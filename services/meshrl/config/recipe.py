@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field, JsonValue, PositiveInt
+from pydantic import Field, JsonValue, PositiveInt, model_validator
 
-from meshrl.config.tls import TlsConfig
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import plugins
+from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
 from meshrl.contract.types import SamplingParams
 from meshrl.rewardd.config import RewardConfig
@@ -44,6 +44,29 @@ class RunConfig(Config):
     def path(self) -> Path:
         """The run's directory."""
         return self.dir if self.dir is not None else Path("runs") / self.name
+
+
+class TlsConfig(Config):
+    """Certificates, as PEM files. With none, connections are not encrypted."""
+
+    cert: Path | None = None
+    """What a service shows, and a client where `client_ca` asks for it; its names must cover the hosts dialled."""
+    key: Path | None = None
+    """Of `cert`."""
+    ca: Path | None = None
+    """Whose signature a client wants on a service's certificate; null: the machine's own authorities."""
+    client_ca: Path | None = None
+    """Whose signature a service wants on a client's certificate (mutual TLS); null asks for none."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> TlsConfig:
+        _ = self.certificates
+        return self
+
+    @property
+    def certificates(self) -> Certificates:
+        """As those who listen and dial want them."""
+        return Certificates(cert=self.cert, key=self.key, ca=self.ca, client_ca=self.client_ca)
 
 
 class StageConfig(Config):

@@ -30,5 +30,5 @@ def test_the_keys_of_a_recipe_are_the_frozen_ones(tmp_path: Path) -> None:
         except ConfigError as error:
             pytest.fail(
                 f"{key} is no key any more, and a recipe that has it is refused ({error}): bring the key back, "
-                "or add it to the table of meshrl/config/retired.py"
+                "or add it to DROPPED_KEYS in meshrl/config/loading.py"
             )

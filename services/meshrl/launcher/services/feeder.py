@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe
-from meshrl.config.stages import ServiceKind
+from meshrl.config.recipe import Recipe, train_sampling
+from meshrl.config.stages import ServiceKind, train_spec
 
 if TYPE_CHECKING:
     from meshrl.rpc.service_context import ServiceContext
@@ -15,7 +16,37 @@ SERVICE = ServiceKind(sections=("model", "data"), start_order=2, finite=True)
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Feed until stopped or done."""
-    from meshrl.launcher.services import _feeder
+    """Feed until stopped or done. A number of steps outranks a number of epochs: then prompts never end."""
+    from meshrl.launcher.prompts import read_prompts
+    from meshrl.launcher.stage_service import open_runs, work_until_stopped
+    from meshrl.rpc.queue_connection import connect_mesh_queue
+    from meshrl.rpc.runtime import GrpcServer
+    from meshrl.trainer.data.feeder import Feeder
+    from meshrl.trainer.data.prompts import task_maker
 
-    await _feeder.run(recipe, context)
+    prompts = await asyncio.to_thread(read_prompts, recipe, recipe.data.train_files)
+    spec = train_spec(recipe)
+    make_task = task_maker(
+        spec.run,
+        group_size=spec.group_size,
+        sampling=train_sampling(recipe),
+        program=recipe.rollout.program,
+        deadline_s=recipe.rollout.deadline_s,
+    )
+    async with (
+        connect_mesh_queue(recipe, context) as queue,
+        GrpcServer(context.settings, []) as server,
+    ):
+        await open_runs(queue, recipe)
+        feeder = Feeder(
+            queue,
+            spec.run,
+            prompts,
+            make_task,
+            epochs=None if recipe.trainer.total_training_steps else recipe.trainer.total_epochs,
+            shuffle=recipe.data.shuffle,
+            seed=recipe.data.seed,
+            curriculum=recipe.data.curriculum,
+        )
+        await server.ready()
+        await work_until_stopped(server, feeder.run(), feeder.stop)

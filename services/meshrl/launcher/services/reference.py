@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe, needs_reference
@@ -24,6 +25,34 @@ SERVICE = ServiceKind(sections=("model", "reference"), columns=_columns)
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Add reference log-probs to rows until stopped."""
-    from meshrl.launcher.services import _reference
+    from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
+    from meshrl.rpc.queue_connection import connect_mesh_queue
+    from meshrl.rpc.runtime import GrpcServer
+    from meshrl.rpc.servicers.reference import ReferenceServicer
+    from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
-    await _reference.run(recipe, context)
+    config = recipe.reference
+    deterministic = config.deterministic
+    if deterministic is None:
+        deterministic = recipe.queue.max_staleness == 0
+    model = await asyncio.to_thread(
+        ReferenceModel,
+        recipe.reference_model.path,
+        param_dtype=recipe.model.param_dtype,
+        max_tokens=config.max_tokens_per_batch,
+        deterministic=deterministic,
+        device=recipe.trainer.device,
+    )
+    try:
+        async with (
+            connect_mesh_queue(recipe, context) as queue,
+            GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
+        ):
+            await open_runs(queue, recipe)
+            stage = ReferenceStage(
+                queue, [recipe.run.name], model, worker=context.name, together=not deterministic
+            )
+            await server.ready()
+            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
+    finally:
+        model.close()
