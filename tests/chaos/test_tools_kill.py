@@ -28,7 +28,7 @@ FIRST = Version(1, 0)
 
 
 class Mesh:
-    """A queue behind a door, and what the MCP servers have noted."""
+    """A queue behind a servicer, and the notes of the MCP servers."""
 
     def __init__(self, queue: TransferQueue, address: str, log: Path) -> None:
         self.queue = queue

@@ -31,11 +31,11 @@ def answer(prompt: str) -> str:
 async def work(queue: str, log: str, name: str) -> None:
     tokenizer = chat_tokenizer()
     command = [sys.executable, "-E", "-S", str(LIGHT), log]
-    async with QueueClient(queue) as wire:
+    async with QueueClient(queue) as client:
         programs = ProgramCache("tools", {"tools": [{"command": command}]})
         await programs.start()
         worker = RolloutWorker(
-            wire,
+            client,
             Scripted(tokenizer, [CALL, answer]),  # type: ignore[arg-type]
             tokenizer,
             runs=[RUN],

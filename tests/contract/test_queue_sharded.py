@@ -64,8 +64,8 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
             settings = ServerSettings(metrics_port=None, drain_grace_s=1)
             servicers = [QueueServicer(shard), ShardServicer(shard)]
             server = await stack.enter_async_context(GrpcServer(settings, servicers))
-            wire = ShardClient(server.address, retry_s=1)
-            shards[name] = await stack.enter_async_context(wire)
+            client = ShardClient(server.address, retry_s=1)
+            shards[name] = await stack.enter_async_context(client)
 
         async def dial(address: str) -> Shard:
             return shards[address]

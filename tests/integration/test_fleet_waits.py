@@ -25,8 +25,8 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
     engine.behave(echo.Behaviour.FAIL)
     breaker = CircuitBreakerConfig(pause_s=1000, longest_pause_s=1000)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", slots=8, breaker=breaker)
-    door = MemberServicer(worker, engine, leave=lambda: None)
-    async with GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [door]) as server:
+    servicer = MemberServicer(worker, engine, leave=lambda: None)
+    async with GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [servicer]) as server:
         fleet = {"rollout-0": server.address, "rollout-1": "127.0.0.1:1"}
         fresh, silent = await fleet_waits(fleet)
         assert (fresh.who, fresh.what) == ("rollout-0", "its engine, which serves no version yet")

@@ -54,14 +54,14 @@ async def meshed(
     try:
         async with (
             GrpcServer(settings, [QueueServicer(queue)]) as server,
-            QueueClient(server.address, retry_s=1, disk_full=disk_full) as wire,
+            QueueClient(server.address, retry_s=1, disk_full=disk_full) as client,
         ):
             actors = Actors(queue)
             stages = (ROLLOUT_STAGE, REWARD_STAGE)
             await actors.start(
                 spec(group_size=1, batch_groups=ROWS, lease_ttl_s=1.0, stages=stages)
             )
-            yield store, actors, wire
+            yield store, actors, client
     finally:
         store.full = ""
         await queue.close()
@@ -88,10 +88,10 @@ async def until_told(actors: Actors, what: str) -> None:
 async def test_a_stage_waits_for_space_and_writes_each_row_once(
     tmp_path: Path, full: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, wire):
+    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, client):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
-        loop = rolling(wire, go)
+        loop = rolling(client, go)
         working = asyncio.create_task(loop.run())
         await until(lambda: loop.held == ROWS)
         store.full = full
@@ -115,12 +115,12 @@ async def test_a_stage_waits_for_space_and_writes_each_row_once(
 
 
 async def test_a_feeder_waits_for_space_no_longer_than_it_asked_to(tmp_path: Path) -> None:
-    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, wire):
+    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, client):
         store.full = "rows"
         given = tasks(ROWS, group_size=1)
         with pytest.raises(WaitTimeoutError, match="waiting for space"):
-            await wire.admit("run", given, cursor="", wait_s=0.2)
-        feeding = asyncio.create_task(wire.admit("run", given, cursor="", wait_s=PLENTY_S))
+            await client.admit("run", given, cursor="", wait_s=0.2)
+        feeding = asyncio.create_task(client.admit("run", given, cursor="", wait_s=PLENTY_S))
         await until_told(actors, "feeder: space in the store")
         store.full = ""
         assert await feeding == ROWS
@@ -131,11 +131,11 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.contract.stage_worker.RELEASE_S", 0.2)
-    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, wire):
+    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, client):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
         go.set()
-        loop = rolling(wire, go)
+        loop = rolling(client, go)
         store.full = "rows"
         working = asyncio.create_task(loop.run(grace_s=0.2))
         await until_told(actors, "stage rollout")
@@ -153,10 +153,10 @@ async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_is_to
 ) -> None:
     monkeypatch.setattr("meshrl.rpc.clients.disk_full.LAST_WAIT_S", 0.2)
     disk_full = DiskFullPolicy()
-    async with meshed(tmp_path, disk_full) as (store, actors, wire):
+    async with meshed(tmp_path, disk_full) as (store, actors, client):
         await actors.feed(tasks(1, group_size=1))
         store.full = "nothing"
-        publishing = asyncio.create_task(wire.publish("run", Version(1, 1)))
+        publishing = asyncio.create_task(client.publish("run", Version(1, 1)))
         done, _ = await asyncio.wait({publishing}, timeout=0.5)
         assert not done and not disk_full.stopping
         disk_full.stop_waiting()
@@ -164,11 +164,11 @@ async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_is_to
             with pytest.raises(CapacityError, match="the disk took no more"):
                 await publishing
         store.full = ""
-        assert (await wire.run_state("run")).published == NOW
+        assert (await client.run_state("run")).published == NOW
 
 
 async def test_a_client_that_does_not_wait_gets_a_clear_error(tmp_path: Path) -> None:
-    async with meshed(tmp_path, None) as (store, _, wire):
+    async with meshed(tmp_path, None) as (store, _, client):
         store.full = "rows"
         with pytest.raises(CapacityError, match="no space for"):
-            await wire.admit("run", tasks(1, group_size=1), cursor="", wait_s=PLENTY_S)
+            await client.admit("run", tasks(1, group_size=1), cursor="", wait_s=PLENTY_S)

@@ -62,7 +62,7 @@ def connect_mesh_queue(
 ) -> AbstractAsyncContextManager[Queue]:
     """The queue of a service's own mesh, with the recipe's options. Calls wait while its disk is full."""
     return connect_queue(
-        context.peer("queue"),
+        context.address_of("queue"),
         compression=recipe.queue.compression,
         logprob_precision=recipe.queue.logprob_precision,
         disk_full=disk_full or DiskFullPolicy(),

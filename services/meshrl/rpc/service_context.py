@@ -17,14 +17,14 @@ class ServiceContext:
     """Unique in the mesh and the same after a restart; it identifies leases and replicas."""
     settings: ServerSettings
     kind: str = ""
-    """What the recipe calls this kind of service: a built-in one, or a stage's name."""
-    peers: Mapping[str, str] = field(default_factory=dict)
+    """The kind of service: a built-in one, or the name of a stage of the recipe."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
     """Address (`host:port`) by kind of service (`queue`, `trainer`)."""
 
-    def peer(self, kind: str) -> str:
+    def address_of(self, kind: str) -> str:
         """The address of a service. Raises UserError if it is unknown."""
-        if kind not in self.peers:
+        if kind not in self.addresses:
             raise UserError(
                 f"{self.name} must reach the {kind} service: give --{kind} HOST:PORT or --address-book FILE"
             )
-        return self.peers[kind]
+        return self.addresses[kind]

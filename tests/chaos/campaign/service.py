@@ -1,4 +1,4 @@
-"""The queue of a campaign: a store, the transfer queue on it, its door; and the last look at the store."""
+"""The queue of a campaign: a store, the transfer queue on it, its servicers; and a last check of the store."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         tls=loaded.tls.certificates,
     )
     run = plugins.load(SERVICES, module_of(loaded, service), "run")
-    context = ServiceContext(name=name, kind=service, settings=settings, peers=peers)
+    context = ServiceContext(name=name, kind=service, settings=settings, addresses=peers)
     sys.exit(run_service(lambda: run(loaded, context)))
 
 

@@ -33,7 +33,7 @@ from meshrl.weights.replica_controller import ReplicaController
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped; before the first committed version the engine answers nobody."""
-    trainer = context.peer("trainer")
+    trainer = context.address_of("trainer")
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with AsyncExitStack() as stack:

@@ -113,7 +113,7 @@ async def _lead(
         recipe.trainer.project_name,
         recipe.trainer.experiment_name or recipe.run.name,
     )
-    judge = JudgeClient(context.peers["reward"]) if "reward" in context.peers else None
+    judge = JudgeClient(context.addresses["reward"]) if "reward" in context.addresses else None
     trainer = Trainer(
         setting,
         state,
