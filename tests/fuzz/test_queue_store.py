@@ -100,7 +100,7 @@ async def test_a_file_that_is_empty_or_gone_is_no_fresh_start(tmp_path: Path, go
         data.write_bytes(b"")
     else:
         data.unlink()
-    with pytest.raises(CorruptError, match="a queue was kept there"):
+    with pytest.raises(CorruptError, match="a queue was stored there"):
         await TransferQueue.open(DiskStore(tmp_path))
 
 

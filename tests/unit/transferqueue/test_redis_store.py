@@ -19,7 +19,7 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, OwnerLostError, Table
-from meshrl.transferqueue.stores import _redis_link
+from meshrl.transferqueue.stores import _redis_connection
 from meshrl.transferqueue.stores import redis as redis_store
 from meshrl.transferqueue.stores.redis import RedisStore
 
@@ -82,7 +82,7 @@ async def eventually(call: Callable[[], Any]) -> Any:
 
 
 async def test_a_commit_bigger_than_a_command_is_still_one(server: RedisServer) -> None:
-    store = RedisStore(store_of(server.url)._link, "parts", part_bytes=1000)
+    store = RedisStore(store_of(server.url)._connection, "parts", part_bytes=1000)
     await store.load()
     many = [operation for number in range(3000) for operation in put(number, bytes(100))]
     await store.apply(many)
@@ -177,9 +177,9 @@ async def test_a_store_closes_although_the_library_forgets_a_cancellation(
 
     store = store_of(server.url)
     await store.load()
-    monkeypatch.setattr(_redis_link, "_ping", forgetful)
-    assert store._link._holder is not None
-    await store._link._holder.aclose()
+    monkeypatch.setattr(_redis_connection, "_ping", forgetful)
+    assert store._connection._subscriber is not None
+    await store._connection._subscriber.aclose()
     await forgetting.wait()
     async with asyncio.timeout(10):
         await store.close()
@@ -202,10 +202,10 @@ async def test_an_owner_that_was_cut_off_is_fenced_when_it_comes_back(server: Re
     old_store = old.queue._store
     assert isinstance(old_store, RedisStore)
     # As after a partition: its subscription is gone, and it does not know.
-    holding = old_store._link._holding
-    assert holding is not None
-    holding.cancel()
-    await asyncio.gather(holding, return_exceptions=True)
+    subscription = old_store._connection._subscription
+    assert subscription is not None
+    subscription.cancel()
+    await asyncio.gather(subscription, return_exceptions=True)
     new = Actors(await TransferQueue.open(store_of(server.url)))
     await new.feed(tasks(1, start=1))
     with pytest.raises(OwnerLostError, match="took it over"):
@@ -306,7 +306,7 @@ async def test_a_server_that_promises_less_is_refused(server: RedisServer) -> No
 async def test_rows_may_not_use_the_reserve_of_maxmemory_but_may_leave(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(redis_store, "ROOM_EVERY_S", 0.0)
+    monkeypatch.setattr(redis_store, "ASK_MEMORY_EVERY_S", 0.0)
     with server.client() as client:
         client.config_set("maxmemory", 64 << 20)
     actors = Actors(await TransferQueue.open(store_of(server.url, reserve_bytes=0)))

@@ -32,7 +32,7 @@ async def test_the_oldest_payload_goes_to_the_file_and_is_read_from_there(tmp_pa
         assert store._nbytes <= 64 * KIB
     keys = [put(number).key for number in range(200)]
     assert await store.read([*keys, b"none"]) == [*(put(n).value for n in range(200)), None]
-    assert put(0).key in store._filed and put(199).key not in store._filed
+    assert put(0).key in store._spilled and put(199).key not in store._spilled
     await store.apply([Operation(Table.PAYLOAD, keys[0], None), put(1, 2 * KIB)])
     assert await store.read(keys[:2]) == [None, put(1, 2 * KIB).value]
     seen = [op async for piece in store.export() for op in piece if op.table is Table.PAYLOAD]

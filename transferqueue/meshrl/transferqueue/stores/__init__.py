@@ -1,9 +1,9 @@
-"""Where rows are kept: one module each, its name is the config value, each defines `build(config, path)`."""
+"""The stores: one module each, named as in `queue.store`; each defines `build(config, path)`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from meshrl.contract.plugins import load
 from meshrl.transferqueue.config import QueueConfig
@@ -16,5 +16,5 @@ def build(config: QueueConfig, path: Path) -> Store:
     Raises:
         ConfigError: no such store; lists the known ones.
     """
-    make = load(__name__, config.store, "build")
-    return cast(Store, make(config, config.path or path))
+    build_store: Callable[[QueueConfig, Path], Store] = load(__name__, config.store, "build")
+    return build_store(config, config.path or path)

@@ -1,15 +1,15 @@
-"""What an LMDB file must hold, kept beside it in every transaction: pages that are lost, older or swapped show.
+"""A checksum of what an LMDB file holds, stored with every commit: it shows pages that are lost, old or swapped.
 
-    commit:  records and payload change ──▶ tally changes by what was put and deleted ──▶ one transaction
-    open:    everything that is there ──added up anew──▶ the same tally, the same commit? else CorruptError
+    commit:  records and payload change ──▶ the checksum changes by what was put and deleted ──▶ one transaction
+    open:    everything that is there ──added up again──▶ the same checksum, the same commit? else CorruptError
 
-LMDB's pages carry no checksums. A write that the disk lost, or put elsewhere, leaves a page that is in order and too
-old: records that read as they once were, or are not there. Records carry their seal, so a sum over key and seal of
-all of them is a few nanoseconds a change. Of the payload the keys are added up alone: a value is known by the seal
-that its group's record has of it, when it is read.
+LMDB's pages carry no checksums. A write that the disk lost, or put elsewhere, leaves a page that is valid and too
+old: records that read as they once were, or are missing. Each record carries its own checksum, so a sum over key
+and checksum of all records costs a few nanoseconds a change. Of the payload only the keys are added up: each value
+is checked when it is read, against the checksum that its group's record holds.
 
-The tally lies in LMDB's main table, whose page every commit writes anyway. What it cannot see is that the file as a
-whole went back to an earlier commit; that the file `commits` beside it shows, unless it went back as well.
+The store's checksum lies in LMDB's main table, whose page every commit writes anyway. It cannot show that the file
+as a whole went back to an earlier commit; the file `commits` beside it shows that, unless it went back as well.
 """
 
 from __future__ import annotations
@@ -28,19 +28,28 @@ from meshrl.contract.frames import strip_checksum, with_checksum
 from meshrl.transferqueue.stores._lmdb_walk import Walked
 
 KEY: Final = b"tally"
-"""In the main table, beside the names of the others."""
-WITNESS: Final = "commits"
+"""The key of the checksum in the main table, beside the names of the other tables."""
+COMMIT_NUMBER_FILE: Final = "commits"
 _FIELDS: Final = struct.Struct("<QQQQQ")
 _NUMBER: Final = struct.Struct("<Q")
-_SEAL_BYTES: Final = 8
+_CHECKSUM_BYTES: Final = 8
 _WRAP: Final = (1 << 64) - 1
 _digest: Final = xxhash.xxh3_64_intdigest
 
 
-class Tally:
-    """As of one commit, with what is needed to go on to the next. Used by the commit thread alone."""
+class StoreChecksum:
+    """The checksum as of one commit, with what the next commit needs. Used by the commit thread alone."""
 
-    __slots__ = ("_gone", "_put", "_sums", "number", "record_sum", "records", "value_sum", "values")
+    __slots__ = (
+        "_deleted",
+        "_put",
+        "_sums",
+        "number",
+        "record_sum",
+        "records",
+        "value_sum",
+        "values",
+    )
 
     def __init__(self) -> None:
         """Of an empty store."""
@@ -50,27 +59,27 @@ class Tally:
         self.values = self.value_sum = 0
         """Of PAYLOAD."""
         self._sums: dict[bytes, int] = {}
-        """By key: what a record has added. RAM, not the file, says what goes when it is overwritten."""
+        """By key: what a record has added. RAM, not the file, says what to subtract when it is overwritten."""
         self._put: dict[bytes, int] = {}
-        self._gone: list[bytes] = []
+        self._deleted: list[bytes] = []
 
     @classmethod
     def of(cls, items: Iterable[tuple[bytes, bytes]], walked: Walked, number: int) -> Self:
         """Added up from what a store holds. Raises ValueError for records that are out of order."""
-        tally = cls()
+        checksum = cls()
         last = b""
         for key, value in items:
             if key <= last:
                 raise ValueError(f"record {key.hex()} comes after {last.hex()}")
-            tally.put(key, value)
+            checksum.put(key, value)
             last = key
-        tally.number = number
-        tally.values, tally.value_sum = walked
-        return tally.committed()
+        checksum.number = number
+        checksum.values, checksum.value_sum = walked
+        return checksum.committed()
 
-    def following(self, number: int) -> Tally:
-        """To be changed on the way to commit `number`, each key once; this one stays right if that fails."""
-        after = Tally()
+    def following(self, number: int) -> StoreChecksum:
+        """A copy to change for commit `number`, each key once; this one stays valid if the commit fails."""
+        after = StoreChecksum()
         after.number = number
         after.records, after.record_sum = self.records, self.record_sum
         after.values, after.value_sum = self.values, self.value_sum
@@ -79,7 +88,7 @@ class Tally:
 
     def put(self, key: bytes, value: bytes) -> None:
         """A record is put."""
-        self._put[key] = new = _digest(key + value[:_SEAL_BYTES])
+        self._put[key] = new = _digest(key + value[:_CHECKSUM_BYTES])
         old = self._sums.get(key)
         if old is None:
             self.records += 1
@@ -93,7 +102,7 @@ class Tally:
         if old is not None:
             self.records -= 1
             self.record_sum -= old
-            self._gone.append(key)
+            self._deleted.append(key)
 
     def value(self, key: bytes, count: int) -> None:
         """A payload value came (1) or went (-1)."""
@@ -103,22 +112,22 @@ class Tally:
     def committed(self) -> Self:
         """The commit is done."""
         self._sums.update(self._put)
-        for key in self._gone:
+        for key in self._deleted:
             del self._sums[key]
-        self._put, self._gone = {}, []
+        self._put, self._deleted = {}, []
         return self
 
     def encode(self) -> bytes:
-        """For the file, sealed."""
+        """As stored, with a checksum of its own."""
         return with_checksum(_FIELDS.pack(self.number, *self._fields()))
 
     def differs(self, stored: bytes) -> str:
-        """What of a stored tally is not as it is here, in words; nothing where all is. Raises CorruptError."""
+        """How a stored checksum differs from this one, in words; empty where it does not. Raises CorruptError."""
         number, records, record_sum, values, value_sum = _FIELDS.unpack(
-            strip_checksum(stored, "tally")
+            strip_checksum(stored, "store checksum")
         )
         if number != self.number:
-            return f"the tally is of commit {number}, the file of commit {self.number}"
+            return f"the checksum is of commit {number}, the file of commit {self.number}"
         mine = self._fields()
         if mine[:2] != (records, record_sum):
             return f"its {self.records} records are not the {records} of the last commit"
@@ -136,53 +145,55 @@ def check(
     transaction: lmdb.Transaction,
     items: Iterable[tuple[bytes, bytes]],
     walked: Walked | None,
-) -> Tally:
-    """The tally of a store that was opened, if what is there is what was committed. Raises CorruptError."""
+) -> StoreChecksum:
+    """The checksum of an opened store. Raises CorruptError where its content is not what was committed."""
     stored = transaction.get(KEY)
     try:
         if stored is None or walked is None:
-            raise ValueError("its last commit left no tally, or cannot be walked")
-        found = Tally.of(items, walked, transaction.id())
-        if different := found.differs(bytes(stored)):
+            raise ValueError("its last commit left no checksum, or the file cannot be walked")
+        actual = StoreChecksum.of(items, walked, transaction.id())
+        if different := actual.differs(bytes(stored)):
             raise ValueError(different)
-        lost = _told(path) - found.number
+        lost = _last_acknowledged(path) - actual.number
         if lost > 0:
-            raise ValueError(f"the last {lost} commits are not in it (file {WITNESS})")
+            raise ValueError(f"the last {lost} commits are not in it (file {COMMIT_NUMBER_FILE})")
     except (ValueError, struct.error) as error:
         raise CorruptError(
             f"queue store {path}: pages of data.mdb are lost, older than others, or in another's place"
             f" ({error}): restore a backup (meshrl queue restore)"
         ) from error
-    return found
+    return actual
 
 
-def _told(path: Path) -> int:
-    """The last commit that was acknowledged, as far as its file goes: it is not synced, so it may be behind."""
+def _last_acknowledged(path: Path) -> int:
+    """The last acknowledged commit, as its file says. The file is not synced, so it may be behind."""
     try:
-        number: int = _NUMBER.unpack(strip_checksum((path / WITNESS).read_bytes(), WITNESS))[0]
+        number: int = _NUMBER.unpack(
+            strip_checksum((path / COMMIT_NUMBER_FILE).read_bytes(), COMMIT_NUMBER_FILE)
+        )[0]
     except (OSError, struct.error, CorruptError):
         return 0
     return number
 
 
 def forget(path: Path) -> None:
-    """The store goes back on purpose."""
-    (path / WITNESS).unlink(missing_ok=True)
+    """Delete the file: the store goes back to an earlier commit on purpose."""
+    (path / COMMIT_NUMBER_FILE).unlink(missing_ok=True)
 
 
-class Witness:
-    """Says outside of LMDB's file which commit was acknowledged last."""
+class CommitNumberFile:
+    """A file beside LMDB's that holds the number of the last acknowledged commit."""
 
     def __init__(self, path: Path) -> None:
         self._file: int | None = None
         try:
-            self._file = os.open(path / WITNESS, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._file = os.open(path / COMMIT_NUMBER_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
         except OSError:
-            # A full disk: the store may still be read, and rows may leave.
+            # A full disk: the store can still be read, and rows can leave.
             return
 
-    def tell(self, number: int) -> None:
-        """Commit `number` is done. A disk that does not take it (full) is no reason to refuse what is stored."""
+    def write(self, number: int) -> None:
+        """Note commit `number`. If the disk refuses (it is full), the store goes on without the file."""
         if self._file is None:
             return
         try:

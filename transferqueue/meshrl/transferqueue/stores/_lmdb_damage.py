@@ -1,4 +1,4 @@
-"""Damage to LMDB's file that LMDB would not notice, or not survive: an emptied file, pages that end their reader."""
+"""Finds damage to LMDB's file that LMDB would not notice or not survive: an empty file, pages that crash readers."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from meshrl.transferqueue.stores import _lmdb_walk
 log = logging.getLogger(__name__)
 
 MARK = "kept"
-"""A file beside the data that says: a queue was kept here."""
+"""A file beside the data that says that a queue is stored here."""
 
 
 def mark(path: Path) -> None:
-    """The store at `path` has its stamp, so from now on an empty file is a lost one."""
+    """Note that the store at `path` exists, so that from now on an empty data file counts as lost."""
     (path / MARK).touch()
 
 
 def marked(path: Path) -> bool:
-    """A queue was kept at `path`."""
+    """Whether a queue is stored at `path`."""
     return (path / MARK).exists()
 
 
 def refuse_emptied(path: Path) -> None:
-    """LMDB would start afresh on a file of no bytes. Raises CorruptError where a queue was kept."""
+    """Raises CorruptError where a queue is stored and its file is empty, which LMDB would take for a new one."""
     data = path / "data.mdb"
     if marked(path) and not (data.exists() and data.stat().st_size):
         raise CorruptError(
-            f"{data} is empty or gone, and a queue was kept there: put it back, or remove"
+            f"{data} is empty or gone, and a queue was stored there: put it back, or remove"
             f" {path} to start afresh"
         )
 
 
 def walk(path: Path) -> _lmdb_walk.Walked | None:
-    """Have another process walk the file first; None where there is nothing that it could walk to the end.
+    """Have another process walk the file first; None where it found no file, or could not walk it to the end.
 
     Raises:
-        CorruptError: that process did not survive it.
+        CorruptError: that process crashed.
     """
     data = path / "data.mdb"
     if not data.exists():
@@ -58,7 +58,8 @@ def walk(path: Path) -> _lmdb_walk.Walked | None:
             f"{data}: pages are damaged, reading them ends a process with {cause}: restore a backup"
         )
     if walk.returncode:
-        # What LMDB names, or what is no store yet, the owner finds out by itself; else the tally is missed.
+        # The owner itself reports LMDB's own errors and files that are no store; for the rest the checksum is
+        # missing.
         log.info("%s cannot be walked: %s", data, walk.stderr.strip().rpartition("\n")[2])
         return None
     count, total = walk.stdout.split()

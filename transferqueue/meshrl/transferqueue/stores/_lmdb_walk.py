@@ -1,9 +1,9 @@
-"""Walks an LMDB file as its queue will, in a process of its own: LMDB answers some damaged pages with abort().
+"""Walks an LMDB file as its queue will, in a separate process, because LMDB calls abort() on some damaged pages.
 
     python _lmdb_walk.py FOLDER
 
-Ends with 0 for a file whose trees can be walked and written, and prints what the payload's keys add up to; with a
-signal or an error for any other. Imports nothing of ours, so that it starts at once.
+Exits with 0 for a file whose trees can be walked and written, and prints the number and the sum of the payload's
+keys; with a signal or an error for any other. Imports nothing of meshrl, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import numpy as np
 import xxhash
 
 Walked: TypeAlias = tuple[int, int]
-"""Keys of the payload: how many, and their sum."""
+"""The number of payload keys, and the sum of their hashes."""
 
 
 def fill_up(data: Path, environment: lmdb.Environment) -> None:
     """Extend a file that ends before its last page, with zeros that take no space.
 
-    Reading a page behind the end of a mapped file ends the process (SIGBUS). A page of zeros is a CorruptError for
-    whoever needs it. The last pages may be missing in a sound file, too: LMDB does not write those it freed at once.
+    Reading a page behind the end of a mapped file ends the process (SIGBUS). Reading a page of zeros raises
+    CorruptError. The last pages may be missing in a sound file, too: LMDB does not write pages that it frees at
+    once.
     """
     wanted = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if data.stat().st_size < wanted:
@@ -33,7 +34,7 @@ def fill_up(data: Path, environment: lmdb.Environment) -> None:
 
 
 def walk_payload(transaction: lmdb.Transaction, table: Any, file: range) -> Walked:
-    """Every key of the payload, and where its value lies; the values themselves are not read.
+    """Check every key of the payload and the place of its value; the values themselves are not read.
 
     Raises:
         ValueError: keys that are out of order: leaves in each other's place. Or a value that does not lie within
@@ -56,7 +57,7 @@ def walk_payload(transaction: lmdb.Transaction, table: Any, file: range) -> Walk
 
 
 def mapped(data: Path) -> range:
-    """The addresses at which this process has mapped a file; any, where the system does not tell (Linux does)."""
+    """The addresses at which this process has mapped a file; all addresses where no system call says (not Linux)."""
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():
         if line.endswith(f" {data.resolve()}"):
@@ -66,7 +67,7 @@ def mapped(data: Path) -> range:
 
 
 def main(folder: str) -> None:
-    """Every record, every key of the payload with the place of its value, and a write that is taken back."""
+    """Read every record and every payload key, and begin a write that is aborted."""
     data = Path(folder) / "data.mdb"
     size = max(1 << 20, 2 * data.stat().st_size)
     with lmdb.open(folder, map_size=size, max_dbs=2, readahead=False) as environment:

@@ -1,12 +1,12 @@
-"""What the redis store does inside Redis: each script is one atomic step, checked against the fencing token first.
+"""The scripts that the redis store runs inside Redis: each is one atomic step that first checks the fencing token.
 
     head      hash: format, owner, generation (fencing token), name, sequence (number of the last commit)
     meta      hash: the table META
     payload   hash: the table PAYLOAD
     staged:*  lists: puts of a commit that is too big for one command, until the commit takes them in
 
-A script runs whole or not at all, in memory and in the append-only file alike. It may exceed `maxmemory` (allow-oom):
-rows must be able to leave when Redis is full; what lets rows in asks `check_room` first.
+A script runs completely or not at all, in memory and in the append-only file alike. It may exceed `maxmemory`
+(allow-oom): rows must be able to leave when Redis is full; calls that let rows in ask `check_room` first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ redis.call('HSET', KEYS[1], 'format', head[1], 'owner', ARGV[2], 'generation', g
 redis.call('DEL', KEYS[4], KEYS[5])
 return {'ok', generation, head[5]}
 """
-"""Become the owner: `ok` with generation and sequence, or why not. An owner subscribes to `channels` + owner."""
+"""Become the owner: `ok` with generation and sequence, or the reason. An owner subscribes to `channels` + owner."""
 
 _FENCE: Final = """
 local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'sequence', 'name')
@@ -58,7 +58,7 @@ for at = 5, #ARGV, 1000 do
 end
 return {{'ok'}}
 """
-"""Keep puts of one table for the commit `sequence`; `length` is how many strings are kept already."""
+"""Stage puts of one table for the commit `sequence`; `length` is how many strings are staged already."""
 
 COMMIT: Final = f"""#!lua flags=allow-oom
 -- KEYS head meta payload staged:meta staged:payload
@@ -90,7 +90,7 @@ each('HDEL', KEYS[3], gone_payload, #ARGV)
 redis.call('HSET', KEYS[1], 'sequence', ARGV[3])
 return {{'done'}}
 """
-"""Everything of one `apply`, and its number."""
+"""Commit everything of one `apply`, and its number."""
 
 RELEASE: Final = """#!lua flags=allow-oom
 -- KEYS head; ARGV owner generation
@@ -98,4 +98,4 @@ local head = redis.call('HMGET', KEYS[1], 'owner', 'generation')
 if head[1] == ARGV[1] and head[2] == ARGV[2] then redis.call('HSET', KEYS[1], 'owner', '') end
 return {'ok'}
 """
-"""Stop owning, if it is still ours."""
+"""Stop owning the store, if this process still owns it."""

@@ -4,9 +4,9 @@
                ──read────▶ read thread   ──one read transaction───▶ (memory map)
                ──export──▶ a thread more ──one read transaction───▶
 
-LMDB needs no recovery step: after a kill -9 or a power cut the file holds the last commit that was acknowledged (or
-one that was about to be). Freed pages are reused; the file never shrinks. Measured against an append log, SQLite and
-RocksDB: full fsync at group commits of 8 groups costs less than gRPC does, and we own no log format.
+LMDB needs no recovery step: after a kill -9 or a power cut the file holds the last acknowledged commit, or the one
+after it. Freed pages are reused; the file never shrinks. Measured against an append log, SQLite and RocksDB: full
+fsync at group commits of 8 groups costs less than gRPC does, and there is no log format of our own.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from meshrl.transferqueue.stores import (
 log = logging.getLogger(__name__)
 
 STAMP = b"\x00format"
-TELL_EVERY_S: Final = 0.5
-"""From the first commit that the witness does not know to when it does; at each commit it would cost 2 % of CPU."""
+NUMBER_EVERY_S: Final = 0.5
+"""Between two writes of the last commit's number; at each commit it would cost 2 % of CPU."""
 EXPORT_BYTES: Final = 8 << 20
-"""Of one piece of an export."""
+"""The size of one piece of an export."""
 _FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
 """LMDB reports a write cut short by a full disk as an input/output error."""
 _DAMAGED = (
     *(lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError),
     *(lmdb.PageNotFoundError, lmdb.PanicError, lmdb.IncompatibleError, lmdb.BadTxnError),
-    lmdb.NotFoundError,  # of a table: no key is asked for in a way that raises it
+    lmdb.NotFoundError,  # of a table: look-ups of keys never raise it
 )
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class DiskStore:
         self._reserve_bytes = reserve_bytes
         self._environment: lmdb.Environment | None = None
         self._tables: dict[Table, Any] = {}
-        """LMDB's handles, whose type has no public name."""
+        """LMDB's table handles, whose type has no public name."""
         self._lock: int | None = None
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="queue-commit")
         self._reads = ThreadPoolExecutor(1, thread_name_prefix="queue-read")
@@ -78,13 +78,13 @@ class DiskStore:
         self._exporting = asyncio.Lock()
         """Held by an export; taken before `_exclusive`."""
         self._closing = False
-        self._tally = _lmdb_checksums.Tally()
-        self._witness: _lmdb_checksums.Witness | None = None
-        self._witness_timer: asyncio.TimerHandle | None = None
+        self._checksum = _lmdb_checksums.StoreChecksum()
+        self._number_file: _lmdb_checksums.CommitNumberFile | None = None
+        self._number_timer: asyncio.TimerHandle | None = None
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
-        """Open the environment (anew) and return META. Raises UserError, CorruptError, CapacityError."""
-        self._cancel_witness_timer()
+        """Open the environment (again) and return META. Raises UserError, CorruptError, CapacityError."""
+        self._cancel_number_timer()
         async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             return await self._run(self._commits, self._open_and_load)
@@ -102,16 +102,16 @@ class DiskStore:
                 raise self._translated(error) from error
             else:
                 break
-        if self._witness_timer is None:
+        if self._number_timer is None:
             loop = asyncio.get_running_loop()
-            self._witness_timer = loop.call_later(TELL_EVERY_S, self._tell_witness)
+            self._number_timer = loop.call_later(NUMBER_EVERY_S, self._write_number)
 
     async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         """Copies of the PAYLOAD values. Raises InfraError, CorruptError."""
         if not keys:
             return []
         async with self._exclusive:
-            # Submitted under the lock, awaited outside it: whoever needs the files alone drains the thread.
+            # Submitted under the lock, awaited outside it: a caller that needs the files alone drains the thread.
             reading = asyncio.get_running_loop().run_in_executor(self._reads, self._get, keys)
         try:
             return await reading
@@ -124,13 +124,13 @@ class DiskStore:
         if free < nbytes + self._reserve_bytes:
             raise CapacityError(
                 f"queue store {self._path}: {free} bytes free on disk, {nbytes} wanted and"
-                f" {self._reserve_bytes} kept in reserve; rows get in again once there is room",
+                f" {self._reserve_bytes} kept in reserve; rows get in again once there is space",
                 free=free,
                 wanted=nbytes,
             )
 
     def size_bytes(self) -> int:
-        """Of the file; space that was freed in it is used again, and counts."""
+        """The size of the file, with space that was freed in it and will be used again."""
         return self._file_bytes()
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
@@ -152,9 +152,9 @@ class DiskStore:
                 thread.shutdown(wait=False)
 
     async def close(self) -> None:
-        """Wait for the threads, close the files, let another process own them."""
+        """Wait for the threads, close the files, and release them to other processes."""
         self._closing = True
-        self._cancel_witness_timer()
+        self._cancel_number_timer()
         async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             await self._run(self._commits, self._shut)
@@ -170,8 +170,8 @@ class DiskStore:
             with self._env.begin() as transaction:
                 cursor = transaction.cursor(self._tables[Table.META])
                 items = [(k, v) for k, v in cursor if k != STAMP]
-                self._tally = _lmdb_checksums.check(self._path, transaction, items, walked)
-            self._witness = _lmdb_checksums.Witness(self._path)
+                self._checksum = _lmdb_checksums.check(self._path, transaction, items, walked)
+            self._number_file = _lmdb_checksums.CommitNumberFile(self._path)
             return items
         except _DAMAGED as error:
             raise CorruptError(
@@ -206,7 +206,7 @@ class DiskStore:
         return walked
 
     def _own(self) -> None:
-        """Take the lock that dies with the process: a second queue on these files would not see our RAM."""
+        """Take the lock that ends with the process: a second queue on these files would not see our RAM."""
         if self._lock is not None:
             return
         try:
@@ -227,7 +227,7 @@ class DiskStore:
         self._lock = lock
 
     def _stamped(self, known: bool) -> bool:
-        """Refuse what another format wrote; stamp a store that is fresh, and not `known`: then True."""
+        """Refuse another format; stamp a new store that is not `known`. True if it was stamped now."""
         meta = self._tables[Table.META]
         with self._env.begin(db=meta) as transaction:
             stamp = transaction.get(STAMP)
@@ -235,8 +235,8 @@ class DiskStore:
         if stamp is None and empty and not known:
             with self._env.begin(write=True) as transaction:
                 transaction.put(STAMP, json.dumps({"format": FORMAT}).encode(), db=meta)
-                tally = _lmdb_checksums.Tally().following(transaction.id())
-                transaction.put(_lmdb_checksums.KEY, tally.encode())
+                checksum = _lmdb_checksums.StoreChecksum().following(transaction.id())
+                transaction.put(_lmdb_checksums.KEY, checksum.encode())
             return True
         try:
             found = json.loads(stamp or b"")["format"]
@@ -254,7 +254,7 @@ class DiskStore:
     def _commit(self, operations: Sequence[Operation]) -> None:
         meta, payload = self._tables[Table.META], self._tables[Table.PAYLOAD]
         with self._env.begin(write=True) as transaction:
-            after = self._tally.following(transaction.id())
+            after = self._checksum.following(transaction.id())
             for table, key, value in operations:
                 if table is Table.META:
                     if value is None:
@@ -271,7 +271,7 @@ class DiskStore:
                 else:
                     transaction.put(key, value, db=payload)
             transaction.put(_lmdb_checksums.KEY, after.encode())
-        self._tally = after.committed()
+        self._checksum = after.committed()
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
@@ -292,15 +292,15 @@ class DiskStore:
             if piece:
                 yield piece
 
-    def _tell_witness(self) -> None:
-        self._witness_timer = None  # it is cancelled before the file is closed
-        if self._witness is not None:
-            self._witness.tell(self._tally.number)
+    def _write_number(self) -> None:
+        self._number_timer = None  # it is cancelled before the file is closed
+        if self._number_file is not None:
+            self._number_file.write(self._checksum.number)
 
-    def _cancel_witness_timer(self) -> None:
-        if self._witness_timer is not None:
-            self._witness_timer.cancel()
-            self._witness_timer = None
+    def _cancel_number_timer(self) -> None:
+        if self._number_timer is not None:
+            self._number_timer.cancel()
+            self._number_timer = None
 
     def _grow(self) -> None:
         size = 2 * self._env.info()["map_size"]
@@ -308,11 +308,11 @@ class DiskStore:
         self._env.set_mapsize(size)
 
     def _shut_environment(self, *, clean: bool) -> None:
-        if self._witness is not None:
+        if self._number_file is not None:
             if clean:
-                self._witness.tell(self._tally.number)
-            self._witness.close()
-            self._witness = None
+                self._number_file.write(self._checksum.number)
+            self._number_file.close()
+            self._number_file = None
         if self._environment is None:
             return
         try:

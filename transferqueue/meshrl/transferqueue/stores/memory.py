@@ -1,4 +1,4 @@
-"""The store for throw-away runs: two dicts, and a file for what does not fit. Nothing survives the process."""
+"""The store in RAM: two dicts, and a file for payload that does not fit. Nothing survives the process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXPORT_RECORDS: Final = 4096
 
 
 class MemoryStore:
-    """Keeps its bytes for as long as the object lives, so that a queue can be closed and opened on it again.
+    """Holds its bytes for as long as the object lives, so that a queue can be closed and opened on it again.
 
-    With `memory_bytes`, the payload that was written longest ago goes to an LMDB file in `folder` whenever more is
-    there. The file is scratch: nobody else reads it, and it goes when the store is closed.
+    With `memory_bytes`, the oldest payload goes to an LMDB file in `folder` whenever there is more than that. The
+    file is temporary: nobody else reads it, and it is deleted when the store is closed.
     """
 
     def __init__(
@@ -28,15 +28,15 @@ class MemoryStore:
     ) -> None:
         self._tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
         self._nbytes = 0
-        """Of PAYLOAD in RAM."""
+        """Bytes of PAYLOAD in RAM."""
         self._limit = memory_bytes
         self._folder = folder
         self._reserve_bytes = reserve_bytes
         self._file: DiskStore | None = None
-        self._filed: set[bytes] = set()
+        self._spilled: set[bytes] = set()
         """Keys whose value is in the file."""
         self._garbage: set[bytes] = set()
-        """Keys in the file that nobody wants any more: they go with the next write."""
+        """Keys in the file that are no longer needed: they are deleted with the next write."""
         self._changing = asyncio.Lock()
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
@@ -44,22 +44,22 @@ class MemoryStore:
         return sorted(self._tables[Table.META].items())
 
     async def apply(self, operations: Sequence[Operation]) -> None:
-        """Only the file can fail, and goes first. Raises CapacityError, InfraError."""
+        """The file comes first, because only it can fail. Raises CapacityError, InfraError."""
         async with self._changing:
             if self._limit:
-                await self._make_room(sum(len(op.value or b"") for op in operations))
+                await self._spill(sum(len(op.value or b"") for op in operations))
             self._change(operations)
 
     async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         """The PAYLOAD values of `keys`."""
         payload = self._tables[Table.PAYLOAD]
-        found = [payload.get(key) for key in keys]
-        away = [at for at, key in enumerate(keys) if key in self._filed]
-        if away and self._file is not None:
-            values = await self._file.read([keys[at] for at in away])
-            for at, value in zip(away, values, strict=True):
-                found[at] = value
-        return found
+        values_by_place = [payload.get(key) for key in keys]
+        spilled = [at for at, key in enumerate(keys) if key in self._spilled]
+        if spilled and self._file is not None:
+            values = await self._file.read([keys[at] for at in spilled])
+            for at, value in zip(spilled, values, strict=True):
+                values_by_place[at] = value
+        return values_by_place
 
     def check_room(self, nbytes: int) -> None:
         """RAM is bounded by admission (`resident_bytes`), the file by its disk. Raises CapacityError."""
@@ -71,27 +71,27 @@ class MemoryStore:
         return self._nbytes + (self._file.size_bytes() if self._file is not None else 0)
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record as of the first piece; pieces of the file come as they are in there."""
+        """Every record as of the first piece."""
         async with self._changing:
             records = {table: list(found.items()) for table, found in self._tables.items()}
-            filed = frozenset(self._filed)
-            file = _nothing() if self._file is None else self._file.export()
+            spilled = frozenset(self._spilled)
+            file = _no_pieces() if self._file is None else self._file.export()
             piece = await anext(file, None)
         for table, pairs in records.items():
             for at in range(0, len(pairs), EXPORT_RECORDS):
                 yield [Operation(table, *pair) for pair in pairs[at : at + EXPORT_RECORDS]]
         async with aclosing(file):
             while piece is not None:
-                if wanted := [operation for operation in piece if operation.key in filed]:
+                if wanted := [operation for operation in piece if operation.key in spilled]:
                     yield wanted
                 piece = await anext(file, None)
 
     async def close(self) -> None:
-        """Keep the bytes that are in RAM; the file goes."""
+        """Delete the file; the bytes in RAM stay."""
         if self._file is not None:
             await self._file.close()
             self._file = None
-            self._filed.clear()
+            self._spilled.clear()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _change(self, operations: Sequence[Operation]) -> None:
@@ -99,15 +99,15 @@ class MemoryStore:
         for table, key, value in operations:
             if table is Table.PAYLOAD:
                 self._nbytes += len(value or b"") - len(payload.get(key, b""))
-                if key in self._filed:
-                    self._filed.remove(key)
+                if key in self._spilled:
+                    self._spilled.remove(key)
                     self._garbage.add(key)
             if value is None:
                 self._tables[table].pop(key, None)
             else:
                 self._tables[table][key] = value
 
-    async def _make_room(self, nbytes: int) -> None:
+    async def _spill(self, nbytes: int) -> None:
         """Move the oldest payload to the file until `nbytes` more fit, and an eighth of the bound beyond that."""
         if self._nbytes + nbytes <= self._limit:
             return
@@ -121,28 +121,28 @@ class MemoryStore:
             excess -= len(value)
         garbage = self._garbage.difference(op.key for op in cold)
         if self._file is None:
-            self._file = await self._fresh_file()
+            self._file = await self._new_file()
         await self._file.apply([*cold, *(Operation(Table.PAYLOAD, key, None) for key in garbage)])
         self._garbage.clear()
         for operation in cold:
             self._nbytes -= len(payload.pop(operation.key))
-            self._filed.add(operation.key)
+            self._spilled.add(operation.key)
 
-    async def _fresh_file(self) -> DiskStore:
+    async def _new_file(self) -> DiskStore:
         shutil.rmtree(self._folder, ignore_errors=True)
         file = DiskStore(self._folder, durability="none", reserve_bytes=self._reserve_bytes)
         await file.load()
         return file
 
 
-async def _nothing() -> AsyncGenerator[Sequence[Operation], None]:
+async def _no_pieces() -> AsyncGenerator[Sequence[Operation], None]:
     nothing: Sequence[Sequence[Operation]] = ()
     for piece in nothing:
         yield piece
 
 
 def build(config: QueueConfig, path: Path) -> MemoryStore:
-    """A fresh one; `path` is where payload beyond `memory_bytes` goes."""
+    """A new, empty store; payload beyond `memory_bytes` goes to a folder in `path`."""
     return MemoryStore(
         memory_bytes=config.memory_bytes, folder=path / "spill", reserve_bytes=config.reserve_bytes
     )

@@ -3,11 +3,11 @@
     event loop ──apply──▶ stage … stage ──▶ commit script: fencing token? number? then everything ──▶ answered
                ──read───▶ HMGET
 
-Exactly once: every commit has a number, which changes in the commit's own script. An answer that was lost is asked
-for again; a commit that is there already changes nothing.
+Exactly once: every commit has a number, which changes in the commit's own script. A commit whose answer was lost is
+sent again; if it is there already, it changes nothing.
 
 One owner: a queue holds a subscription, which dies with its connection, so a second queue is refused while the first
-one lives; whoever owned the store before has an older fencing token, which every script compares.
+one lives; a former owner has an older fencing token, which every script compares.
 
 A server that forgot acknowledged commits (failover, power cut without `appendfsync always`) shows an older number:
 the current commit is refused, and `load` goes back to what the server has.
@@ -31,7 +31,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, OwnerLostError, Table
-from meshrl.transferqueue.stores._redis_link import Link
+from meshrl.transferqueue.stores._redis_connection import RedisConnection
 from meshrl.transferqueue.stores._redis_scripts import CLAIM, COMMIT, RELEASE, STAGE
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ OWNER_GONE_S: Final = 0.5
 """How long a queue that opens waits for Redis to notice that the former owner's connection is closed."""
 PART_BYTES: Final = 64 << 20
 """A commit beyond it is staged in parts, so that no command grows without bound."""
-ROOM_EVERY_S: Final = 1.0
-"""Between two looks at the memory that Redis has left; what is written meanwhile is taken off."""
+ASK_MEMORY_EVERY_S: Final = 1.0
+"""Between two questions for the free memory of Redis; bytes written meanwhile are subtracted."""
 READ_KEYS: Final = 1024
 SCAN_RECORDS: Final = 2000
 _RANK: Final = {"none": 0, "no": 0, "everysec": 1, "always": 2}
@@ -62,11 +62,11 @@ class Keys:
         return f"meshrl:{{{self.prefix}}}:{name}"
 
     def tables(self) -> list[str]:
-        """META and PAYLOAD, as the scripts want them."""
+        """META and PAYLOAD, in the order that the scripts expect."""
         return [self[table] for table in Table]
 
     def staged(self) -> list[str]:
-        """Likewise."""
+        """The staged parts of META and PAYLOAD, in the same order."""
         return [self[f"staged:{table}"] for table in Table]
 
 
@@ -75,14 +75,14 @@ class RedisStore:
 
     def __init__(
         self,
-        link: Link,
+        connection: RedisConnection,
         prefix: str,
         *,
         durability: str = "always",
         reserve_bytes: int = 0,
         part_bytes: int = PART_BYTES,
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._keys = Keys(prefix)
         self._durability = durability
         self._reserve_bytes = reserve_bytes
@@ -96,36 +96,36 @@ class RedisStore:
         """Held by a commit, and by an export, which shows one moment."""
         self._free: float = float("inf")
         self._used = 0
-        self._room_at = 0.0
-        """When `_free` and `_used` are to be asked for again; loop time."""
+        self._ask_memory_at = 0.0
+        """When to ask for `_free` and `_used` again; event loop time."""
         self._closed = False
 
     @property
     def name(self) -> str:
         """For messages."""
-        return f"queue store {self._link.name} {self._keys.prefix}"
+        return f"queue store {self._connection.name} {self._keys.prefix}"
 
     # --- the port
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
-        """Own the store (anew: whatever is still on its way from before is fenced) and return META.
+        """Own the store (again: calls still on their way from before are fenced) and return META.
 
         Raises:
             UserError: owned by a queue that lives, another format, wrong password, a Redis that promises less than
                 `durability` asks. OwnerLostError: another queue took over. InfraError: no master can be reached.
         """
-        patience_s = RESTART_S if self._generation else OPEN_S
-        await self._link.call(self._check_server, patience_s)
-        await self._link.hold(self._channel + self._owner, patience_s)
-        await self._claim(patience_s)
-        await self._look_at_room()
+        timeout_s = RESTART_S if self._generation else OPEN_S
+        await self._connection.call(self._check_server, timeout_s)
+        await self._connection.subscribe(self._channel + self._owner, timeout_s)
+        await self._claim(timeout_s)
+        await self._ask_free_memory()
         found = [pair async for part in self._scan(Table.META) for pair in part]
         return sorted(dict(found).items())
 
     async def apply(self, operations: Sequence[Operation]) -> None:
         """One script. Raises CapacityError, InfraError, OwnerLostError; none of `operations` was done then."""
         async with self._applying:
-            await self._look_at_room()
+            await self._ask_free_memory()
             number = self._sequence + 1
             state = await self._write(operations, number)
             if state == "unstaged":
@@ -151,9 +151,9 @@ class RedisStore:
         if not parts:
             return []
         sequence = self._sequence
-        found, *values = await self._link.call(ask, RESTART_S)
+        found, *values = await self._connection.call(ask, RESTART_S)
         if int(found or 0) < sequence:
-            raise self._forgotten(found)
+            raise self._lost_commits(found)
         return [value for part in values for value in part]
 
     def check_room(self, nbytes: int) -> None:
@@ -161,7 +161,7 @@ class RedisStore:
         if self._free < nbytes + self._reserve_bytes:
             raise CapacityError(
                 f"{self.name}: {self._free:.0f} bytes free of Redis' maxmemory, {nbytes} wanted and"
-                f" {self._reserve_bytes} kept in reserve; rows get in again once there is room",
+                f" {self._reserve_bytes} kept in reserve; rows get in again once there is space",
                 free=self._free,
                 wanted=nbytes,
             )
@@ -178,7 +178,7 @@ class RedisStore:
                     yield [Operation(table, key, value) for key, value in part]
 
     async def close(self) -> None:
-        """Let another queue own the store, hang up; idempotent."""
+        """Release the store to other queues and disconnect; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -188,9 +188,9 @@ class RedisStore:
                 await self._script(RELEASE, keys, [self._owner, self._generation], OPEN_S)
             except InfraError as error:
                 log.warning(
-                    "%s: not given back, its end of the connection will tell: %s", self.name, error
+                    "%s: not released; Redis notices when the connection ends: %s", self.name, error
                 )
-        await self._link.close()
+        await self._connection.close()
 
     # --- owning
 
@@ -198,21 +198,21 @@ class RedisStore:
     def _channel(self) -> str:
         return self._keys["owner:"]
 
-    async def _claim(self, patience_s: float) -> None:
+    async def _claim(self, timeout_s: float) -> None:
         keys = [self._keys["head"], *self._keys.tables(), *self._keys.staged()]
         who = f"{os.getpid()} on {socket.gethostname()}"
         clock = asyncio.get_running_loop().time
         give_up_at, pause_s = clock() + OWNER_GONE_S, 0.02
         while True:
             given = [FORMAT, self._owner, who, self._generation, self._channel]
-            state, *rest = await self._script(CLAIM, keys, given, patience_s)
+            state, *rest = await self._script(CLAIM, keys, given, timeout_s)
             # A former owner that was killed a moment ago may still look alive.
             if state != b"owned" or clock() > give_up_at:
                 break
             await asyncio.sleep(pause_s)
             pause_s *= 2
         if state != b"ok":
-            raise self._not_ours(state, rest)
+            raise self._refusal(state, rest)
         self._generation, sequence = map(int, rest)
         if sequence < self._sequence:
             log.error(
@@ -221,7 +221,7 @@ class RedisStore:
             )
         self._sequence = sequence
 
-    def _not_ours(self, state: bytes, rest: Sequence[bytes]) -> Exception:
+    def _refusal(self, state: bytes, rest: Sequence[bytes]) -> Exception:
         detail = rest[0].decode(errors="replace") if rest else ""
         match state:
             case b"owned":
@@ -247,23 +247,25 @@ class RedisStore:
         info = await client.info("server")
         version = str(info.get("redis_version", "0"))
         if int(version.split(".")[0]) < 7:
-            raise UserError(f"redis at {self._link.name} is version {version}; want 7.0 or later")
+            raise UserError(
+                f"redis at {self._connection.name} is version {version}; want 7.0 or later"
+            )
         try:
-            told = await client.config_get("append*") | await client.config_get("maxmemory*")
+            settings = await client.config_get("append*") | await client.config_get("maxmemory*")
         except (NoPermissionError, ResponseError) as error:
-            log.warning("redis at %s does not tell its settings: %s", self._link.name, error)
+            log.warning("redis at %s does not show its settings: %s", self._connection.name, error)
             return
-        found = {key: str(value) for key, value in told.items()}
+        found = {key: str(value) for key, value in settings.items()}
         has = found["appendfsync"] if found["appendonly"] == "yes" else "no"
         if _RANK[self._durability] > _RANK[has]:
             raise UserError(
-                f"queue.durability is {self._durability} and redis at {self._link.name} has appendonly"
+                f"queue.durability is {self._durability} and redis at {self._connection.name} has appendonly"
                 f" {found['appendonly']}, appendfsync {found['appendfsync']}: CONFIG SET it to"
                 f" appendonly yes, appendfsync {self._durability}, or set queue.durability=none"
             )
         if int(found["maxmemory"]) and found["maxmemory-policy"].startswith("allkeys"):
             raise UserError(
-                f"redis at {self._link.name} evicts keys when it is full (maxmemory-policy"
+                f"redis at {self._connection.name} evicts keys when it is full (maxmemory-policy"
                 f" {found['maxmemory-policy']}): rows would be lost; want noeviction"
             )
 
@@ -299,42 +301,42 @@ class RedisStore:
             generation, sequence, name = int(rest[0]), rest[1], rest[2].decode()
             if generation > self._generation:
                 raise OwnerLostError(f"{self.name}: process {name} took it over, this one is done")
-            raise self._forgotten(sequence)
+            raise self._lost_commits(sequence)
         return str(state, "ascii")
 
-    def _forgotten(self, sequence: bytes | None) -> InfraError:
+    def _lost_commits(self, sequence: bytes | None) -> InfraError:
         return InfraError(
             f"{self.name}: the server is at commit {int(sequence or 0)}, this queue was told that commit"
             f" {self._sequence} is stored: the server lost what came in between"
         )
 
     async def _clear_staged(self) -> None:
-        await self._link.call(lambda client: client.delete(*self._keys.staged()), RESTART_S)
+        await self._connection.call(lambda client: client.delete(*self._keys.staged()), RESTART_S)
 
     async def _script(
-        self, script: str, keys: list[str], arguments: list[Any], patience_s: float
+        self, script: str, keys: list[str], arguments: list[Any], timeout_s: float
     ) -> list[bytes]:
         # EVAL, not EVALSHA: a promoted replica or a restarted server would not know the script.
         async def ask(client: Redis) -> Any:
             return await client.eval(script, len(keys), *keys, *arguments)
 
-        found: list[bytes] = await self._link.call(ask, patience_s)
+        found: list[bytes] = await self._connection.call(ask, timeout_s)
         return found
 
-    async def _look_at_room(self) -> None:
-        """Ask for Redis' memory, once in a while."""
+    async def _ask_free_memory(self) -> None:
+        """Ask for the memory of Redis, at most every ASK_MEMORY_EVERY_S seconds."""
         now = asyncio.get_running_loop().time()
-        if now < self._room_at:
+        if now < self._ask_memory_at:
             return
 
         async def ask(client: Redis) -> Any:
             return await client.info("memory")
 
-        memory = await self._link.call(ask, RESTART_S)
+        memory = await self._connection.call(ask, RESTART_S)
         self._used = int(memory["used_memory"])
         limit = int(memory.get("maxmemory", 0))
         self._free = limit - self._used if limit else float("inf")
-        self._room_at = now + ROOM_EVERY_S
+        self._ask_memory_at = now + ASK_MEMORY_EVERY_S
 
     async def _scan(self, table: Table) -> AsyncGenerator[list[tuple[bytes, bytes]], None]:
         cursor = 0
@@ -343,7 +345,7 @@ class RedisStore:
             async def ask(client: Redis, at: int = cursor) -> Any:
                 return await client.hscan(self._keys[table], at, count=SCAN_RECORDS)
 
-            cursor, part = await self._link.call(ask, RESTART_S)
+            cursor, part = await self._connection.call(ask, RESTART_S)
             if part:
                 yield list(part.items())
             if cursor == 0:
@@ -380,7 +382,7 @@ def build(config: QueueConfig, path: Path) -> RedisStore:
                 f"queue.redis_password_file: {config.redis_password_file}: {error.strerror}"
             ) from error
     return RedisStore(
-        Link([url.strip() for url in config.redis_url.split(",")], password),
+        RedisConnection([url.strip() for url in config.redis_url.split(",")], password),
         config.redis_prefix or str(path.absolute()),
         durability=config.durability,
         reserve_bytes=config.reserve_bytes,

@@ -1,10 +1,10 @@
-"""The way to Redis: finds the master among the addresses, comes back after a restart or a failover, names failures.
+"""The connection to Redis: finds the master among the addresses, reconnects after a restart or a failover.
 
     call ──▶ work(client) ──▶ answer
      ▲           │ connection lost, loading, not the master (any more)
-     └── pause ──┘ look for the master again, until patience ends
+     └── pause ──┘ look for the master again, until the timeout
 
-consumes: addresses. waits for: a master that answers. unblocked by: its answer, or the end of patience.
+consumes: addresses. waits for: a master that answers. unblocked by: its answer, or the timeout.
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_S: Final = 30.0
-"""A server that is silent for so long in the middle of a command is gone."""
+"""A server that is silent for longer than this in the middle of a command counts as gone."""
 LONGEST_PAUSE_S: Final = 1.0
 CANCEL_AGAIN_S: Final = 0.1
 _TRY_AGAIN = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, MasterDownError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
 
 
-class Link:
-    """Clients of whichever of `urls` is the master now."""
+class RedisConnection:
+    """Clients of the one of `urls` that is the master now."""
 
     def __init__(self, urls: Sequence[str], password: str | None = None) -> None:
         self._urls = tuple(urls)
         self._password = password
         for url in self._urls:
-            # Nothing connects yet: a URL that makes no sense is told before anything else happens.
+            # Nothing connects yet: this raises for a malformed URL before anything else happens.
             self._client_of(url)
         self._url = self._urls[0]
         self._client: Redis | None = None
         self._finding = asyncio.Lock()
-        self._holder: Redis | None = None
-        self._holding: asyncio.Task[None] | None = None
+        self._subscriber: Redis | None = None
+        self._subscription: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
         """Every address, without passwords."""
         return ", ".join(map(bare, self._urls))
 
-    async def call(self, work: Callable[[Redis], Awaitable[T]], patience_s: float) -> T:
-        """What `work` answers; it must be repeatable, as an answer may be lost.
+    async def call(self, work: Callable[[Redis], Awaitable[T]], timeout_s: float) -> T:
+        """Return what `work` returns. It must be repeatable, as an answer may be lost.
 
         Raises:
             UserError: wrong password, or not allowed. CapacityError: Redis is full.
-            InfraError: no master answered within `patience_s`, or Redis refused the command.
+            InfraError: no master answered within `timeout_s`, or Redis refused the command.
         """
         clock = asyncio.get_running_loop().time
-        give_up_at, pause_s = clock() + patience_s, 0.02
+        give_up_at, pause_s = clock() + timeout_s, 0.02
         while True:
             client: Redis | None = None
             try:
@@ -90,46 +90,48 @@ class Link:
                 log.info("redis at %s: %s; trying again", self.name, error)
             except RedisError as error:
                 raise self._named(error) from error
-            # Jitter, so that several queues do not come back in step.
+            # Jitter, so that several queues do not come back at the same time.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
-    async def hold(self, channel: str, patience_s: float) -> None:
-        """Be subscribed to `channel` from now on, also after a reconnect: the sign that we live."""
-        if self._holding is not None:
+    async def subscribe(self, channel: str, timeout_s: float) -> None:
+        """Stay subscribed to `channel` from now on, also after a reconnect: it shows that this owner lives."""
+        if self._subscription is not None:
             return
         subscribed = asyncio.Event()
-        self._holding = asyncio.create_task(
-            self._hold(channel, subscribed, patience_s), name="queue-redis-hold"
+        self._subscription = asyncio.create_task(
+            self._stay_subscribed(channel, subscribed, timeout_s), name="queue-redis-hold"
         )
         waiting = asyncio.create_task(subscribed.wait())
-        await asyncio.wait({waiting, self._holding}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, self._subscription}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         if not subscribed.is_set():
-            task, self._holding = self._holding, None
+            task, self._subscription = self._subscription, None
             await task
 
     async def close(self) -> None:
-        """Hang up; idempotent."""
-        while self._holding is not None:
+        """Disconnect; idempotent."""
+        while self._subscription is not None:
             # More than once: redis-py sends under `wait_for`, which up to Python 3.11 forgets a cancellation that
             # arrives together with the answer.
-            self._holding.cancel()
-            ended, _ = await asyncio.wait({self._holding}, timeout=CANCEL_AGAIN_S)
+            self._subscription.cancel()
+            ended, _ = await asyncio.wait({self._subscription}, timeout=CANCEL_AGAIN_S)
             if ended:
                 await asyncio.gather(*ended, return_exceptions=True)
-                self._holding = None
+                self._subscription = None
         await self._drop(self._client)
 
-    async def _hold(self, channel: str, subscribed: asyncio.Event, patience_s: float) -> None:
-        """Until cancelled. consumes: nothing. waits for: the loss of the connection. produces: being seen."""
+    async def _stay_subscribed(
+        self, channel: str, subscribed: asyncio.Event, timeout_s: float
+    ) -> None:
+        """Until cancelled. waits for: the loss of the connection. produces: a subscription that other queues see."""
         clock = asyncio.get_running_loop().time
-        give_up_at = clock() + patience_s
+        give_up_at = clock() + timeout_s
         while True:
-            await self.call(_ping, float("inf") if subscribed.is_set() else patience_s)
-            holder = self._holder = self._client_of(self._url, answer_s=None)
+            await self.call(_ping, float("inf") if subscribed.is_set() else timeout_s)
+            subscriber = self._subscriber = self._client_of(self._url, answer_s=None)
             try:
-                async with holder.pubsub() as pubsub:
+                async with subscriber.pubsub() as pubsub:
                     await pubsub.subscribe(channel)
                     async for message in pubsub.listen():
                         if message["type"] == "subscribe":
@@ -138,9 +140,9 @@ class Link:
                 patient = isinstance(error, _TRY_AGAIN) and clock() < give_up_at
                 if not subscribed.is_set() and not patient:
                     raise self._named(error) from error
-                log.info("redis at %s: ownership lost sight of (%s)", self.name, error)
+                log.info("redis at %s: the owner's subscription was lost (%s)", self.name, error)
             finally:
-                await holder.aclose()
+                await subscriber.aclose()
 
     async def _master(self) -> Redis:
         if self._client is not None:
@@ -176,8 +178,8 @@ class Link:
             return
         self._client = None
         await client.aclose()
-        if self._holder is not None:
-            await self._holder.aclose()
+        if self._subscriber is not None:
+            await self._subscriber.aclose()
 
     def _client_of(self, url: str, answer_s: float | None = ANSWER_S) -> Redis:
         given: dict[str, Any] = {} if self._password is None else {"password": self._password}
