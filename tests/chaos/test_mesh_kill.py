@@ -119,7 +119,7 @@ async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path, fault
         mesh.wait(process, code=Exit.USER_ERROR)
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and said in errors[0].lower(), mesh.output[-3000:]
-    assert "rows were given up" in errors[0]
+    assert "rows were dead-lettered" in errors[0]
     ledger = await mesh.ledger()
     assert ledger.balanced and ledger.trained == 0, ledger
     assert sum(ledger.dead_lettered.values()) >= 16, ledger
