@@ -12,8 +12,8 @@ Both sides are judged alike: the weights after each step, decoded greedily by tr
 judged between steps, with the clock stopped. Ours saves a checkpoint after each step, with the clock running, and is
 judged by them after the run. The clock runs from where all processes are up (ours: every service serves, and the
 first version with them) until the step is made whose weights reach the target. Start-up, from the start of the
-command to there, is told apart. Processor time of all processes is told beside the clock: on a machine that others
-use it is what can be compared. Ours and theirs in turn; the last line is one JSON object with medians of the rounds.
+command to there, is a figure of its own. So is the processor time of all processes: on a machine that others use, it
+is what can be compared. Ours and theirs in turn; the last line is one JSON object with medians of the rounds.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ PEER = ROOT / ".venv-peer-trl" / "bin" / "python"
 LIMIT_S = 1_200
 """The peer gives up after this long."""
 UP = ("version 1.0 is committed", "feeder │")
-"""The last words of a start: the engines serve the first weights, the feeder serves prompts."""
+"""Log lines that end a start: the engines serve the first weights, the feeder serves prompts."""
 
 
-def ours(recipe: Recipe, given: argparse.Namespace) -> dict[str, Any]:
+def ours(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, Any]:
     """`meshrl up` in a directory of its own, then a look at its checkpoints."""
     with tempfile.TemporaryDirectory() as directory:
         changes = [
             f"run.dir={directory}",
-            f"actor.optim.lr={given.lr}",
-            f"trainer.total_training_steps={given.steps}",
+            f"actor.optim.lr={arguments.lr}",
+            f"trainer.total_training_steps={arguments.steps}",
             "trainer.save_freq=1",
             "trainer.keep_ckpt_every=1",
             "data.val_files=[]",
@@ -69,13 +69,13 @@ def ours(recipe: Recipe, given: argparse.Namespace) -> dict[str, Any]:
         lines = [
             json.loads(x) for x in (Path(directory) / "metrics.jsonl").read_text().splitlines()
         ]
-        made = {x["step"] + 1: x["time/unix_s"] - began for x in lines if "reward/mean" in x}
-        curve = _judged(Path(directory), recipe, made, given.target)
-    steps = [made[step] - made[step - 1] for step in sorted(made)[1:]]
-    return _reached(curve, given.target) | {
+        step_times = {x["step"] + 1: x["time/unix_s"] - began for x in lines if "reward/mean" in x}
+        curve = _judged(Path(directory), recipe, step_times, arguments.target)
+    steps = [step_times[step] - step_times[step - 1] for step in sorted(step_times)[1:]]
+    return _reached(curve, arguments.target) | {
         "start_up_s": round(began - started, 1),
         "step_s": round(statistics.median(steps), 2),
-        "cpu_s_per_step": round(cpu_s / given.steps, 2),
+        "cpu_s_per_step": round(cpu_s / arguments.steps, 2),
     }
 
 
@@ -84,7 +84,7 @@ def _run(command: list[Any], environment: dict[str, str]) -> tuple[float, float]
     up: dict[str, float] = {}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = 0.0
-    said: list[str] = []
+    lines: list[str] = []
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -95,17 +95,17 @@ def _run(command: list[Any], environment: dict[str, str]) -> tuple[float, float]
     ) as running:
         assert running.stdout is not None
         for line in running.stdout:
-            said.append(line)
+            lines.append(line)
             for sign in UP:
                 if sign in line:
                     up.setdefault(sign, time.time())
                     if len(up) == len(UP) and not spent:
                         spent = _cpu_s(running.pid)
     if running.returncode or len(up) < len(UP):
-        sys.exit(f"meshrl up: exit {running.returncode}, {up}\n{''.join(said)[-2000:]}")
+        sys.exit(f"meshrl up: exit {running.returncode}, {up}\n{''.join(lines)[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    whole = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return max(up.values()), whole - spent
+    total = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return max(up.values()), total - spent
 
 
 def _cpu_s(pid: int) -> float:
@@ -117,7 +117,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _judged(
-    directory: Path, recipe: Recipe, made: dict[int, float], target: float
+    directory: Path, recipe: Recipe, step_times: dict[int, float], target: float
 ) -> list[dict[str, float]]:
     """The accuracy of one checkpoint after the other, until one reaches the target."""
     import torch
@@ -135,14 +135,16 @@ def _judged(
         export = export_checkpoint(path, directory / "judged", model=recipe.model.path)
         model = AutoModelForCausalLM.from_pretrained(export)
         found = accuracy(model, tokenizer, held_out, score, longest)
-        curve.append({"step": step, "seconds": made[step], "accuracy": found})
-        print(f"  meshrl  step {step:3} {made[step]:7.1f} s  accuracy {found:.3f}", flush=True)
+        curve.append({"step": step, "seconds": step_times[step], "accuracy": found})
+        print(
+            f"  meshrl  step {step:3} {step_times[step]:7.1f} s  accuracy {found:.3f}", flush=True
+        )
         if found >= target:
             break
     return curve
 
 
-def theirs(recipe: Recipe, given: argparse.Namespace, threads: int) -> dict[str, Any]:
+def theirs(recipe: Recipe, arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
     """GRPOTrainer.train until the target or the limit."""
     order = {
         "model": str(recipe.model.path),
@@ -156,11 +158,11 @@ def theirs(recipe: Recipe, given: argparse.Namespace, threads: int) -> dict[str,
         "clip_low": recipe.actor.clip_ratio_low,
         "clip_high": recipe.actor.clip_ratio_high,
         "kl_coef": recipe.actor.kl_loss_coef,
-        "optim": recipe.actor.optim.model_dump(mode="json") | {"lr": given.lr},
+        "optim": recipe.actor.optim.model_dump(mode="json") | {"lr": arguments.lr},
         "seed": recipe.run.seed,
         "max_steps": 400,
-        "micro_rows": given.peer_micro_rows,
-        "target": given.target,
+        "micro_rows": arguments.peer_micro_rows,
+        "target": arguments.target,
         "limit_s": LIMIT_S,
         "threads": threads,
     }
@@ -179,7 +181,7 @@ def theirs(recipe: Recipe, given: argparse.Namespace, threads: int) -> dict[str,
     found = json.loads(done.stdout.splitlines()[-1])
     curve = found["curve"]
     steps = [b["seconds"] - a["seconds"] for a, b in itertools.pairwise(curve)]
-    return _reached(curve, given.target) | {
+    return _reached(curve, arguments.target) | {
         "threads": threads,
         "start_up_s": round(found["began"] - started, 1),
         "step_s": round(statistics.median(steps), 2),
@@ -209,7 +211,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--steps", type=int, default=14, help="of ours: more than it needs")
     parser.add_argument("--peer-micro-rows", type=int, default=64)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if not PEER.exists():
         sys.exit(f"{PEER}: no such file; `make venv-peer-trl` installs TRL")
     os.chdir(ROOT)
@@ -217,14 +219,14 @@ def main() -> None:
     prepare(recipe.model.path.parent, seed=recipe.run.seed, report=lambda phase, progress: None)
     cores = len(os.sched_getaffinity(0))
     runs: dict[str, list[dict[str, Any]]] = {"meshrl": [], "trl": []}
-    for _ in range(given.rounds):
-        runs["meshrl"].append(ours(recipe, given))
-        tries = [theirs(recipe, given, threads) for threads in sorted({1, cores})]
+    for _ in range(arguments.rounds):
+        runs["meshrl"].append(ours(recipe, arguments))
+        tries = [theirs(recipe, arguments, threads) for threads in sorted({1, cores})]
         runs["trl"].append(min(tries, key=lambda run: run["seconds"] or LIMIT_S))
     mine, peer = (_median(found, "seconds") for found in runs.values())
     result = {
         "benchmark": "time_to_accuracy",
-        "target": given.target,
+        "target": arguments.target,
         "cores": cores,
         "meshrl_s": mine,
         "trl_s": peer,
@@ -232,7 +234,7 @@ def main() -> None:
         "start_up_s": {name: _median(found, "start_up_s") for name, found in runs.items()},
         "step_s": {name: _median(found, "step_s") for name, found in runs.items()},
         "cpu_s_per_step": {name: _median(x, "cpu_s_per_step") for name, x in runs.items()},
-        "lr": given.lr,
+        "lr": arguments.lr,
         "runs": runs,
     }
     print(json.dumps(result))

@@ -50,13 +50,13 @@ class TlsConfig(Config):
     """Certificates, as PEM files. With none, connections are not encrypted."""
 
     cert: Path | None = None
-    """What a service shows, and a client where `client_ca` asks for it; its names must cover the hosts dialled."""
+    """Of a service, and of a client where `client_ca` asks for one; its names must cover the hosts that are called."""
     key: Path | None = None
-    """Of `cert`."""
+    """Private key of `cert`."""
     ca: Path | None = None
-    """Whose signature a client wants on a service's certificate; null: the machine's own authorities."""
+    """Authority that must have signed a service's certificate; null: the machine's own authorities."""
     client_ca: Path | None = None
-    """Whose signature a service wants on a client's certificate (mutual TLS); null asks for none."""
+    """Authority that must have signed a client's certificate (mutual TLS); null asks for no certificate."""
 
     @model_validator(mode="after")
     def _fits(self) -> TlsConfig:
@@ -65,7 +65,7 @@ class TlsConfig(Config):
 
     @property
     def certificates(self) -> Certificates:
-        """As those who listen and dial want them."""
+        """The files, as servers and clients read them."""
         return Certificates(cert=self.cert, key=self.key, ca=self.ca, client_ca=self.client_ca)
 
 
@@ -75,7 +75,7 @@ class StageConfig(Config):
     kind: str
     """A dotted path to the module that defines it."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the module's `Config` says."""
+    """Fields of the module's `Config`."""
     after: tuple[str, ...] = ()
     """Stages whose columns a row must have before this one leases it; those whose columns it reads are implied."""
     workers: PositiveInt | None = None

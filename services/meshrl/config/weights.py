@@ -1,4 +1,4 @@
-"""Configuration of the weight plane. Imports no torch: both ends read it before they load a carrier."""
+"""Configuration of the weight plane. Imports no torch: the trainer and rollout read it before they load a carrier."""
 
 from __future__ import annotations
 
