@@ -1,4 +1,4 @@
-"""kill -9 of a worker during its agents' conversations: the agents end with it, the rows start again elsewhere."""
+"""kill -9 of a worker during its agents' conversations: the agents end with it, their rows start again at another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 at scoring processes while a reward stage works on a queue, and while nothing is scored."""
+"""kill -9 of scoring processes while a reward stage works on a queue, and while nothing is scored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 GROUPS = 40
 KILLS = 6
 ATTEMPTS = KILLS + 1
-"""A row that sees two processes die is a fault of that delivery; more deliveries than kills always suffice."""
+"""A row whose process is killed twice is a fault of that delivery; more deliveries than kills are always enough."""
 
 
 def config(path: Path) -> RewardConfig:

@@ -46,7 +46,7 @@ BLOCKING = {"function": f"{__name__}.blocking_agent"}
 
 @asynccontextmanager
 async def echoing(model: Path, behaviour: Behaviour) -> AsyncIterator[Any]:
-    """An engine that echoes, serves the first version and was told how to behave."""
+    """An echo engine that serves the first version and behaves as configured."""
     engine = build_echo({"tokens_per_s": 10_000, "tokens_per_delta": 2}, model=model, slots=8)
     await engine.start()
     manifest = WeightManifest(run=RUN, version=FIRST, tensors=(), bucket_bytes=(), bucket_hashes=())

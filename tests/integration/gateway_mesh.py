@@ -47,7 +47,7 @@ MAX_BODY = 200_000
 
 
 class Recorded:
-    """An engine, and everything that it ever sampled, by request."""
+    """An engine that records everything it samples, by request."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

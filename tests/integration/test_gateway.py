@@ -57,7 +57,7 @@ async def test_turns_streams_and_tool_results_are_one_row_of_what_was_sampled(
 
 
 async def test_log_probs_and_usage_are_those_of_the_row(talking_model: Path) -> None:
-    heard: list[float] = []
+    sampled: list[float] = []
     texts: list[str] = []
 
     async def ask(client: AsyncOpenAI, task: Any) -> None:
@@ -65,8 +65,8 @@ async def test_log_probs_and_usage_are_those_of_the_row(talking_model: Path) -> 
             model="m", messages=[{"role": "user", "content": "x"}], logprobs=True, max_tokens=9
         )
         assert answer.choices[0].logprobs and answer.choices[0].logprobs.content and answer.usage
-        heard.extend(token.logprob for token in answer.choices[0].logprobs.content)
-        assert answer.usage.completion_tokens == len(heard)
+        sampled.extend(token.logprob for token in answer.choices[0].logprobs.content)
+        assert answer.usage.completion_tokens == len(sampled)
         texts.append(answer.choices[0].message.content or "")
         stream = await client.completions.create(
             model="m",
@@ -89,11 +89,11 @@ async def test_log_probs_and_usage_are_those_of_the_row(talking_model: Path) -> 
     async with agents_mesh(talking_model, {**leading(ask), "branch": "longest"}) as mesh:
         await mesh.rows(1)
         deltas = mesh.engine.deltas[f"{RUN}/t0/0.0"]
-        assert heard == [float(value) for delta in deltas for value in delta.logprobs]
+        assert sampled == [float(value) for delta in deltas for value in delta.logprobs]
         assert texts == [mesh.tokenizer.decode([t for d in deltas for t in d.tokens.tolist()])]
 
 
-async def test_a_weight_update_amid_a_conversation_labels_each_token_with_its_version(
+async def test_a_weight_update_during_a_conversation_labels_each_token_with_its_version(
     talking_model: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -29,7 +29,7 @@ async def claiming(model: Path, **changes: Any) -> AsyncIterator[tuple[Mesh, htt
 
 
 class Claimed:
-    """A session that was given out."""
+    """A claimed session."""
 
     def __init__(self, mesh: Mesh, http: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
         self.claimed = claimed
@@ -59,19 +59,19 @@ async def test_an_external_agent_claims_a_row_and_ends_it_with_a_reward(
 ) -> None:
     async with claiming(talking_model, tasks=2, slots=4) as (mesh, http):
         await asyncio.sleep(0.1)
-        assert mesh.worker.held == 0  # nobody has asked, so no row's time runs
+        assert mesh.worker.held == 0  # no agent has asked, so no deadline runs
         for score in (1.0, None):
             session = await Claimed.by(mesh, http)
             assert session.claimed["task"]["ground_truth"] in ("1", "2")
             key = session.claimed["api_key"]
-            # The key alone says identify the session, and so does its address.
+            # The key alone identifies the session, and so does its address.
             for base_url in (session.claimed["base_url"], f"{mesh.url}/v1"):
                 async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
                     assert (await client.models.list()).data[0].id == "policy"
                     await client.completions.create(model="m", prompt="x", max_tokens=3)
             assert (await session.shown())["answers"] == 2
             if score is None:
-                for _ in range(2):  # saying it twice is saying it once
+                for _ in range(2):  # posting twice equals posting once
                     assert (await session.post("finish")).status_code == 200
                 continue
             reward = {"score": score, "components": {"steps": 2}}
@@ -92,12 +92,12 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(talking_model: Path)
         assert status_and_code(none) == (408, "no_row")
         waiting = asyncio.create_task(claim(mesh, http))
         async with asyncio.timeout(120):
-            while not mesh.sessions.demand:  # noqa: ASYNC110 (nothing tells of a waiting claim)
+            while not mesh.sessions.demand:  # noqa: ASYNC110 (no event for a waiting claim)
                 await asyncio.sleep(0.01)
         mesh.worker.drain()
         mesh.sessions.drain()
         assert (await waiting).status_code == 503
-        # The claimed row goes back as it was: a drain is nobody's attempt.
+        # The claimed row goes back unchanged: a drain does not count as an attempt.
         await mesh.until("queued", 1)
         assert (await mesh.queue.ledger(RUN)).dead_lettered == {}
 
@@ -131,7 +131,7 @@ async def test_a_claim_whose_client_left_costs_no_attempt(talking_model: Path) -
 
         def leave_at_once(session: Any, address: Any) -> bool:
             found = handed(session, address)
-            leaver.cancel()  # the very moment in which the row comes
+            leaver.cancel()  # exactly when the row comes
             return found
 
         mesh.sessions.hand_over = leave_at_once  # type: ignore[method-assign]

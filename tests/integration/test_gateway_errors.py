@@ -32,7 +32,7 @@ async def refusal(http: httpx.AsyncClient, url: str, **request: Any) -> Found:
 
 
 async def completes(mesh: Mesh) -> None:
-    """The one row is sampled; an agent that failed would have it dead-lettered."""
+    """The only row is sampled; if the agent failed, it would be dead-lettered."""
     waiting, dead = asyncio.create_task(mesh.rows(1)), asyncio.create_task(mesh.dead())
     done, _ = await asyncio.wait({waiting, dead}, return_when=asyncio.FIRST_COMPLETED)
     assert waiting in done, dead.result()

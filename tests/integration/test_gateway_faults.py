@@ -1,4 +1,4 @@
-"""Agents that fail, hang, are killed or hang up: each fault is the row's, with its reason."""
+"""Agents that fail, hang, are killed or disconnect: each fault is the row's, with its reason."""
 
 from __future__ import annotations
 

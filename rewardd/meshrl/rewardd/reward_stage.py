@@ -31,7 +31,7 @@ TokenEnds = Callable[[Int32], Sequence[int]]
 
 
 class RewardStage:
-    """Scores the rows of `runs` (a training run and its evaluation, say) until drained."""
+    """Scores the rows of `runs` (for example a training run and its evaluation) until drained."""
 
     def __init__(
         self,

@@ -352,7 +352,7 @@ async def test_a_watched_version_is_compared_and_not_used(opened: Open) -> None:
     found = registry.judge.differences
     assert found is not None
     async with asyncio.timeout(120):
-        while found.rows < 10:  # noqa: ASYNC110 - the comparison rings no bell
+        while found.rows < 10:  # noqa: ASYNC110 - the comparison sends no event
             await asyncio.sleep(0.01)
     assert (found.a, found.b, found.compared, found.equal) == (one, two, 10, 0)
     assert (found.mean_a, found.mean_b, found.skipped) == (1.0, 3.0, 0)
@@ -371,7 +371,7 @@ async def test_a_share_of_the_rows_is_watched_and_always_the_same(opened: Open) 
         before = found.rows
         await registry.judge.score(rows)
         async with asyncio.timeout(120):
-            while found.rows == before:  # noqa: ASYNC110 - the comparison rings no bell
+            while found.rows == before:  # noqa: ASYNC110 - the comparison sends no event
                 await asyncio.sleep(0.01)
         counts.append(found.rows - before)
     assert counts[0] == counts[1]

@@ -117,7 +117,7 @@ def exists(pid: int) -> bool:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - the stage counts, it does not ring
+        while not condition():  # noqa: ASYNC110 - the stage sends no event
             await asyncio.sleep(0.01)
 
 

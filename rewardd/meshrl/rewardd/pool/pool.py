@@ -350,12 +350,12 @@ class ScoringPool:
         for item in suspects:
             item.deaths += 1
             self._suspects.append(item)
-        innocent = [
+        others = [
             item
             for item in slot.in_flight.values()
             if item not in suspects and not item.done.done()
         ]
-        self._pending.extendleft(reversed(innocent))
+        self._pending.extendleft(reversed(others))
         slot.in_flight.clear()
         slot.since.clear()
         for other in self._slots:

@@ -33,7 +33,7 @@ WHERE_SIGNAL = signal.SIGUSR2
 
 
 def end_with_parent(parent: int) -> None:
-    """End with the service: by a signal on Linux, elsewhere by the end of stdin. 0: the sandbox ends the process."""
+    """End with the service: by a signal on Linux, else by the end of stdin. 0: the sandbox ends the process."""
     if parent == 0:
         return
     if sys.platform == "linux":

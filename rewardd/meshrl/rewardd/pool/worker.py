@@ -102,7 +102,7 @@ class Worker:
 
         Raises:
             ConfigError: the rule cannot be loaded; says why.
-            InfraError: somebody else killed the process.
+            InfraError: the process was killed from outside.
         """
         # A new session: it gets no Ctrl-C from the terminal, and its children are killed with it.
         launch = self._launch = self._sandbox.launch()
