@@ -1,7 +1,7 @@
 """Trainers that save all the time and are killed with -9 at random moments: run as a program by test_saving.
 
 One process imports, then forks each round's ranks: a round costs tenths of a second. A rank fills its weights with
-the number of the step, saves beside "training", and rank 0 says which steps were committed.
+the number of the step, saves beside "training", and rank 0 reports which steps were committed.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
         tokenizer=model, batch_groups=1, group_size=1, total_steps=None,
     )  # fmt: skip
     compute = Compute(world.device)
-    saves = AsyncCheckpointer(settings, learner, compute, cast(Queue, Committed(pipe)), step=0)
+    checkpointer = AsyncCheckpointer(
+        settings, learner, compute, cast(Queue, Committed(pipe)), step=0
+    )
     for step in range(1, 10_000):
         fill(policy, step)
         state = TrainerState(
             run="r", step=step, epoch=1, seed=0, world_size=world.size, kl_coef=0.0
         )
-        await saves.begin(state)
+        await checkpointer.begin(state)
         # The next step changes the weights while this one's are on their way to the disk.
         fill(policy, -step)
 

@@ -18,7 +18,7 @@ GROUP = 4
 
 @pytest.fixture(autouse=True)
 def no_end_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix_groups, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(shared_prefix_groups, "MAX_WAIT_S", 3600.0)
 
 
 def rows(task: str, *indices: int) -> list[LeasedRow]:
@@ -68,7 +68,7 @@ async def test_rows_wait_for_their_group_and_for_no_other() -> None:
 async def test_the_last_row_of_a_group_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     with monkeypatch.context() as patched:
-        patched.setattr(shared_prefix_groups, "PATIENCE_S", 0.0)
+        patched.setattr(shared_prefix_groups, "MAX_WAIT_S", 0.0)
         assert indices(await bench.bring("a", 0, 1, 2)) == [0, 1, 2]
     assert indices(await bench.bring("a", 3)) == [3]
     assert bench.pieces == [["a0", "a1", "a2"], ["a3"]]

@@ -33,7 +33,7 @@ class Command(Enum):
     """What a rank does when there is no batch."""
 
     SAVE = "save"
-    """Save a checkpoint: somebody asked for one."""
+    """Save a checkpoint, as requested."""
     END = "end"
     """End: the data have ended, no batch will come."""
     DRAIN = "drain"
@@ -104,7 +104,7 @@ class BatchSource:
             self._save_request.set_exception(
                 UnavailableError("training ended before the checkpoint")
             )
-            self._save_request.exception()  # the asker may be gone: nobody else reads it
+            self._save_request.exception()  # mark as retrieved: the requester may be gone
 
     async def next(self, epoch: int, step: int) -> NextWork:
         """The batch of optimizer step `step`, or a command.
@@ -137,7 +137,7 @@ class BatchSource:
         return self._sampling.metrics
 
     async def keep_ranks_waiting(self, work: Awaitable[None]) -> None:
-        """Await rank 0's `work` while the other ranks listen for the next command; they hear that it goes on."""
+        """Await rank 0's `work` and tell the other ranks every `take_wait_s` to go on waiting."""
         if self._world.size == 1 or not self._world.is_main:
             await work
             return

@@ -1,4 +1,4 @@
-"""The one thread that computes: collectives keep their order, and the event loop stays free for the wire."""
+"""The one thread that computes: collectives keep their order, and the event loop stays free for RPCs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Compute:
-    """Runs work one piece after the other, off the event loop."""
+    """Runs functions one after the other in a thread of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +37,7 @@ class Compute:
         return await asyncio.get_running_loop().run_in_executor(self._pool, _with_peers, work)
 
     def close(self) -> None:
-        """Wait for what runs and end the thread; idempotent."""
+        """Wait for the running function and end the thread; idempotent."""
         self._pool.shutdown(wait=True)
 
 

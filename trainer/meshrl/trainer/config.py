@@ -21,7 +21,7 @@ class ModelConfig(Config):
     path: Path
     """A Hugging Face checkpoint directory: config.json, safetensors, tokenizer."""
     tokenizer_path: Path | None = None
-    """Where the tokenizer is, if not beside the weights."""
+    """The tokenizer's directory; None is `path`."""
     param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The compute type. Master weights and optimizer state are float32 always."""
     enable_gradient_checkpointing: bool = False
@@ -31,8 +31,8 @@ class ModelConfig(Config):
     use_torch_compile: bool = False
     """Compile each decoder layer: slow at first, faster afterwards; on a CPU this needs a C++ compiler."""
     ulysses_sequence_parallel_size: PositiveInt = 1
-    """So many ranks share each micro-batch, token by token: for rows too long for one device. Divides `trainer.nproc`
-    and the attention heads; RL only."""
+    """Number of ranks that share the tokens of each micro-batch, for rows too long for one device. Divides
+    `trainer.nproc` and the attention heads; RL only."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
     trained whole."""
@@ -59,7 +59,7 @@ class DataConfig(Config):
     train_batch_size: PositiveInt = 32
     """Prompts of one training step; rows are `rollout.n` times as many."""
     val_max_samples: int = -1
-    """At most this many held-out prompts; -1 takes all."""
+    """Largest number of held-out prompts; -1 takes all."""
     filter_overlong_prompts: bool = True
     """Skip and count too long prompts; False: `truncation` decides."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -114,7 +114,7 @@ class PfPpoConfig(Config):
 
 
 class FilterGroupsConfig(Config):
-    """Dynamic sampling: groups that teach nothing leave the queue (the ledger says why), others take their place."""
+    """Dynamic sampling: groups that give no gradient leave the queue, counted by reason, and others are taken."""
 
     enable: bool = False
     metric: str = "reward"
@@ -165,7 +165,7 @@ class AlgorithmConfig(Config):
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     use_pf_ppo: bool = False
-    """Draw the rows of a batch anew, with replacement, by how far their reward can be trusted."""
+    """PF-PPO: draw the rows of a batch with replacement, weighted by how reliable their reward is."""
     pf_ppo: PfPpoConfig = PfPpoConfig()
 
 
@@ -267,9 +267,9 @@ class TrainerConfig(Config):
     save_freq: int = -1
     """Steps between checkpoints; -1 saves at the end only."""
     max_ckpt_to_keep: PositiveInt = 2
-    """The newest so many stay."""
+    """Number of newest checkpoints that stay."""
     keep_ckpt_every: PositiveInt | None = None
-    """Beside those, checkpoints stay whose step is a multiple of this."""
+    """Checkpoints whose step is a multiple of this stay as well."""
     default_local_dir: Path | None = None
     """Checkpoints; None is `<run.dir>/checkpoints`."""
     resume_mode: Literal["auto", "disable"] = "auto"
@@ -282,4 +282,4 @@ class TrainerConfig(Config):
     experiment_name: str | None = None
     """None takes `run.name`."""
     take_wait_s: PositiveFloat = 30.0
-    """How long one wait for a batch lasts before the trainer says what it waits for and waits again."""
+    """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""

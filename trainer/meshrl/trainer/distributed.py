@@ -1,4 +1,4 @@
-"""The trainer's ranks: who we are, and the few words that ranks say to each other.
+"""The trainer's ranks: this process's place among them, and the few messages that they exchange.
 
 RunControl messages are bytes and flat arrays over gloo, never pickled objects. Gradients and parameters travel in
 FSDP's own collectives (NCCL on GPUs).
@@ -25,7 +25,7 @@ from meshrl.trainer.model.sequence_parallel import SequenceGroup
 _Item = TypeVar("_Item", bound=np.generic)
 
 CONTROL_TIMEOUT_S = 600.0
-"""Longest silence between ranks. Rank 0 speaks at least every `take_wait_s` while it waits for a batch."""
+"""Deadline of a collective. Rank 0 broadcasts at least every `take_wait_s` while it waits for a batch."""
 EXIT_PAUSE_S = 0.5
 """For gloo's worker threads to drop their last tensors. One that wants the interpreter while that is torn down
 aborts the process: 2 of 45 pairs of ranks ended so on a loaded machine, their work done; with the pause none of 40
@@ -40,7 +40,7 @@ _SIGNS_OF_DEATH = (
     "NCCL communicator was aborted",
     "remote process exited",
 )
-"""What gloo and NCCL say, in a plain RuntimeError, when a rank has died."""
+"""Parts of the RuntimeError texts of gloo and NCCL after a rank has died."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -54,10 +54,10 @@ class World:
     owns_group: bool
     """True when `close` has a process group to end."""
     group: dist.ProcessGroup | None = None
-    """What `broadcast`, `all_gather` and `barrier` speak over; None is the default group."""
+    """The group of `broadcast`, `all_gather` and `barrier`; None is the default group."""
 
     sequence: SequenceGroup | None = None
-    """The neighbours that forward the same rows, each some of their tokens."""
+    """The ranks that forward the same rows, each a part of their tokens."""
 
     @classmethod
     def start(
@@ -95,7 +95,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 talks to the queue, writes metrics and checkpoints' state."""
+        """Rank 0 calls the queue, writes metrics and the state of checkpoints."""
         return self.rank == 0
 
     @property
@@ -113,7 +113,7 @@ class World:
         return 1 if self.sequence is None else self.sequence.size
 
     def gather_shares(self, own: npt.NDArray[_Item]) -> list[npt.NDArray[_Item]]:
-        """Every share's flat array, by `data_rank`; in a sequence group the first rank speaks for all."""
+        """Every share's flat array, by `data_rank`; of a sequence group, the first rank's."""
         return self.all_gather(own)[:: self._sharers]
 
     def with_own_group(self) -> World:

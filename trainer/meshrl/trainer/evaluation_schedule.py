@@ -1,4 +1,4 @@
-"""When evaluations happen: at most one at a time, beside training or, for on-policy runs, in its way."""
+"""When evaluations run: one at a time, beside training or, for on-policy runs, between two steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationSchedule:
-    """Owns the evaluation that runs.
+    """Starts evaluations and owns the running one.
 
     consumes: versions. waits for: the fleet to commit the version. produces: `val/…` metrics.
     """
@@ -42,8 +42,8 @@ class EvaluationSchedule:
         """Declare the eval run and take it over."""
         await self._evaluator.open()
 
-    async def consider(self, version: Version) -> None:
-        """Evaluate `version` if its step is due; raises what an evaluation that ended raised."""
+    async def start_if_due(self, version: Version) -> None:
+        """Evaluate `version` if its step is due; raises the error of an evaluation that has failed."""
         if self._running and self._running.done():
             await self._end_of(self._running)
         config = self._settings.trainer
@@ -54,7 +54,7 @@ class EvaluationSchedule:
         )
         if not due or version == self._last or self._draining:
             return
-        # The first one is of the model as it came: versions trained meanwhile must not answer it.
+        # The first evaluation is of the initial model: versions trained meanwhile must not answer it.
         if self._settings.blocking_evaluation or version.step == 0:
             await self.finish(version)
         elif self._running and not self._running.done():
@@ -63,14 +63,14 @@ class EvaluationSchedule:
             self._start(version)
 
     async def finish(self, version: Version) -> None:
-        """Wait for the evaluation that runs, then for that of `version` unless it was the same."""
+        """Wait for the running evaluation, then evaluate `version` unless it was of the same version."""
         if self._running:
             await self._end_of(self._running)
         if version != self._last and not self._draining:
             await self._end_of(self._start(version))
 
     def drain(self) -> None:
-        """Give up what runs: engines may be draining too. Its rows leave with the next evaluation."""
+        """Cancel the running evaluation: engines may be draining too. Its rows leave with the next evaluation."""
         self._draining = True
         if self._running:
             self._running.cancel()
@@ -94,7 +94,7 @@ class EvaluationSchedule:
             self._metrics.write(version.step, evaluation.metrics())
 
     async def close(self) -> None:
-        """Cancel what runs; idempotent."""
+        """Cancel the running evaluation; idempotent."""
         if self._running and not self._running.done():
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)

@@ -37,7 +37,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one evaluation found."""
+    """The result of one evaluation."""
 
     version: Version
     """The newest version that the fleet had when the tasks were admitted."""
@@ -70,7 +70,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Runs evaluations one after the other; `open` comes first."""
+    """Runs evaluations one after the other; call `open` first."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class Evaluator:
         """Prepare.
 
         Args:
-            queue: Where rows come from.
+            queue: Source of rows.
             spec: The eval run: `<run>.eval`, not gated.
-            tasks: Held-out prompts, of any run and id; sampling is theirs.
-            owner: Who acquires the eval run.
+            tasks: Held-out prompts with their sampling parameters; their run and id are replaced.
+            owner: Name of the trainer that acquires the eval run.
             take_wait_s: Length of one wait for rows.
         """
         self.run = spec.run

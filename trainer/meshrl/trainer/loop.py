@@ -112,7 +112,7 @@ class Trainer:
         """
         failed = True
         try:
-            await self._checkpointer.beside(self._train_to_the_end())
+            await self._checkpointer.run_beside(self._train_to_the_end())
             failed = False
             return self._state
         finally:
@@ -136,7 +136,7 @@ class Trainer:
         if self._evaluation:
             with self._status.phase(TrainerPhase.EVALUATING):
                 await self._source.keep_ranks_waiting(
-                    self._evaluation.consider(self._status.version)
+                    self._evaluation.start_if_due(self._status.version)
                 )
         with self._status.phase(TrainerPhase.WAITING):
             return await self._source.next(self._state.epoch, self.step)
@@ -223,7 +223,7 @@ class Trainer:
         """Save, and return when the checkpoint is durable and the queue has released its rows."""
         await self._save()
         with self._status.phase(TrainerPhase.CHECKPOINTING):
-            await self._checkpointer.done()
+            await self._checkpointer.wait_done()
         self._source.saved(self.step)
 
     async def _finish(self) -> None:

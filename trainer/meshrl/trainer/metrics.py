@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always; console, TensorBoard and Weights & Biases by option."""
+"""Where a run's metrics are written: metrics.jsonl always; console, TensorBoard and Weights & Biases by option."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """One more place for metrics."""
+    """Another destination for metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of one step."""
+        """Write the metrics of one step."""
         ...
 
     def close(self) -> None:
@@ -29,7 +29,7 @@ class Sink(Protocol):
 
 
 class MetricsLog:
-    """Appends one JSON object per line to metrics.jsonl and hands the numbers to other sinks.
+    """Appends one JSON object per line to metrics.jsonl and hands them to other sinks.
 
     A line has `step` (the training step it tells of) and its values; several lines may share a step (training,
     evaluation). What a killed trainer wrote after its last checkpoint tells of a history that is no more:
@@ -82,7 +82,7 @@ def _clean(value: Json) -> Json:
 
 
 class ConsoleSink:
-    """One log line per step with what a person looks at first."""
+    """One log line per step with the most important metrics."""
 
     SHOWN = (
         ("reward/mean", "reward", "{:.3f}"),
@@ -105,7 +105,7 @@ class ConsoleSink:
         log.info("step %d  %s", step, "  ".join(shown))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class TensorBoardSink:

@@ -134,7 +134,7 @@ class ReferenceStage:
         return self._loop.stats
 
     def drain(self) -> None:
-        """Lease no more; `run` returns when what is held is written."""
+        """Lease no more; `run` returns when the held rows are written."""
         self._loop.drain()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
@@ -142,7 +142,7 @@ class ReferenceStage:
         await self._loop.run(grace_s=grace_s)
 
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
-        """Rows of one temperature share forwards: the policy's logits are divided by it, so these are too."""
+        """Batch rows by temperature: the policy's logits are divided by it, so these are too."""
         by_temperature: dict[float, list[LeasedRow]] = defaultdict(list)
         for row in rows:
             by_temperature[row.task.sampling.temperature or 1.0].append(row)
@@ -156,7 +156,7 @@ class ReferenceStage:
         try:
             results = await self._model.logprobs(tokens, temperature=temperature)
         except UserError as error:
-            if len(rows) > 1:  # one row's defect must not fail those beside it
+            if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
             return [Failure(uid=rows[0].uid, outcome=Outcome.INFRA_FAULT, reason=str(error))]
         return [

@@ -1,4 +1,4 @@
-"""What one run's trainer is to do and where: the parts of a recipe that its loop reads."""
+"""Settings of one run's trainer: the parts of a recipe that its loop reads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class TrainerSettings:
     directory: Path
     """The run's directory: metrics, checkpoints, export."""
     owner: str
-    """Who acquires the run; shown to whoever is fenced by it."""
+    """Name of this trainer in the queue; a trainer that it fences sees it."""
     seed: int
     trainer: TrainerConfig
     tokenizer: Path
-    """Where the export's tokenizer files come from."""
+    """Directory of the tokenizer that is exported."""
     batch_groups: int
     """Prompts of one training step."""
     group_size: int
@@ -28,11 +28,11 @@ class TrainerSettings:
     extra_rows: int = 0
     """Greedy baselines among them."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    """Dynamic sampling: which groups are not worth a step."""
+    """Dynamic sampling: which groups are left out of a step."""
     total_steps: int | None
     """None: until the data end."""
     weight_dtype: str = "float32"
-    """What is sent to the engines."""
+    """dtype of the weights sent to the engines."""
     bucket_bytes: int = 256 << 20
     adapters_only: bool = False
     """Send the engines LoRA's adapters instead of merged weights."""

@@ -1,9 +1,9 @@
-"""Rows of a group brought together before they are worked on: what they begin with alike is computed once.
+"""Brings the rows of a group together before a forward pass, so that their common prompt is computed once.
 
-    some rows of a group ──▶ wait for the others, at most PATIENCE_S ──▶ one piece of work at a time, on all due
+    some rows of a group ──▶ wait for the others, at most MAX_WAIT_S ──▶ one piece of work at a time, on all due
 
 consumes: rows as they were leased. waits for: their siblings, then the work before theirs. unblocked by: the last
-sibling, MOST_WAITING, PATIENCE_S; the end of the work. produces: results for each caller's own rows. A group is
+sibling, MOST_WAITING, MAX_WAIT_S; the end of the work. produces: results for each caller's own rows. A group is
 trained whole, so its rows lose nothing by waiting for each other, unless some never come.
 """
 
@@ -18,14 +18,14 @@ from typing import TypeAlias
 from meshrl.contract.stage_worker import StageResult
 from meshrl.contract.types import LeasedRow, Uid
 
-PATIENCE_S = 1.0
-"""For siblings that another worker has, that failed and are sampled anew, or that the group does without."""
+MAX_WAIT_S = 1.0
+"""Longest wait for rows of the group: another worker may have them, they may be sampled again, or never come."""
 MOST_WAITING = 512
-"""Rows; beyond them the oldest wait no longer."""
+"""Waiting rows; beyond this number the oldest wait no longer."""
 MOST_AT_ONCE = 256
 """Rows in one piece of work."""
 GROUPS_KNOWN = 4096
-"""Of how many groups it is remembered how many rows came; of older ones the last waits in vain."""
+"""Groups whose row counts are remembered; the last row of an older group waits in vain."""
 
 Work: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
 
@@ -45,13 +45,13 @@ class SharedPrefixGroups:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._parts: list[_Part] = []
-        """Not worked on yet, in the order in which they came."""
-        self._seen: dict[tuple[str, str], int] = {}
-        """Rows that came of groups that are not complete, by run and task."""
+        """Not worked on yet, in order of arrival."""
+        self._received: dict[tuple[str, str], int] = {}
+        """Number of rows received of each incomplete group, by run and task."""
         self._one_at_a_time = asyncio.Lock()
 
     async def results(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
-        """What `work` makes of `rows`, all of one group.
+        """The results of `work` for `rows`, all of one group.
 
         Whoever is due first works on all that are due. It alone hears of an error; then, or when it is cancelled, the
         next one works.
@@ -61,7 +61,7 @@ class SharedPrefixGroups:
         self._join(part)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(MAX_WAIT_S):
                     await part.due.wait()
             part.due.set()
             async with self._one_at_a_time:
@@ -74,18 +74,18 @@ class SharedPrefixGroups:
         return part.results
 
     def _join(self, part: _Part) -> None:
-        """Whose wait ends now that `part` is here."""
+        """Add `part`, and end the waits that it completes."""
         first = part.rows[0]
         group = first.uid.run, first.uid.task
-        seen = self._seen.pop(group, 0) + len(part.rows)
+        seen = self._received.pop(group, 0) + len(part.rows)
         if seen >= first.task.group_size:
             for other in self._parts:
                 if (other.rows[0].uid.run, other.rows[0].uid.task) == group:
                     other.due.set()
         else:
-            self._seen[group] = seen
-            if len(self._seen) > GROUPS_KNOWN:
-                del self._seen[next(iter(self._seen))]
+            self._received[group] = seen
+            if len(self._received) > GROUPS_KNOWN:
+                del self._received[next(iter(self._received))]
         waiting = [each for each in self._parts if not each.due.is_set()]
         if sum(len(each.rows) for each in waiting) > MOST_WAITING:
             waiting[0].due.set()

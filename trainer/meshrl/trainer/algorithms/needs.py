@@ -48,17 +48,17 @@ class Needs:
 
     @property
     def extra_rows(self) -> int:
-        """Rows that a group has beside the `rollout.n` that are trained."""
+        """Rows of a group besides the `rollout.n` trained ones."""
         return int(self.greedy)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What must be fetched of each row beside what every algorithm needs."""
+        """Columns to fetch besides those that every algorithm needs."""
         return ("ref_logprobs",) if self.reference else ()
 
 
 def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
-    """Read the `NEEDS` of the estimator and of the loss, and the switches beside them."""
+    """From the `NEEDS` of the estimator and of the loss, and from the other options of the algorithm."""
     estimator = estimator_needs(algorithm)
     loss = loss_name(algorithm, actor)
     reads = set(plugins.constant(LOSSES, loss, "NEEDS", ()))
@@ -96,7 +96,7 @@ def loss_name(algorithm: AlgorithmConfig, actor: ActorConfig) -> str:
 
 
 def corrects(algorithm: AlgorithmConfig) -> bool:
-    """Is anything weighed or rejected before the loss? Bypass mode and an interpolated anchor do it inside."""
+    """True when tokens are weighed or rejected before the loss; bypass mode and `interpolate` do it inside."""
     correction = algorithm.rollout_correction
     if correction.bypass_mode:
         return False
@@ -109,12 +109,12 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
 
 
 def rollout_is_old(algorithm: AlgorithmConfig, actor: ActorConfig, *, on_policy: bool) -> bool:
-    """Do the rollout's log-probs stand for the old policy's?
+    """True when the rollout's log-probs are used as the old policy's.
 
     `on_policy`: `queue.max_staleness` is 0.
 
     Raises:
-        ConfigError: they shall, and a correction shall compare the two: it would see no difference.
+        ConfigError: they are, and a correction is to compare the two.
     """
     correction = algorithm.rollout_correction
     if correction.proximal == "interpolate" and (corrects(algorithm) or correction.bypass_mode):
@@ -135,10 +135,10 @@ def rollout_is_old(algorithm: AlgorithmConfig, actor: ActorConfig, *, on_policy:
 
 
 def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
-    """Refuse what no part of the mesh can provide.
+    """Check that the mesh can provide what the algorithm needs, and the options of its plug-ins.
 
     Raises:
-        ConfigError: an estimator with a need that nobody fills, or wrong options.
+        ConfigError: a need that no service provides, or wrong options.
     """
     loss = actor.policy_loss
     check_options(algorithm.adv_estimator, algorithm.options, where="algorithm.options")

@@ -1,4 +1,4 @@
-"""Options that one estimator or one loss reads: a class in a file of its own, without torch, beside the algorithm.
+"""Options that only one estimator or loss reads: a class in a file beside the algorithm, which imports no torch.
 
     advantages/gdpo.py            the estimator
     advantages/_options/gdpo.py   its options: `class Options(Config)`

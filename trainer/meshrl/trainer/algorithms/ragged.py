@@ -118,7 +118,7 @@ class Ragged:
         return replace(self, mask=mask.bool())
 
     def valid_only(self) -> Ragged:
-        """The rows with their masked tokens squeezed out; values follow with `values[mask]`."""
+        """The rows without their masked tokens; values follow with `values[mask]`."""
         return Ragged.from_lengths(self.valid_lengths, self.mask[self.mask], self.groups)
 
     def from_valid(self, values: Tensor) -> Tensor:

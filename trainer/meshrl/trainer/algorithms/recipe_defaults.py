@@ -1,8 +1,8 @@
-"""A recipe's `algorithm.name`: what that algorithm's file says becomes the default of every key it names.
+"""`algorithm.name` of a recipe: the settings in that algorithm's file become the defaults of their keys.
 
     recipe as written ──▶ merged over DEFAULTS of `meshrl.trainer.algorithms.recipes.<name>` ──▶ recipe
 
-Whatever is written down wins, so an algorithm is changed by a key, not by a copy. Imports no torch.
+Keys that the recipe sets win, so an algorithm is changed by a key, not by a copy. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Place: TypeAlias = tuple[str, ...]
 
 
 def name_of(tree: Tree) -> str | None:
-    """`algorithm.name` of a recipe, where one is written down."""
+    """`algorithm.name` of a recipe, or None."""
     section = tree.get("algorithm")
     name = section.get("name") if isinstance(section, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """What algorithm `name` sets, by section.
+    """The settings of algorithm `name`, by section.
 
     Raises:
         ConfigError: no such algorithm.

@@ -1,4 +1,4 @@
-"""Checkpoints beside training: the weights are copied, then written while the next steps are made.
+"""Writes checkpoints beside training: weights are copied, then written during the next steps.
 
     loop ──begin──▶ freeze (compute thread) ──▶ write (a thread and a gloo group of its own) ──▶ commit to the queue
                                                   durable: fsync, rename                         on rank 0
@@ -52,20 +52,20 @@ class AsyncCheckpointer:
         self._learner = learner
         self._compute = compute
         self._queue = queue
-        self._begun = step or -1
+        self._last_step = step or -1
         self._writer = Compute(torch.device("cpu"))
         self._world: World | None = None
         self._running: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def begin(self, state: TrainerState) -> None:
-        """Copy what `state` describes and start to write it; waits for the write before it.
+        """Copy weights and optimizer state and start to write them; waits for the write before.
 
-        Does nothing when this step is saved already. Raises what the write before it raised.
+        Does nothing when this step is saved already. Raises the error of the write before.
         """
-        if state.step == self._begun:
+        if state.step == self._last_step:
             return
-        await self.done()
+        await self.wait_done()
         learner = self._learner
         state = checkpoint.describe(state, learner.policy, learner.beside)
         tensors = await self._compute.run(
@@ -73,17 +73,17 @@ class AsyncCheckpointer:
         )
         if self._world is None:
             self._world = await self._compute.run(learner.world.with_own_group)
-        self._begun = state.step
+        self._last_step = state.step
         self._running = asyncio.create_task(self._write(tensors, state, self._world))
         self._running.add_done_callback(self._ended)
 
-    async def done(self) -> None:
-        """Return when nothing is being written any more; raises what the write raised."""
+    async def wait_done(self) -> None:
+        """Return when no write is under way; raises the error of the last one."""
         if self._running is not None:
             await asyncio.shield(self._running)
 
-    async def beside(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`; a write that fails meanwhile ends it at once, and is what is raised."""
+    async def run_beside(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`; a write that fails meanwhile cancels it, and its error is raised."""
         task = asyncio.create_task(work)
         try:
             waited: set[asyncio.Future[Any]] = {task, self._failed}
@@ -97,11 +97,11 @@ class AsyncCheckpointer:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def close(self) -> None:
-        """Wait for the writer, whatever becomes of it; idempotent."""
+        """Wait for the writer, even if it fails; idempotent."""
         if self._running is not None:
             await asyncio.gather(self._running, return_exceptions=True)
         if self._failed.done():
-            self._failed.exception()  # whoever closes has another error to tell
+            self._failed.exception()  # mark as retrieved: the caller raises another error
         self._writer.close()
 
     async def _write(self, tensors: Tensors, state: TrainerState, world: World) -> None:

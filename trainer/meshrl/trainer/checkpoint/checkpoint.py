@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all: torch DCP tensors and a state.json, renamed into place.
+"""Checkpoints that are complete or absent: torch DCP tensors and a state.json, renamed into place.
 
     .writing-…/            tensors/ (DCP: models, optimizers), state.json (hash of every file), all fsynced
     step-00000040-epoch-0001/   the same, after one rename
@@ -61,7 +61,7 @@ class Keep:
     newest: int
     """How many of the newest."""
     every: int | None = None
-    """Beside those, all whose step is a multiple of this."""
+    """All whose step is a multiple of this stay as well."""
 
     def drops(self, versions: list[Version]) -> list[Version]:
         """What goes, of `versions`, newest first."""
@@ -71,7 +71,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What a run remembers beside its tensors."""
+    """The state of a run besides its tensors."""
 
     run: str
     step: int
@@ -126,7 +126,7 @@ def save(
 def describe(
     state: TrainerState, policy: Policy, beside: Mapping[str, Trained] | None = None
 ) -> TrainerState:
-    """`state`, and what models the tensors beside it belong to."""
+    """`state` with the names of the models whose tensors are saved with it."""
     return dataclasses.replace(state, beside=tuple(sorted(beside or {})), adapter=policy.adapter)
 
 
@@ -254,7 +254,7 @@ def load(
 
 
 def peek(path: Path) -> TrainerState:
-    """The state of a checkpoint as it says itself: nothing is compared with it.
+    """The state that a checkpoint records, without a check of its files.
 
     Raises:
         CorruptError: it cannot be read.
@@ -289,7 +289,7 @@ def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
 
 
 def newest(root: Path) -> tuple[Path, TrainerState] | None:
-    """The newest good checkpoint; damaged ones are named in the log and passed over."""
+    """The newest undamaged checkpoint; damaged ones are logged and skipped."""
     for _, path in complete(root):
         try:
             return path, read_state(path)
@@ -306,7 +306,7 @@ def complete(root: Path) -> Iterator[tuple[Version, Path]]:
 
 
 def sweep(root: Path) -> None:
-    """Remove what killed writers left. A writer that still lives can then put nothing in place."""
+    """Remove unfinished checkpoints of killed writers. A writer that still runs can then no longer finish its own."""
     for prefix in (_WRITING, _REMOVING):
         for path in root.glob(f"{prefix}*"):
             shutil.rmtree(path)

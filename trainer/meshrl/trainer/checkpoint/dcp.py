@@ -103,10 +103,10 @@ def _member(owner: Any, name: str) -> Any:
 
 
 class PlainWriter(FileSystemWriter):
-    """Raises the operating system's own error where there is one behind what torch says.
+    """Raises the operating system's error where one is the cause of torch's.
 
-    On a full disk torch's archive writer complains about its position in the file, and what is behind that complaint
-    is gone once DCP has pickled it for the other ranks.
+    On a full disk torch's archive writer reports its position in the file, and the cause of that error is lost when
+    DCP pickles it for the other ranks.
     """
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Rows in files become prompts, prompts become tasks: reading, chat template, length limits, the feeder."""
+"""From rows in files to prompts and tasks: readers, chat template, length limits, the feeder."""

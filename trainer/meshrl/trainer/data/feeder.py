@@ -1,9 +1,9 @@
-"""The feeder: prompts in, in a seeded order, as fast as admission lets them.
+"""The feeder: admits prompts to the queue in a seeded order, as fast as admission allows.
 
 consumes: a prompt set. waits for: room in the queue, space on its disk. unblocked by: a published version, space, or
 `stop`.
 produces: tasks. Its position lives in the queue, stored in one transaction with the tasks, so a feeder that is
-killed and started again skips nothing and repeats nothing.
+killed and restarted skips nothing and repeats nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Order: TypeAlias = Callable[[Sequence[Prompt], int, int], Sequence[int]]
 """From the prompts, the epoch and the seed to the places of the prompts in the order in which they are asked. It must
 be a pure function: a feeder that is started again asks it again."""
 CHUNK = 64
-"""Tasks offered in one call."""
+"""Tasks per admit call."""
 ADMIT_WAIT_S = 30.0
-"""One wait for room; there is no end to their number, the queue's why_waiting shows them."""
+"""Length of one wait for admission; waits repeat without end, and the queue's why_waiting shows them."""
 
 
 class Feeder:
@@ -55,12 +55,12 @@ class Feeder:
         Args:
             queue: Where tasks go.
             run: The run that they belong to.
-            prompts: What is asked.
+            prompts: The prompts.
             make_task: From a prompt and a task id to a task.
             epochs: Passes over the prompts; None: without end.
             shuffle: Another order in every epoch.
             seed: Of the order.
-            curriculum: Who orders an epoch instead; see `meshrl.trainer.data.curricula`.
+            curriculum: Orders each epoch instead of `shuffle`; see `meshrl.trainer.data.curricula`.
 
         Raises:
             ConfigError: no such curriculum.
@@ -80,11 +80,11 @@ class Feeder:
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Make `run` return soon; the feed stays open for the next feeder."""
+        """End `run`; the feed stays open for the next feeder."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Feed until everything is in, then close the feed.
+        """Feed until all tasks are admitted, then close the feed.
 
         Raises:
             UserError: the queue's position belongs to other data or another seed.
@@ -106,7 +106,7 @@ class Feeder:
             del waiting[:admitted]
 
     async def _admit(self, tasks: list[Task]) -> int:
-        """How many got in; 0 after a wait in vain or when stopped."""
+        """Number of admitted tasks; 0 after a timeout or when stopped."""
         cursor = self._cursor(self.position + len(tasks))
         asking = asyncio.ensure_future(
             self._queue.admit(self._run, tasks, cursor=cursor, wait_s=ADMIT_WAIT_S)
@@ -156,7 +156,7 @@ class Feeder:
         return order
 
     def _checked(self, order: Sequence[int]) -> list[int]:
-        """A curriculum orders the prompts; it neither leaves one out nor repeats one: the ledger counts them."""
+        """Check that a curriculum has each prompt once: the ledger counts them."""
         if sorted(order) != list(range(len(self._prompts.prompts))):
             raise UserError(
                 f"data.curriculum {self._curriculum}: order() gave {len(order)} places, want each of"

@@ -21,7 +21,7 @@ from meshrl.trainer.data.files import FileRow, file_rows
 
 
 class PromptTokenizer(Protocol):
-    """What a prompt asks of a tokenizer: transformers' own satisfy it."""
+    """The methods of a tokenizer that prompts need; those of transformers have them."""
 
     chat_template: Any
 
@@ -38,10 +38,10 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One row of a data set, ready to be asked."""
+    """One tokenised row of a data set."""
 
     index: int
-    """Its place among the rows of all files, skipped ones counted."""
+    """Its position among the rows of all files, skipped ones included."""
     prompt_ids: Int32
     """int32[P]"""
     messages: tuple[Message, ...] = ()
@@ -58,7 +58,7 @@ class PromptSet:
     skipped: int
     """Rows left out because they were longer than `max_prompt_length`."""
     fingerprint: str
-    """Hash of every prompt's tokens: a resumed run must find the data that it left."""
+    """Hash of every prompt's tokens: a resumed run must have the same data."""
 
 
 def load_prompts(

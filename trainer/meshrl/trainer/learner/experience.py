@@ -202,7 +202,7 @@ class Experience:
     reward_baselines: torch.Tensor | None
     """float32[B]: the reward of the greedy response to each row's prompt."""
     steps: Steps | None
-    """Of the rows, where somebody reads them."""
+    """Steps of the rows; None where the estimator does not read them."""
     staleness: torch.Tensor
     """int64[B]: optimizer steps between the oldest sampled token and this step (0 for a row that was sampled ahead of
     it, by a history that a crash undid)."""

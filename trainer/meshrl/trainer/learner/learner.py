@@ -176,9 +176,9 @@ class Learner:
         *,
         passes: bool,
     ) -> ForwardOutputs:
-        """What the models say before the update, by as few passes of their own as the objective allows.
+        """Outputs of the models before the update, in as few forward passes as the objective allows.
 
-        `passes`: no update will follow that gives old log-probs for nothing.
+        `passes`: compute old log-probs here, because no update of the policy follows that would give them.
         """
         objective, schedule, tau = self._objective, rows.schedule, self._temperature
         squares, logprobs = None, None
@@ -199,7 +199,7 @@ class Learner:
     def _mini_batches(
         self, schedule: Schedule, experience: Experience, step: int
     ) -> Sequence[MiniBatch]:
-        """The batch's, or what the objective draws from them: the same draw on every rank."""
+        """The mini-batches of the batch, or of the rows that the objective draws: the same on every rank."""
         generator = torch.Generator().manual_seed(_seed(self._seed, step))
         sample = self._objective.resampled(experience, generator)
         if sample is None:

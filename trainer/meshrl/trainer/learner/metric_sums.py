@@ -1,4 +1,4 @@
-"""Numbers of micro-batches and ranks, made one: sums stay sums, means are weighted."""
+"""Adds up the metrics of micro-batches and ranks: sums are added, means are weighted by their tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class MetricSums:
         self._means: dict[str, list[float]] = {}
 
     def add_sums(self, values: Mapping[str, float]) -> None:
-        """Shares of a sum over micro-batches."""
+        """Values that add up over micro-batches."""
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def add_means(self, values: Mapping[str, float], tokens: int) -> None:
-        """Means over so many tokens; over none they say nothing."""
+        """Means over `tokens` tokens; means over 0 tokens are ignored."""
         for name, value in values.items() if tokens else ():
             total = self._means.setdefault(name, [0.0, 0.0])
             total[0] += value * tokens

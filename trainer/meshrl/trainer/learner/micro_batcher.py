@@ -1,4 +1,4 @@
-"""A rank's rows of one batch, ready for forward passes: what policy, critic and reward model have in common."""
+"""Forward passes over a rank's rows of one batch, for policy, critic and reward model alike."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MicroBatcher:
     def micro_batches(
         self, mini: MiniBatch, forward: Callable[[Pack], tuple[torch.Tensor, ...]]
     ) -> Iterator[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
-        """This rank's micro-batches that have rows, each with what `forward` made of it: a backward pass must follow.
+        """This rank's micro-batches that have rows, each with the result of `forward`: a backward pass must follow.
 
         Every rank calls this; a rank's backward passes are as many as its peers'.
         """
@@ -53,7 +53,7 @@ class MicroBatcher:
             if chosen:
                 yield chosen, outputs
             else:
-                # This rank has nothing left to do, and its peers' collectives still need its backward pass.
+                # This rank has no rows left, but its peers' collectives need its backward pass.
                 outputs[0].sum().backward()  # type: ignore[no-untyped-call]
 
     def split(self, values: torch.Tensor, chosen: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -70,7 +70,7 @@ class MicroBatcher:
                 parts = self.split(function(self.pack(chosen)), chosen)
                 of_row.update(zip(chosen, parts, strict=True))
         if isinstance(model, FSDPModule):
-            # FSDP leaves the root gathered for a backward pass, which does not follow: whoever reads the
-            # parameters next would find them in the compute type.
+            # FSDP leaves the root gathered for a backward pass, which does not follow: the next reader
+            # of the parameters would get them in the compute type.
             model.reshard()
         return gather_tokens(self.schedule, [of_row[row] for row in self.rows], self.world)

@@ -62,12 +62,12 @@ class Optimizers:
                 _offload_between_steps(part)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> float:
-        """Clip, update with learning rate `rate`, forget the gradients; returns the gradient norm.
+        """Clip, update with learning rate `rate`, clear the gradients; returns the gradient norm.
 
         With a gradient that is not finite the weights stay as they are: one bad batch must not end the model.
         """
@@ -83,7 +83,7 @@ class Optimizers:
 
 
 def norms_of(what: str, norms: Sequence[float]) -> dict[str, float]:
-    """Metrics of updates: mean gradient norm of those that were done; how many were left out as not finite."""
+    """Metrics of updates: mean gradient norm of those applied; number of those skipped as not finite."""
     finite = [norm for norm in norms if math.isfinite(norm)]
     return {
         f"{what}/grad_norm": sum(finite) / len(finite) if finite else math.nan,
@@ -105,7 +105,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _offload_between_steps(part: torch.optim.Optimizer) -> None:
-    """As hooks, so that a step that DCP makes, and a state that it loads, are treated alike."""
+    """Register as hooks, so that steps and states that DCP triggers are handled too."""
     part.register_step_pre_hook(lambda stepped, *_: move_state(stepped))
     part.register_step_post_hook(lambda stepped, *_: move_state(stepped, "cpu"))
     part.register_load_state_dict_post_hook(lambda loaded: move_state(loaded, "cpu"))

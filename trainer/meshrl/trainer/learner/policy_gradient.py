@@ -1,4 +1,4 @@
-"""The algorithm of a run, put together from its parts: correction, KL in the reward, advantages, loss.
+"""The algorithm of a run, composed of correction, KL in the reward, advantages and loss.
 
 Experience ──correction──▶ mask, weights ──KL in reward──▶ token rewards ──estimator──▶ Targets   (whole batch)
 MicroBatch ──actor_loss──▶ policy loss, entropy bonus, KL to the reference                             (micro-batch)
@@ -41,10 +41,10 @@ SHARES = ("actor/pg_loss", "actor/kl_loss", "actor/positive_nll")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForwardOutputs:
-    """What the models before the policy's update say of the whole batch. N = its response tokens."""
+    """Outputs of the models before the policy's update, for the whole batch of N response tokens."""
 
     logprobs: torch.Tensor | None = None
-    """float32[N]; None: the update itself gives them, the batch is one update and nobody asks earlier."""
+    """float32[N]; None: the batch is one update, which computes them itself, and nothing reads them earlier."""
     sum_pi_squared: torch.Tensor | None = None
     """float32[N]: Σ_v π(v)²; only where the objective reads it."""
     values: torch.Tensor | None = None
@@ -55,7 +55,7 @@ class ForwardOutputs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Targets:
-    """What the loss needs of a whole batch, beside log-probs."""
+    """What the loss reads of a whole batch, besides log-probs."""
 
     advantages: torch.Tensor
     """float32[N]"""
@@ -138,7 +138,7 @@ class PolicyGradient:
     def __init__(
         self, algorithm: AlgorithmConfig, actor: ActorConfig, *, max_response_length: int
     ) -> None:
-        """Find the parts.
+        """Load the estimator and the loss.
 
         Args:
             algorithm: The estimator, KL in the reward, the correction.
@@ -165,7 +165,7 @@ class PolicyGradient:
 
     @property
     def rollout_is_old(self) -> bool:
-        """In bypass mode, around an interpolated anchor, and when the trainer is told not to compute them."""
+        """In bypass mode, with an interpolated anchor, or with `actor.recompute_old_log_probs: false`."""
         return (
             self._correction.bypass_mode
             or self._interpolates
@@ -194,7 +194,7 @@ class PolicyGradient:
         outcomes = self._outcomes(experience, metrics)
         if experience.token_rewards is None:
             rewards = outcome_rewards(ragged, outcomes)
-        else:  # beside the judge's own only what was added to the score counts: the overlong penalty
+        else:  # the judge's own token rewards, plus what was added to the score: the overlong penalty
             extra = outcome_rewards(ragged, outcomes - experience.rewards)
             rewards = experience.token_rewards + extra
         if self._algorithm.use_kl_in_reward:
@@ -245,7 +245,7 @@ class PolicyGradient:
         return sorted(rows)
 
     def _outcomes(self, experience: Experience, metrics: dict[str, float]) -> torch.Tensor:
-        """float32[B]: rewards with the overlong penalty, which `metrics` gets to know."""
+        """float32[B]: rewards with the overlong penalty, which is also added to `metrics`."""
         buffer = self._algorithm.overlong_buffer
         if not buffer.enable:
             return experience.rewards
@@ -287,7 +287,7 @@ class PolicyGradient:
         return self._correction.proximal == "interpolate"
 
     def _anchored(self, micro: MicroBatch) -> LossInputs:
-        """Decoupled PPO without a pass: the clip's anchor lies between the sampling and the current policy."""
+        """Decoupled PPO without a forward pass: clip around a policy between the sampling and the current one."""
         inputs = micro.inputs
         rollout = inputs.old_logprobs
         anchor = interpolate(rollout, inputs.logprobs, micro.staleness)

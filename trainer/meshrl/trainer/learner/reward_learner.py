@@ -36,7 +36,7 @@ class RewardLearner:
         temperature: float,
         total_steps: int | None,
     ) -> None:
-        """Keep the parts.
+        """Prepare.
 
         Args:
             model: π_φ.
@@ -101,7 +101,7 @@ class RewardLearner:
 
 
 def outcomes(experience: Experience) -> torch.Tensor:
-    """Acc float32[B] in [0, 1]."""
+    """Accuracy float32[B] in [0, 1]: the component `acc`, or the reward."""
     rows = experience.components
     if rows and all(ACCURACY in row for row in rows):
         accuracies = torch.tensor([row[ACCURACY] for row in rows], dtype=torch.float32)

@@ -40,7 +40,7 @@ class ValueLearner:
         max_response_length: int,
         total_steps: int | None,
     ) -> None:
-        """Keep the parts.
+        """Prepare.
 
         Args:
             critic: The model to train.
@@ -62,7 +62,7 @@ class ValueLearner:
         self._total_steps = total_steps
 
     def learns_alone(self, step: int) -> bool:
-        """True while the policy stands still."""
+        """True while only the critic is trained."""
         return step < self._config.pretrain_steps + self._config.warmup_steps
 
     def values(self, own: MicroBatcher) -> torch.Tensor:

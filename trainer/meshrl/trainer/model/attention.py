@@ -136,7 +136,7 @@ def _rectangle(
 
 
 def keep_out_of_graphs() -> None:
-    """Have `torch.compile` cut its graphs around this attention: every layout would be compiled anew."""
+    """Have `torch.compile` cut its graphs around this attention: otherwise each layout is compiled again."""
     outside: Any = torch.compiler.disable  # torch leaves it untyped
     AttentionInterface.register(NAME, outside(packed_attention))
 

@@ -1,4 +1,4 @@
-"""The checkpoint that an adapter was trained beside: read tensor by tensor, and known by its fingerprint.
+"""The base checkpoint of a LoRA adapter: read tensor by tensor, identified by its fingerprint.
 
 Both ends of the weight plane have it on disk. A replica that merges an adapter into another one would serve a policy
 that nobody trained, so the fingerprint travels with every adapter and stands in every checkpoint of one.

@@ -32,7 +32,7 @@ _SEED = 0
 
 
 def describe(config: ModelConfig, base: str | None) -> dict[str, Json]:
-    """What a checkpoint says of the adapter that it holds; `base` is its base model's fingerprint."""
+    """The description of an adapter in its checkpoint; `base` is the fingerprint of its base model."""
     targets = config.target_modules
     return {
         "lora_rank": config.lora_rank,

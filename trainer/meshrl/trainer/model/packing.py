@@ -107,7 +107,7 @@ class Bucket:
     """Rows of similar length, as one rectangular attention call."""
 
     gather: torch.Tensor
-    """int64[n, L]: pack position of each cell; cells past a row's end repeat its last token."""
+    """int64[n, L]: pack position of each table entry; entries past a row's end repeat its last token."""
     cells: torch.Tensor
     """int64[t]: which of the n*L cells are real tokens, and of a prefix that rows share only the first row's."""
 

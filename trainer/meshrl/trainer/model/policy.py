@@ -169,7 +169,7 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
 
 
 def _adapted(hf: HfModel, config: ModelConfig) -> Policy:
-    """With adapters in place. Whoever has the same base can merge them, if it names its tensors as the model does."""
+    """With adapters in place. They can be merged into the same base elsewhere, if its tensors have the same names."""
     lora.add_adapter(hf, config)
     try:
         base = BaseModel(config.path)

@@ -1,4 +1,4 @@
-"""Configuration of training on rows that are there already: SFT, preferences, reward models. Imports no torch."""
+"""Configuration of training on stored rows: SFT, preferences, reward models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 
 
 class OfflineConfig(Config):
-    """What every kind of offline training is told."""
+    """Keys of every kind of offline training."""
 
     model: ModelConfig
     """What to start from."""
@@ -39,7 +39,7 @@ class OfflineConfig(Config):
     """Steps between measurements on held-out rows."""
     val_max_samples: PositiveInt = 256
     save_freq: int = -1
-    """Steps between checkpoints; -1 saves none, and a run that is killed begins anew."""
+    """Steps between checkpoints; -1 saves none, and a killed run starts from the beginning."""
     max_ckpt_to_keep: PositiveInt = 2
     default_local_dir: Path | None = None
     """Checkpoints; None is `<output_dir>-checkpoints`."""

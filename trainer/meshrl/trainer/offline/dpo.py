@@ -1,4 +1,4 @@
-"""Offline preference optimisation: DPO, IPO or another loss over pairs, on rows that somebody has compared.
+"""Offline preference optimisation: DPO, IPO or another loss over pairs, on stored comparisons.
 
 pairs ──▶ tokens ──▶ reference log-probs, once ──shuffled──▶ packs of whole pairs ──▶ losses/dpo, losses/ipo ──▶ step
 """

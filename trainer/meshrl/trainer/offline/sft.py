@@ -55,7 +55,7 @@ class SftProgress:
 
     @classmethod
     def of(cls, progress: Progress) -> SftProgress:
-        """In the words of fine-tuning."""
+        """From the progress of the offline loop."""
         return cls(
             step=progress.step,
             steps=progress.steps,

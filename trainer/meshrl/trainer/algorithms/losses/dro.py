@@ -1,4 +1,4 @@
-"""DRO: direct reward optimisation, a policy gradient with a quadratic leash.
+"""DRO: direct reward optimisation, a policy gradient with a quadratic penalty.
 
 Richemond et al. 2024, https://arxiv.org/abs/2405.19107:
 
