@@ -128,7 +128,7 @@ async def test_a_crash_in_the_service_is_an_infra_error_in_the_client_and_later_
 
 async def test_a_mistake_of_the_caller_is_raised_before_anything_is_sent() -> None:
     async with client_of_no_service() as client:
-        with pytest.raises(errors.UserError, match="this sample cannot travel"):
+        with pytest.raises(errors.UserError, match="this sample cannot be sent"):
             await client.score([replace(sample(0), ground_truth=object())])
 
 

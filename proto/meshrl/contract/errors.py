@@ -15,8 +15,8 @@
     ├── CorruptError           stored or sent bytes are not what they were
     └── InfraError             anything else that broke on our side
 
-A `code` is the class's name on the wire; `details` travel with it, so that a client raises the
-same class with the same values.
+A `code` is the class's name over the network; `details` travel with it, so that a client raises the same class with
+the same values.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _tree(root: type[MeshError]) -> dict[str, type[MeshError]]:
 
 
 BY_CODE: Mapping[str, type[MeshError]] = _tree(MeshError)
-"""Code on the wire to class."""
+"""Error classes by code."""
 
 
 def from_detail(code: str, message: str, details: Mapping[str, str]) -> MeshError:

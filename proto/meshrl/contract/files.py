@@ -1,4 +1,4 @@
-"""Files that are there after a power cut, and files that are never there in part."""
+"""Makes files durable, and replaces files atomically."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Columns of several rows of one group as one run of bytes: how payload is written, stored, sent and read.
+"""A frame: columns of several rows of one group in one block of bytes, as payload is written, stored, sent and read.
 
-    sealed frame = xxh3_64 of the body (8 bytes, little-endian) + body
+    frame        = xxh3_64 of the body (8 bytes, little-endian) + body
     body         = rows u32, columns u16, bytes of the next part u16,
                    per column: name length u8, name, dtype u8, rank u8, sizes of the axes after the first u32 …;
                    zeros to 8
                    per column of rank 1 or more: its length in each row, u32 x rows; zeros to 8
-                   per column: the rows' little-endian bytes on end; zeros to 8
+                   per column: the rows' little-endian bytes, concatenated; zeros to 8
 
 A writer packs once; the queue checks the layout, keeps the bytes and hands out the same ones, so the checksum holds
 from end to end. A reader copies nothing: arrays are read-only views of the frame. Never pickle.
@@ -54,15 +54,15 @@ def with_checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def checksum_of(value: bytes | memoryview) -> int:
-    """The checksum that a sealed value carries. Raises CorruptError for what is too short to carry one."""
+    """The checksum that a value with a checksum carries. Raises CorruptError for what is too short to carry one."""
     if len(value) < _SUM.size:
-        raise CorruptError(f"{len(value)} bytes are no sealed value")
-    seal_: int = _SUM.unpack_from(value)[0]
-    return seal_
+        raise CorruptError(f"{len(value)} bytes are too short for a checksum")
+    checksum: int = _SUM.unpack_from(value)[0]
+    return checksum
 
 
 def strip_checksum(value: bytes | memoryview, what: str) -> memoryview:
-    """The body of a sealed value.
+    """The body of a value with a checksum.
 
     Raises:
         CorruptError: the checksum does not fit; names `what`.
@@ -74,7 +74,7 @@ def strip_checksum(value: bytes | memoryview, what: str) -> memoryview:
 
 
 def intact(value: bytes | memoryview) -> bool:
-    """Whether a value is sealed, and its checksum fits."""
+    """Whether a value begins with its checksum."""
     return _body(value) is not None
 
 
@@ -128,7 +128,7 @@ class Entry(NamedTuple):
     """Sizes of the axes after the first."""
     step: int
     """Bytes of one entry along the first axis."""
-    told: bytes
+    encoded: bytes
     """All of this, as it stands in the head."""
 
 
@@ -170,11 +170,11 @@ _column = partial(tuple.__new__, Column)
 
 
 @lru_cache(maxsize=256)
-def _told(name: str, dtype: str, rank: int, tail: tuple[int, ...]) -> bytes:
+def _encoded_entry(name: str, dtype: str, rank: int, tail: tuple[int, ...]) -> bytes:
     """What the head says of one column."""
     encoded = name.encode()
-    told = bytes([len(encoded)]) + encoded + bytes([_CODES[dtype], rank])
-    return told + struct.pack(f"<{len(tail)}I", *tail)
+    entry = bytes([len(encoded)]) + encoded + bytes([_CODES[dtype], rank])
+    return entry + struct.pack(f"<{len(tail)}I", *tail)
 
 
 @lru_cache(maxsize=256)
@@ -197,36 +197,36 @@ def _entries(head: bytes, count: int) -> tuple[tuple[Entry, ...], int]:
 
 
 def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
-    """Columns that lie on end already as one sealed frame: the quick way for a writer of many rows."""
-    told: list[bytes] = []
+    """Columns that lie on end already as one frame: the quick way for a writer of many rows."""
+    entries: list[bytes] = []
     lengths: list[bytes] = []
     bodies: list[bytes | memoryview] = []
     for name, column in columns.items():
         values = column.values
         dtype = values.dtype if values.dtype.str in _CODES else _little(values.dtype)
         values = np.ascontiguousarray(values, dtype)
-        told.append(_told(name, dtype.str, column.rank, values.shape[1:]))
+        entries.append(_encoded_entry(name, dtype.str, column.rank, values.shape[1:]))
         if column.lengths is not None:
             lengths.append(np.ascontiguousarray(column.lengths, "<u4").tobytes())
         bodies += (values.reshape(-1).view(np.uint8).data, _padded(values.nbytes))
-    return _frame(rows, told, lengths, bodies)
+    return _frame(rows, entries, lengths, bodies)
 
 
 def _frame(
     rows: int,
-    told: Sequence[bytes],
+    entries: Sequence[bytes],
     lengths: Sequence[bytes | memoryview],
     bodies: Sequence[bytes | memoryview],
 ) -> bytes:
-    """A sealed frame of its parts; `bodies` are padded."""
-    head, sizes = b"".join(told), b"".join(lengths)
+    """A frame of its parts; `bodies` are padded."""
+    head, sizes = b"".join(entries), b"".join(lengths)
     size = len(head) + -len(head) % 8
-    start = _HEAD.pack(rows, len(told), size) + head + _padded(len(head)) + sizes
+    start = _HEAD.pack(rows, len(entries), size) + head + _padded(len(head)) + sizes
     return with_checksum(start + _padded(len(sizes)), *bodies)
 
 
 def pack(rows: Sequence[Columns]) -> bytes:
-    """Rows whose arrays have the same `signature` as one sealed frame."""
+    """Rows whose arrays have the same `signature` as one frame."""
     flat: dict[str, Flat] = {}
     for name in rows[0]:
         arrays = [row[name] for row in rows]
@@ -259,12 +259,12 @@ def described(array: object) -> str:
 
 
 class Frame:
-    """A sealed frame, read: `rows` is n, `columns` has a Column for each name."""
+    """A frame, read: `rows` is n, `columns` has a Column for each name."""
 
     __slots__ = ("columns", "rows", "value")
 
     def __init__(self, value: bytes | memoryview, what: str = "frame") -> None:
-        """Raises CorruptError, naming `what`, for bytes that are not a sealed frame."""
+        """Raises CorruptError, naming `what`, for bytes that are not a frame."""
         body = strip_checksum(value, what)
         try:
             self.rows, self.columns = _read(body)
@@ -300,7 +300,7 @@ class Frame:
         return found
 
     def select(self, names: Iterable[str], positions: Sequence[int] | None = None) -> bytes:
-        """A sealed frame of some columns, and of some rows; this one where that is all it has."""
+        """A frame of some columns, and of some rows; this one where that is all it has."""
         kept = [name for name in names if name in self.columns]
         whole = positions is None or list(positions) == list(range(self.rows))
         if whole and len(kept) == len(self.columns):
@@ -311,14 +311,14 @@ class Frame:
         return pack([{name: arrays[row] for name, arrays in split.items()} for row in positions])
 
     def _of_columns(self, columns: Sequence[Column]) -> bytes:
-        """A sealed frame of some columns: their bytes as they lie here."""
+        """A frame of some columns: their bytes as they lie here."""
         lengths, bodies = [], []
         for entry, own, total, body, at, lengths_at in columns:
             if own is not None:
                 lengths.append(body[lengths_at : lengths_at + 4 * self.rows])
             nbytes = total * entry.step
             bodies.append(body[at : at + nbytes + -nbytes % 8])
-        return _frame(self.rows, [column.entry.told for column in columns], lengths, bodies)
+        return _frame(self.rows, [column.entry.encoded for column in columns], lengths, bodies)
 
 
 def _read(body: memoryview) -> tuple[int, dict[str, Column]]:

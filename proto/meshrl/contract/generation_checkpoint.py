@@ -1,4 +1,4 @@
-"""Between the deltas of a response and the columns that `Queue.append` keeps of it: the one place that knows both."""
+"""Converts between the deltas of a response and the columns of its progress that `Queue.append` stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS: Final = {
 
 
 def progress_frame(rows: Sequence[Sequence[GenerateDelta]]) -> bytes:
-    """A sealed frame with the deltas of each row; at least one token a row."""
+    """A frame with the deltas of each row; at least one token a row."""
     deltas = [delta for row in rows for delta in row]
     sizes = [len(delta.tokens) for delta in deltas]
     versions = np.array([(d.version.epoch, d.version.step) for d in deltas], dtype=np.int32)
@@ -34,7 +34,7 @@ def progress_frame(rows: Sequence[Sequence[GenerateDelta]]) -> bytes:
 
 
 def recorded_progress(prefix: Columns) -> list[GenerateDelta]:
-    """What was kept of a row (`LeasedRow.prefix`) as deltas, one per run of tokens of one version.
+    """The stored progress of a row (`LeasedRow.prefix`) as deltas, one per run of tokens of one version.
 
     Raises:
         CorruptError: these are not the columns of a response.

@@ -1,6 +1,6 @@
-"""What a worker holds, where whoever renews its leases can read it: in the same event loop, or in a thread beside it.
+"""The leases that a worker holds, readable by the code that renews them, be it in another thread.
 
-StageWorker ──add, drop──▶ HeldLeases ◀──by_run── renewing (the same loop), a wire's keeper (a thread)
+StageWorker ──add, drop──▶ HeldLeases ◀──by_run── renewing (the same loop), a client's lease renewer (a thread)
     ▲                                                  │
     └────────────────── lost ◀─────────────────────────┘
 """
@@ -15,16 +15,16 @@ from typing import Final, NoReturn, Protocol, TypeAlias
 from meshrl.contract.types import LeasedRow, Uid
 
 FIRST_TTL_S: Final = 5.0
-"""Until the first lease says how long its time to live is."""
+"""The time to live before the first lease gives one."""
 RENEWALS: Final = 3
-"""In one time to live: two may go astray."""
+"""Renewals in one time to live: two of them may get lost."""
 
 Held: TypeAlias = Mapping[Uid, int]
-"""Rows with the tokens that they are held under."""
+"""Rows with the fencing tokens under which they are held."""
 
 
 class HeldLeases:
-    """The rows that one worker holds of one stage. Its owner changes it, anybody may read it."""
+    """The rows that one worker holds for one stage. Its owner changes it; any thread may read it."""
 
     def __init__(self, stage: str, worker: str, lost: Callable[[Held], None]) -> None:
         """`lost` is called, in the owner's event loop, with rows that are held no longer."""
@@ -32,7 +32,7 @@ class HeldLeases:
         self.worker = worker
         self.lost = lost
         self.began: Callable[[], None] = lambda: None
-        """Called when there is something to renew again; whoever renews sets it."""
+        """Called when there is something to renew again; the renewing code sets it."""
         self._ttl_s = FIRST_TTL_S
         self._rows: dict[Uid, int] = {}
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class HeldLeases:
         return self._ttl_s / RENEWALS
 
     def add(self, rows: Iterable[LeasedRow], ttl_s: float) -> None:
-        """These were leased."""
+        """Add leased rows."""
         with self._lock:
             began = not self._rows
             self._ttl_s = ttl_s
@@ -52,19 +52,19 @@ class HeldLeases:
             self.began()
 
     def drop(self, rows: Iterable[LeasedRow]) -> None:
-        """These are held no longer, or need no renewal; one that was leased again since then is left alone."""
+        """Drop rows that need no renewal any more; a row that was leased again since then stays."""
         with self._lock:
             for row in rows:
                 if self._rows.get(row.uid) == row.token:
                     del self._rows[row.uid]
 
     def by_run(self) -> Mapping[str, Held]:
-        """What there is to renew now."""
-        found: dict[str, dict[Uid, int]] = {}
+        """The held rows by run."""
+        by_run: dict[str, dict[Uid, int]] = {}
         with self._lock:
             for uid, token in self._rows.items():
-                found.setdefault(uid.run, {})[uid] = token
-        return found
+                by_run.setdefault(uid.run, {})[uid] = token
+        return by_run
 
     def still(self, rows: Held) -> list[Uid]:
         """Those of `rows` that are held under the same token: an answer may come after the next lease of a row."""
@@ -73,7 +73,7 @@ class HeldLeases:
 
 
 class Renews(Protocol):
-    """The verb of the Queue port that `renewing` needs."""
+    """The method of the Queue port that `renewing` needs."""
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See Queue."""
@@ -81,7 +81,7 @@ class Renews(Protocol):
 
 
 async def renewing(queue: Renews, held_leases: HeldLeases) -> NoReturn:
-    """Renew what is held until cancelled, in the event loop of whoever holds it."""
+    """Renew what is held until cancelled, in the owner's event loop."""
     began = asyncio.Event()
     held_leases.began = began.set
     while True:

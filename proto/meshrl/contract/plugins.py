@@ -1,4 +1,4 @@
-"""One new thing is one new file: find an implementation by its file name or by a dotted path."""
+"""Finds an implementation by its file name or by a dotted path: one new thing is one new file."""
 
 from __future__ import annotations
 

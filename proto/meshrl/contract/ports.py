@@ -1,4 +1,4 @@
-"""The ports: what a room may ask of another, as Protocols. Wires and in-process objects both satisfy them.
+"""The ports: what a room may ask of another, as Protocols. Clients and in-process objects both satisfy them.
 
 Every wait takes `wait_s` and ends with WaitTimeoutError; every write is idempotent.
 """
@@ -97,9 +97,9 @@ class Queue(Protocol):
         ...
 
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """Renew what `held_leases` names, however busy the caller's event loop is, until cancelled.
+        """Renew `held_leases` until cancelled, however busy the caller's event loop is.
 
-        Ends with an error when renewals are refused; that the queue is away is none.
+        Ends with an error when renewals are refused; a queue that cannot be reached is no error.
         """
         ...
 
@@ -121,10 +121,10 @@ class Queue(Protocol):
         ...
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
-        """Keep what a stage has made so far of rows that it holds, durable on return; appending twice is once.
+        """Store the progress of rows that a stage holds, durable on return; appending twice is appending once.
 
-        Whoever is granted a row next for this stage gets it (`LeasedRow.prefix`); the stage's write ends it. Frames
-        hold any columns, each with the same number of entries per row. Raises FencedError (with `uid`); ConflictError
+        The next holder of a row of this stage gets it (`LeasedRow.prefix`); the stage's write deletes it. Frames hold
+        any columns, each with the same number of entries per row. Raises FencedError (with `uid`); ConflictError
         (with `uid`) when entries before `starts` are missing.
         """
         ...
@@ -207,10 +207,10 @@ class Queue(Protocol):
 
 
 class HeartbeatQueue(Queue, Protocol):
-    """The queue itself, which sees its workers come and go."""
+    """The queue itself, to which workers send heartbeats."""
 
     def heartbeat(self, worker: str) -> AbstractContextManager[None]:
-        """`worker` is there while the block runs; what it holds afterwards ends soon if it stays silent."""
+        """`worker` is alive while the block runs; afterwards its leases end soon, unless it is heard of again."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The row-level verbs of the queue, in terms of the ones that move whole groups: every queue and wire has both."""
+"""The row-level methods of the queue, by means of those that move whole groups: every queue and client has both."""
 
 from __future__ import annotations
 

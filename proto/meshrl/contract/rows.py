@@ -1,4 +1,4 @@
-"""Between a Trajectory and the columns that the queue stores: the one place that knows both."""
+"""Converts between a Trajectory and the columns that the queue stores."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_parts_that_do_not_fit_their_groups_are_refused(
 
 
 def test_what_is_no_member_of_an_enum_cannot_travel() -> None:
-    with pytest.raises(UserError, match="this outcome cannot travel: 'lost' is no Outcome"):
+    with pytest.raises(UserError, match="this outcome cannot be sent: 'lost' is no Outcome"):
         codec.encode_outcome("lost")  # type: ignore[arg-type]
 
 
@@ -111,7 +111,7 @@ def test_bad_json_is_refused() -> None:
     ],
 )
 def test_a_task_that_cannot_travel_says_so(task: Task) -> None:
-    with pytest.raises(UserError, match=r"this (task|array) cannot travel"):
+    with pytest.raises(UserError, match=r"this (task|array) cannot be sent"):
         codec.encode_task(task)
 
 

@@ -1,19 +1,19 @@
-"""Between nouns and messages, both ways: `encode_*` takes a noun, `decode_*` a message or a list of them.
+"""Between contract types and protobuf messages: `encode_*` takes a type, `decode_*` a message or a list of them.
 
-Total: whatever is wrong with a value or a message ends in a UserError that names the noun, never in a TypeError from
-deep inside. Decoded arrays are read-only views of the message's bytes, not copies.
+Whatever is wrong with a value or a message ends in a UserError that names the type, never in a TypeError from deep
+inside. Decoded arrays are read-only views of the message's bytes, not copies.
 
     checks     what turns a mistake into a UserError; enums, JSON, presence
     arrays     small arrays in one piece
     bulk       messages whose payload protobuf never touches
-    compression frames in fewer bytes between hosts, and back to the byte
+    compression frames in fewer bytes between hosts, without loss
     pages      many small messages in a few larger ones
-    nouns      versions, uids, tasks, and what else every service shares
-    runs       what the queue's control methods say
+    types      versions, uids, tasks, and what else every service shares
+    runs       the queue's control methods
     tasks      a task in the bytes in which it is stored and sent
-    siblings   rows of several groups side by side
+    rows       rows of several groups side by side
     streams    what the queue streams: admitted tasks, leases, writes, fetched rows
-    work       what the engine, the judges, the reference and the trainer say
+    work       engine, judges, reference and trainer
 """
 
 from meshrl.contract.codec.arrays import decode_array, encode_array

@@ -19,7 +19,7 @@ DTYPES: Final = {
         *("float16", "float32", "float64"),
     )
 }
-"""What may travel, by numpy's names."""
+"""The dtypes that can be sent, by numpy's names."""
 _NAMES: Final = {
     given: name for name, dtype in DTYPES.items() for given in (dtype, dtype.newbyteorder(">"))
 }
@@ -80,7 +80,7 @@ def encode_array(array: npt.NDArray[Any]) -> pb.Array:
 def decode_array(
     message: pb.Array, dtype: str = "", axes: int | None = None, name: str = ""
 ) -> npt.NDArray[Any]:
-    """A read-only view of the message's bytes; `dtype` and `axes` say what the caller can use, `name` what it is.
+    """A read-only view of the message's bytes; the caller accepts `dtype` and `axes`; `name` is for errors.
 
     Raises:
         UserError: unknown or other dtype, impossible shape, wrong byte count.

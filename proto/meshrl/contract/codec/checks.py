@@ -1,4 +1,4 @@
-"""What the codec's functions share: one place where a mistake becomes a UserError; enums, JSON, presence."""
+"""Shared by the codec's functions: turns mistakes into UserErrors; enums, JSON, presence of fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshrl.contract.types import Json
 
 P = ParamSpec("P")
 R = TypeVar("R")
-NounEnum = TypeVar("NounEnum", bound=StrEnum)
+TypeEnum = TypeVar("TypeEnum", bound=StrEnum)
 WireEnum = TypeVar("WireEnum", bound=int)
 WireEnumOut = TypeVar("WireEnumOut", bound=int, covariant=True)
 
@@ -24,8 +24,8 @@ MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Recu
 
 
 def encoder(function: Callable[P, R]) -> Callable[P, R]:
-    """`encode_<noun>`: a value that does not fit into the message raises UserError naming the noun."""
-    noun = function.__name__.removeprefix("encode_").replace("_", " ")
+    """`encode_<type>`: a value that does not fit into the message raises UserError naming the type."""
+    name = function.__name__.removeprefix("encode_").replace("_", " ")
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,14 +34,14 @@ def encoder(function: Callable[P, R]) -> Callable[P, R]:
         except MeshError:
             raise
         except MISTAKES as error:
-            raise UserError(f"this {noun} cannot travel: {error}") from error
+            raise UserError(f"this {name} cannot be sent: {error}") from error
 
     return checked
 
 
 def decoder(function: Callable[P, R]) -> Callable[P, R]:
-    """`decode_<noun>`: a message that makes no sense raises UserError naming the noun."""
-    noun = function.__name__.removeprefix("decode_").replace("_", " ")
+    """`decode_<type>`: a message that makes no sense raises UserError naming the type."""
+    name = function.__name__.removeprefix("decode_").replace("_", " ")
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,13 +50,13 @@ def decoder(function: Callable[P, R]) -> Callable[P, R]:
         except MeshError:
             raise
         except MISTAKES as error:
-            raise UserError(f"malformed {noun}: {error}") from error
+            raise UserError(f"malformed {name}: {error}") from error
 
     return checked
 
 
 def malformed(why: str) -> Never:
-    """Called inside a decoder, which adds the noun."""
+    """Called inside a decoder, which adds the type's name."""
     raise ValueError(why)
 
 
@@ -88,7 +88,7 @@ def json_object(text: str) -> Mapping[str, Json]:
 
 
 def printable(text: str) -> str:
-    """Free text for people, with what UTF-8 cannot say replaced: a reason must never be why a report is lost."""
+    """Free text, with what UTF-8 cannot encode replaced, so that no report is lost because of its reason."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -98,23 +98,23 @@ class _ProtoEnum(Protocol[WireEnumOut]):
     def Value(self, name: str, /) -> WireEnumOut: ...
 
 
-class EnumCodec(Generic[NounEnum, WireEnum]):
-    """One enum of the contract and its like in the language: same names, the wire's with `prefix` before them."""
+class EnumCodec(Generic[TypeEnum, WireEnum]):
+    """One enum of the contract and its protobuf enum, whose names begin with `prefix`."""
 
-    def __init__(self, noun: type[NounEnum], wire: _ProtoEnum[WireEnum], prefix: str) -> None:
-        self._noun = noun
-        self._to_wire = {member: wire.Value(f"{prefix}_{member.name}") for member in noun}
+    def __init__(self, kind: type[TypeEnum], wire: _ProtoEnum[WireEnum], prefix: str) -> None:
+        self._kind = kind
+        self._to_wire = {member: wire.Value(f"{prefix}_{member.name}") for member in kind}
         self._from_wire = {int(number): member for member, number in self._to_wire.items()}
 
-    def encode(self, member: NounEnum) -> WireEnum:
+    def encode(self, member: TypeEnum) -> WireEnum:
         """Raises ValueError for a value that is no member."""
         number = self._to_wire.get(member)
         if number is None:
-            malformed(f"{member!r} is no {self._noun.__name__}")
+            malformed(f"{member!r} is no {self._kind.__name__}")
         return number
 
-    def decode(self, number: int) -> NounEnum:
+    def decode(self, number: int) -> TypeEnum:
         """Raises ValueError for an unknown number, UNSPECIFIED included."""
         if number not in self._from_wire:
-            malformed(f"{number} is no {self._noun.__name__}")
+            malformed(f"{number} is no {self._kind.__name__}")
         return self._from_wire[number]

@@ -1,4 +1,4 @@
-"""What is too much for one message, cut into pages."""
+"""Cuts what is too large for one message into pages."""
 
 from __future__ import annotations
 

@@ -167,7 +167,9 @@ def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFact
     require(message, "oldest", "newest")
     if len(message.given) != len(counts):
         malformed(f"{len(counts)} groups, facts of {len(message.given)}")
-    given = [count if told else 0 for count, told in zip(counts, message.given, strict=True)]
+    given = [
+        count if has_facts else 0 for count, has_facts in zip(counts, message.given, strict=True)
+    ]
     rows = sum(given)
     columns = (
         _decode_outcomes(message.outcomes[:]),

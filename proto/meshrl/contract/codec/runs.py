@@ -1,4 +1,4 @@
-"""What the queue's control methods say: run specifications and states, manifests, the ledger, what waits."""
+"""The queue's control methods: run specifications and states, manifests, ledgers, waits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def encode_run_spec(spec: RunSpec) -> pb.RunSpec:
 
 @decoder
 def decode_run_spec(message: pb.RunSpec) -> RunSpec:
-    """Raises UserError for an unknown policy; whether the numbers make a run is for the queue to say."""
+    """Raises UserError for an unknown policy; the queue checks the numbers."""
     return RunSpec(
         run=message.run,
         group_size=message.group_size,

@@ -1,7 +1,7 @@
-"""What the queue streams: admitted tasks, leases, writes, fetched rows. A noun is a list of messages here.
+"""What the queue streams: admitted tasks, leases, writes, fetched rows. Each is a list of messages.
 
 The first message of a stream, and only the first, has a header that counts what follows, so that a stream that was
-cut short is never taken for a short one. Payload travels in the frames in which it was packed, uncopied (bulk.py).
+cut short is never mistaken for a short one. Payload travels in the frames in which it was packed, uncopied (bulk.py).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
 
 @encoder
 def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
-    """Any groups: frames are packed already."""
+    """Any groups; their frames are packed already."""
     messages = [
         Bulk(
             pb.WriteRequest(
@@ -188,7 +188,7 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
 
 @decoder
 def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
-    """Raises UserError; frames are looked into by the queue."""
+    """Raises UserError. The queue checks the frames."""
     header = _header(messages)
     groups = tuple(chain.from_iterable(map(_decode_written, messages)))
     _count("groups", header.num_groups, len(groups))
@@ -244,7 +244,7 @@ def _payload_bytes(group: PayloadGroup) -> int:
 def decode_fetched(
     messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[GroupRows]
 ) -> list[PayloadGroup]:
-    """The payload of `asked`, in order; raises UserError when the answer is about other rows."""
+    """The payload of `asked`, in order; raises UserError when the answer holds other rows."""
     found = list(chain.from_iterable(map(_decode_payload, messages)))
     _count("groups", messages[0].message.num_groups if messages else 0, len(found))
     for group, wanted in zip(found, asked, strict=True):

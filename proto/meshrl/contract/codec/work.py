@@ -1,4 +1,4 @@
-"""What the engine, the judges and the trainer say."""
+"""Messages of the engine, the judges and the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nouns of the mesh: frozen values that travel between rooms.
+"""The types of the mesh: frozen values that travel between rooms.
 
 Arrays are numpy, C-contiguous, little-endian. Shapes are written with T = tokens of one row (prompt and
 response together), R = response tokens, G = rows of one group.

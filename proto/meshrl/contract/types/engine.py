@@ -1,4 +1,4 @@
-"""What an engine is asked, what it streams back, how it takes new weights."""
+"""Requests to an engine, the deltas that it streams back, and how it takes new weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class GenerateRequest:
     """int32[P]"""
     sampling: SamplingParams
     continued: int = 0
-    """So many of the last `prompt_ids` are of the response itself, sampled before: draws and stop strings go on from
-    there. `sampling.max_tokens` counts what may still come, and may be 0 here: a response that has ended already is
+    """How many of the last `prompt_ids` belong to the response itself, sampled before: draws and stop strings
+    continue from there. `sampling.max_tokens` counts what may still come, and may be 0 here: a response that has
+    ended already is
     answered with its finish reason alone."""
 
 

@@ -1,10 +1,11 @@
-"""Rows by the group: what bulk writers and readers of the queue hold, a few objects for eight rows.
+"""Rows by the group, for bulk writers and readers of the queue: a few objects for eight rows.
 
-    PackedGroup    columns for some rows of one group, packed once by whoever wrote them
+    GroupRows      the names of some rows of one group
+    PackedGroup    columns for some rows of one group, packed once by the writer
     PayloadGroup   columns of some rows of one group, as the queue handed them out: frames as they were written
     LeasedGroup    the same with the task and the fencing token
 
-The row-level verbs of the port (`write`, `fetch`, `Lease.rows`) are these, taken apart: see rowwise.py.
+The row-level methods of the port (`write`, `fetch`, `Lease.rows`) take these apart: see row_methods.py.
 """
 
 from __future__ import annotations
@@ -69,17 +70,17 @@ class PackedGroup(GroupRows):
     token: int
     """The fencing token of the lease."""
     frame: bytes
-    """A sealed frame (contract/frames.py) with the rows in the order of `indices`."""
+    """A frame (contract/frames.py) with the rows in the order of `indices`."""
     facts: tuple[RowFacts, ...] = ()
     """One per row from the stage that samples; none from others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressGroup(PackedGroup):
-    """More of what a stage makes of rows that it has not written yet: entries to append to each."""
+    """Progress of rows that a stage has not written yet: entries to append to each."""
 
     starts: tuple[int, ...]
-    """Per row: entries that were appended before; what makes an append that is repeated one append."""
+    """Per row: entries that were appended before, so that a repeated append counts once."""
 
 
 def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list[PackedGroup]:
@@ -123,7 +124,7 @@ def _packed(rows: Sequence[RowWrite], token: int) -> PackedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A frame and whose columns it has: its row i belongs to row `rows[i]` of the group."""
+    """A frame and its place in a group: its row i is row `rows[i]` of the group."""
 
     rows: tuple[int, ...]
     frame: bytes | memoryview
@@ -171,7 +172,7 @@ class PayloadGroup(GroupRows):
 
 
 def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
-    """One column of all rows on end: a single copy, into one new array.
+    """One column of all rows, concatenated: a single copy, into one new array.
 
     Raises:
         CorruptError: a row lacks it.
@@ -200,11 +201,11 @@ class LeasedGroup(PayloadGroup):
     """Per row: 1 on the first delivery to this stage, one more on each redelivery."""
     packed: PackedTask
     progress: tuple[Part, ...] = ()
-    """What earlier holders of this stage appended, in the order in which they did."""
+    """What earlier holders of this stage appended, in order."""
 
     @property
     def prompt(self) -> Task:
-        """What is asked. Raises CorruptError."""
+        """The task. Raises CorruptError."""
         return self.packed.task
 
     def prefixes(self) -> list[dict[str, Array]]:

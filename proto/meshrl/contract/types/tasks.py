@@ -22,7 +22,7 @@ class SamplingParams:
     seed: int = 0
     """Mixed with the uid of the row, so that a row's draws depend on nothing that runs beside it."""
     greedy_siblings: int = 0
-    """So many of the last rows of a group are sampled greedily instead: baselines (ReMax)."""
+    """How many of the last rows of a group are sampled greedily instead: baselines (ReMax)."""
 
     def of_row(self, index: int, group_size: int) -> SamplingParams:
         """How row `index` of a group of `group_size` is sampled."""
