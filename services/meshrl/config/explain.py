@@ -119,7 +119,7 @@ def locate(model: type[Config], loc: Loc) -> tuple[Loc, type[Config], FieldInfo 
 
 
 def nearest(model: type[Config], loc: Loc) -> str | None:
-    """The key that somebody who wrote `loc` most likely meant.
+    """The key that is most likely meant by `loc`.
 
     A key that ends in the same words first (`actor_rollout_ref.rollout.n` is `rollout.n`, `actor.lr` is
     `actor.optim.lr`), then a similar word in the same section, then a similar key anywhere.

@@ -97,7 +97,7 @@ def load_recipe(
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What somebody wrote down, and where."""
+    """A recipe as it was written: its tree, and where each key stands."""
 
     tree: dict[str, Any]
     origins: dict[Loc, str]

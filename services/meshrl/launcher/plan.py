@@ -103,7 +103,7 @@ class LaunchPlan:
         return self._unlisted.get(name) or self.address_book.services[name]
 
     def list_shard(self, name: str) -> None:
-        """Put the shard `name` in the address book: whoever starts from here on finds it."""
+        """Put the shard `name` in the address book: services that start from here on find it."""
         self._services[name] = self._another("queue", int(name.rpartition("-")[2]))
         self.address_book = self.address_book.with_entry(name, self._unlisted.pop(name))
         self.address_book.save(self._path)

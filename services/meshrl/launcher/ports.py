@@ -14,7 +14,7 @@ TRIES = 200
 
 
 def free_port(host: str, taken: Collection[int] = ()) -> int:
-    """A port of `host` on which nobody listens now, and which is not in `taken`.
+    """A port of `host` on which no program listens now, and which is not in `taken`.
 
     Raises:
         CapacityError: none was found.

@@ -11,7 +11,7 @@ Probe: TypeAlias = Callable[[], Awaitable[bool]]
 
 
 async def always_ready() -> bool:
-    """The probe of a process that nobody has to wait for."""
+    """The probe of a process that is ready at once."""
     return True
 
 

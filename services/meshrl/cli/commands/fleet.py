@@ -29,7 +29,7 @@ DRAIN_S = 60.0
 """A member has half of this to drain before it is killed."""
 ADD_S = 10.0
 PLAIN_WIDTH = 160
-"""Of the table in a pipe, which tells no width."""
+"""Columns of the table where the output is a pipe and has no width."""
 COLUMNS = (
     *("member", "state", "version", "carrier", "running", "tokens/s", "errors", "breaker"),
     *("last sync", "reason"),

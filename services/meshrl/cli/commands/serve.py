@@ -113,7 +113,7 @@ def _sections(service: str, recipe: Recipe) -> Collection[str]:
 
 
 def _in_use(host: str, port: int) -> bool:
-    """True when somebody listens on the port: another one would do, which no other failure to bind says."""
+    """True when another program listens on the port. With any other failure to bind, another port would not help."""
     if port == 0:
         return False
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -1,4 +1,4 @@
-"""`meshrl why-waiting`: what blocks now, since when, and whom to ask: the queue's answer and the rollout workers'."""
+"""`meshrl why-waiting`: what blocks now, since when, and where: from the queue and the rollout workers."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HELD_OUT_SHARE = 8
-"""One program in so many is held out, chosen by its text: it is never trained on, whoever draws it."""
+"""One program in so many is held out, chosen by its text: it is never trained on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from meshrl.weights.replica_controller import ReplicaController
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Serve until stopped; before the first committed version the engine answers nobody."""
+    """Serve until stopped; before the first committed version the engine answers no request."""
     trainer = context.address_of("trainer")
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
