@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ..mesh import Mesh, make_mesh
+
+pytestmark = pytest.mark.slow
 
 
 def error_of(mesh: Mesh) -> str:

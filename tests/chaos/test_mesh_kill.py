@@ -20,6 +20,8 @@ from meshrl.transferqueue.stores.disk import DiskStore
 from ..mesh import Mesh, make_mesh
 from ..waiting import until
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 
 

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from meshrl.contract import rows
 from meshrl.contract.types import (
@@ -30,6 +31,8 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..unit.rollout.checkpoints import forced_logprobs, greedy, make_model
 from .rollout_process import FIRST, RUN, Numbers
+
+pytestmark = pytest.mark.slow
 
 GROUP = 4
 GROUPS = 6

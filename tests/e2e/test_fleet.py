@@ -8,8 +8,12 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from ..fleet import end, fleet, make_fleet, wait_for, working
 from ..mesh import PATIENCE_S, Mesh
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from ..fleet import end, fleet, wait_for, working
 from ..mesh import PATIENCE_S, make_mesh
 
+pytestmark = pytest.mark.slow
+
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
 

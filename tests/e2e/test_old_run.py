@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run-0.1.tar.gz"
 STEPS_DONE, STEPS = 5, 6
 

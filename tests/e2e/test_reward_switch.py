@@ -9,12 +9,15 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from meshrl.cli.commands.reward import reward
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 
 from ..mesh import Mesh, make_mesh
+
+pytestmark = pytest.mark.slow
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 

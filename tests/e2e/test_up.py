@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..mesh import make_mesh
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:

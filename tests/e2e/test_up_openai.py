@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from ..chat_model import TEMPLATE
 from ..mesh import make_mesh
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "openai_agent.py"
 WRAPPED = f"""

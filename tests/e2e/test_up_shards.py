@@ -10,13 +10,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from meshrl.config import load_recipe
 from meshrl.contract.types import Ledger
-from meshrl.launcher.shards import grown
+from meshrl.launcher.shards import with_recorded_shards
 from meshrl.rpc.queue_connection import build_store, open_stored_queue
 from meshrl.transferqueue.sharding import ShardQueue
 
 from ..mesh import Mesh, make_mesh
+
+pytestmark = pytest.mark.slow
 
 
 async def books(mesh: Mesh, shards: int) -> tuple[Ledger, list[Ledger]]:
@@ -69,4 +73,4 @@ def test_a_shard_is_added_while_a_run_goes_on_and_everybody_who_starts_again_fin
     assert f"{whole.admitted:,}" in meshrl(mesh, "ledger")
     # The next start has as many queue processes, whatever the recipe says.
     recipe = load_recipe(mesh.recipe, ["queue.shards=2"], check=False)
-    assert recipe.queue.shards == 2 and grown(recipe).queue.shards == 3
+    assert recipe.queue.shards == 2 and with_recorded_shards(recipe).queue.shards == 3

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from ..mesh import make_mesh
+
+pytestmark = pytest.mark.slow
 
 # A random model calls nothing on purpose: here every turn that ends in a digit is a call.
 FORMAT = """

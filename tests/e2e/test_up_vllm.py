@@ -9,6 +9,8 @@ import pytest
 
 from ..mesh import make_mesh
 
+pytestmark = pytest.mark.slow
+
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
 

@@ -50,6 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 async def test_no_request_breaks_the_gateway(model: Path) -> None:
     options = {"external": True, "max_requests": 1 << 30}
     async with (

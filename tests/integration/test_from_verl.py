@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
+import pytest
 
 from ..mesh import Mesh, make_mesh
 
@@ -48,6 +49,7 @@ python3 -m verl.trainer.main_ppo \\
 """
 
 
+@pytest.mark.slow
 def test_a_verl_command_is_migrated_and_trains_with_its_files_unchanged(tmp_path: Path) -> None:
     made = make_mesh(tmp_path)  # for its model
     (tmp_path / "reward.py").write_text(REWARD)

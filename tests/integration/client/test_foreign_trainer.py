@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from .client_scenes import queue_process
 
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/foreign_trainer.py"
@@ -16,6 +18,7 @@ STEPS = 40
 ROWS = STEPS * 8 * 8
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_survives_a_kill(tmp_path: Path) -> None:
     with queue_process(tmp_path / "queue") as address:
         command = [sys.executable, str(EXAMPLE), "--queue", address, "--folder", str(tmp_path)]

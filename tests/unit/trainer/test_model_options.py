@@ -97,6 +97,7 @@ def test_a_state_is_brought_to_where_its_parameter_is_but_for_the_count_of_steps
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's own
+@pytest.mark.slow
 def test_compiled_layers_learn_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     # Traced, cut and differentiated, but not written as C++: inductor spends minutes on that.
     traced = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
