@@ -301,13 +301,13 @@ class Frame:
 
     def select(self, names: Iterable[str], positions: Sequence[int] | None = None) -> bytes:
         """A frame of some columns, and of some rows; this one where that is all it has."""
-        kept = [name for name in names if name in self.columns]
+        selected = [name for name in names if name in self.columns]
         whole = positions is None or list(positions) == list(range(self.rows))
-        if whole and len(kept) == len(self.columns):
+        if whole and len(selected) == len(self.columns):
             return bytes(self.value)
         if whole or positions is None:
-            return self._of_columns([self.columns[name] for name in kept])
-        split = {name: self.split(name) for name in kept}
+            return self._of_columns([self.columns[name] for name in selected])
+        split = {name: self.split(name) for name in selected}
         return pack([{name: arrays[row] for name, arrays in split.items()} for row in positions])
 
     def _of_columns(self, columns: Sequence[Column]) -> bytes:

@@ -3,11 +3,11 @@
     lease ──rows──▶ handle(rows) ──RowWrite──▶ write
       ▲                  │  ├──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
       └── free capacity ─┘  └─────Returned──▶ release  (redelivered, no attempt counted)
-    keep: the rows held are renewed, however busy this loop is; work whose lease is lost is cancelled.
+    renew_held: held rows are renewed, however busy this loop is; work whose lease is lost is cancelled.
     write: the results of several calls go together (write_back.py).
 
 consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `wake`,
-`drain`. produces: columns. A stage that dies leaves nothing behind but leases, and those expire.
+`drain`. produces: columns. A stage that dies leaves only leases behind, and those expire.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from meshrl.contract.write_back import WriteBack
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 20.0
-"""One long poll; the stream of polls has no end but `drain`."""
+"""How long one call of `lease` waits; calls are repeated until `drain`."""
 RELEASE_S = 10.0
-"""What giving rows back may take at the end: a queue whose disk is full takes nothing, and leases expire anyway."""
+"""How long giving rows back may take at the end: a queue with a full disk takes nothing, and leases expire anyway."""
 IDLE_PAUSE_S = 2.0
-"""Between two questions to a queue whose feed is closed and empty: a rewind may still bring rows back."""
+"""Between two calls to an empty queue whose feed is closed: a rewind may still bring rows back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A row that could not be worked on, and whose fault that was."""
+    """A row that could not be worked on, with the kind of fault."""
 
     uid: Uid
     outcome: Outcome
@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """A row that could not be worked on because of whoever held it: given back, as if it had not been leased."""
+    """A row that this worker could not work on for a reason of its own: given back as if it had not been leased."""
 
     uid: Uid
 
@@ -56,28 +56,28 @@ Handler: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageRes
 
 
 ConcurrencyLimit: TypeAlias = Callable[[int], int]
-"""From the rows held now to how many more may be held, beyond what `limit` says; asked again at every `wake`."""
+"""From the number of held rows to how many more may be leased, besides `limit`; evaluated again at every `wake`."""
 
 
 class Progress(Protocol):
     """Work in progress that outlives its holder (`Queue.append`)."""
 
     def keeps(self, uid: Uid) -> bool:
-        """True for a row whose next holder can go on where this one stops: a drain need not wait for it."""
+        """True for a row that its next holder can continue: a drain need not wait for it."""
         ...
 
     def drop(self, uids: Iterable[Uid]) -> None:
-        """These rows are somebody else's."""
+        """Forget rows that another worker holds now."""
         ...
 
     async def flush(self) -> None:
-        """Keep what there is, before the rows are given back; never raises."""
+        """Store all progress before the rows are given back; never raises."""
         ...
 
 
 @dataclass(slots=True)
 class StageStats:
-    """Rows since the start of this loop."""
+    """Counts of rows since the start of this loop."""
 
     leased: int = 0
     written: int = 0
@@ -135,7 +135,7 @@ class StageWorker:
         self._concurrency_limit = concurrency_limit
         self._calls: set[_Call] = set()
         self._write_back = {
-            run: WriteBack(queue, run, stage.name, alone=self._nobody_works) for run in self._runs
+            run: WriteBack(queue, run, stage.name, alone=self._is_idle) for run in self._runs
         }
         self._freed = asyncio.Event()
         self._draining = asyncio.Event()
@@ -144,7 +144,7 @@ class StageWorker:
 
     @property
     def held(self) -> int:
-        """Rows worked on now; a result on its way back takes no place."""
+        """Rows worked on now; results on their way back do not count."""
         return sum(len(call.rows) for call in self._calls if not call.done)
 
     def drain(self) -> None:
@@ -159,7 +159,7 @@ class StageWorker:
     async def run(self, *, grace_s: float = 30.0) -> None:
         """Work until drained; calls still running `grace_s` after that are cancelled, their rows released.
 
-        Calls whose rows the next holder can go on with are not waited for.
+        It does not wait for calls whose rows the next holder can continue.
         """
         renewer = asyncio.create_task(
             self._queue.renew_held(self._held_leases), name=f"{self._stage.name}-renew"
@@ -183,7 +183,7 @@ class StageWorker:
             raise self._broken
 
     async def _finish(self, grace_s: float) -> None:
-        """Let calls come to their end, but for those that the next holder can go on with."""
+        """Wait for running calls, except for those that the next holder can continue."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + grace_s
         while running := [c.task for c in self._calls if c.task and not self._movable(c)]:
@@ -191,7 +191,7 @@ class StageWorker:
             if len(done) < len(running):
                 return
 
-    def _nobody_works(self) -> bool:
+    def _is_idle(self) -> bool:
         return all(call.done for call in self._calls)
 
     def _movable(self, call: _Call) -> bool:
@@ -234,7 +234,7 @@ class StageWorker:
     async def _capacity(self) -> int:
         """Rows that may be leased now; waits for a finished call or `wake` (or `drain`, then 0)."""
         while not self._draining.is_set():
-            # While the queue takes nothing back, one more limit of rows may be worked on and no more.
+            # While the queue takes no results, at most one more `limit` of rows may be worked on.
             returning = sum(len(call.rows) for call in self._calls if call.done)
             free = min(self._limit, 2 * self._limit - returning) - self.held
             if self._concurrency_limit is not None:
@@ -279,7 +279,7 @@ class StageWorker:
         try:
             results = await self._handle(rows)
         except Exception as error:
-            # A handler's crash is a fault of the infrastructure: the rows are tried again elsewhere.
+            # A crash of the handler is an infrastructure fault: the rows are tried again elsewhere.
             log.exception("%s: handler failed on %s", self._stage.name, rows[0].uid)
             reason = f"{type(error).__name__}: {error}"
             results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]
@@ -292,7 +292,7 @@ class StageWorker:
         self._held_leases.drop(call.rows.values())
         self._freed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            # The queue cannot be reached or refuses us: nothing here can mend that, `run` raises it.
+            # The queue cannot be reached or refuses this worker: `run` raises the error.
             self._broken = self._broken or error
             self.drain()
 
@@ -307,9 +307,9 @@ class StageWorker:
             self.stats.written += len(writes) - len(refused)
             for uid, error in refused.items():
                 if isinstance(error, FencedError):
-                    log.info("%s: result not wanted any more: %s", self._stage.name, error)
+                    log.info("%s: result is no longer wanted: %s", self._stage.name, error)
                     self.stats.lost += 1
-                else:  # it would be refused again: one row's defect
+                else:  # the row itself is wrong, so it would be refused again
                     reason = str(error)
                     failures.append(Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=reason))
         for failure in failures:
@@ -334,9 +334,9 @@ class StageWorker:
         self.forget(set(self._held_leases.still(rows)))
 
     def forget(self, lost: set[Uid]) -> None:
-        """Cancel work on rows none of which is ours any more.
+        """Cancel calls that hold none of their rows any more.
 
-        A row whose result is being written may be ours no more because the write has arrived.
+        A row whose result is being written may be lost because the write has arrived.
         """
         if self._progress is not None:
             self._progress.drop(lost)
@@ -350,7 +350,7 @@ class StageWorker:
                 self._freed.set()
 
     async def _release_all(self) -> None:
-        """Cancel what still runs and give its rows back, so that nobody waits for their leases to expire."""
+        """Cancel running calls and give their rows back, so that no one waits for their leases to expire."""
         calls, self._calls = list(self._calls), set()
         for call in calls:
             if call.task:
