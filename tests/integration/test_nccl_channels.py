@@ -130,7 +130,7 @@ async def test_versions_with_buckets_of_any_size_arrive_byte_by_byte(make: Any) 
             assert np.array_equal(await carry(channels, source, index), source.bucket(index))
 
 
-async def test_a_bucket_is_sent_again_in_the_same_cell(make: Any) -> None:
+async def test_a_bucket_is_sent_again_in_the_same_channel(make: Any) -> None:
     channels = await (await make()).opened()
     source = StubSource("run", Version(1, 0))
     for index in (0, 1, 0):
@@ -296,7 +296,7 @@ async def test_the_id_of_a_process_that_died_leads_nowhere() -> None:
         await other.kill_and_wait()
 
 
-async def test_strangers_are_turned_away(make: Any) -> None:
+async def test_connections_without_the_token_or_an_expected_channel_are_refused(make: Any) -> None:
     ends = await make()
     first, second = ends.pair()
     facts = Facts(library="stub", version="2.30.7")

@@ -132,7 +132,7 @@ async def test_a_queue_that_refuses_a_version_is_reported_to_the_trainer(tmp_pat
             await fleet.coordinator.drained()
 
 
-async def test_fleet_lists_the_replicas_over_the_wire(tmp_path: Path) -> None:
+async def test_fleet_lists_the_replicas_over_grpc(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
         await fleet.joined("one")
         await fleet.carry(fleet.source(3))

@@ -89,7 +89,7 @@ class Rotten(StubSource):
         return bucket
 
 
-async def test_a_version_whose_source_changed_is_withdrawn_and_the_trainer_is_told(
+async def test_a_version_whose_source_changed_is_withdrawn_and_the_trainer_gets_an_error(
     carrier: str, tmp_path: Path
 ) -> None:
     async with opened(carrier, tmp_path) as fleet:

@@ -239,7 +239,7 @@ async def test_the_trainer_keeps_only_versions_that_replicas_serve(tmp_path: Pat
         assert carrier.patches.versions == [Version(1, 4), Version(1, 5)]
 
 
-async def test_only_who_was_told_the_secret_may_fetch(tmp_path: Path) -> None:
+async def test_only_requests_with_the_secret_may_fetch(tmp_path: Path) -> None:
     async with opened("delta", tmp_path) as fleet:
         await fleet.joined("one")
         await fleet.carry(sparse(0))

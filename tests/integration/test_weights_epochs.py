@@ -29,7 +29,7 @@ async def test_versions_never_go_back(tmp_path: Path) -> None:
             await fleet.coordinator.publish(StubSource(RUN, Version(2, 6)))
 
 
-async def test_agents_follow_a_trainer_that_resumes_at_an_older_step_with_a_higher_epoch(
+async def test_replicas_follow_a_trainer_that_resumes_at_an_older_step_with_a_higher_epoch(
     carrier: str, tmp_path: Path
 ) -> None:
     async with opened(carrier, tmp_path) as fleet:
@@ -43,7 +43,7 @@ async def test_agents_follow_a_trainer_that_resumes_at_an_older_step_with_a_high
         assert engine.hashes == fleet.source(5).manifest.bucket_hashes
 
 
-async def test_a_plane_whose_epoch_is_over_is_refused(tmp_path: Path) -> None:
+async def test_a_coordinator_whose_epoch_is_over_is_refused(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
         fleet.epoch = 4
         await fleet.close_coordinator()
@@ -87,7 +87,7 @@ class Pretender(weights_pb2_grpc.WeightsServicer):
         return pb.FleetResponse()
 
 
-async def test_an_agent_hangs_up_on_a_trainer_whose_epoch_is_over(tmp_path: Path) -> None:
+async def test_a_replica_controller_leaves_a_trainer_whose_epoch_is_over(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
         await fleet.close_coordinator()
         fleet.epoch = 4

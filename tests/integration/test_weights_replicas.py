@@ -27,7 +27,7 @@ class Poisonable(HashSink):
         await super().commit_weights(version, on_update)
 
 
-async def test_an_engine_that_breaks_in_a_commit_is_out_and_its_process_is_told_to_end(
+async def test_an_engine_that_breaks_in_a_commit_is_out_and_its_process_must_end(
     carrier: str, tmp_path: Path
 ) -> None:
     async with opened(carrier, tmp_path) as fleet:
@@ -121,7 +121,7 @@ async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quoru
         assert fleet.published == [Version(1, 0), Version(1, 1)]
 
 
-async def test_a_replica_of_another_run_is_told_so(tmp_path: Path) -> None:
+async def test_a_replica_of_another_run_is_refused(tmp_path: Path) -> None:
     async with opened("disk", tmp_path) as fleet:
         fleet.join("stranger", run="elsewhere")
         with pytest.raises(UserError, match="serves run 'weights-test', not 'elsewhere'"):

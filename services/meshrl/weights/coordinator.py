@@ -91,9 +91,8 @@ class WeightCoordinator:
         for generation in self._removals:
             self._remove(generation, "the weight coordinator closes")
         await self._notify()
-        await self._wait_until(
-            lambda: not self._removals
-        )  # each replica leaves by itself: see `serve`
+        # Ends soon: `serve` removes each replica, whatever it does.
+        await self._wait_until(lambda: not self._removals)
         await self._routes.close()
 
     async def __aenter__(self) -> Self:

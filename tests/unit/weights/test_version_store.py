@@ -244,7 +244,9 @@ def test_runs_do_not_mix_in_one_directory(url: str) -> None:
     assert same(read(url, source_at(4, epoch=2, run="two")), source_at(4, epoch=2, run="two"))
 
 
-def test_stores_that_cannot_be_used_are_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_cannot_be_used_give_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ConfigError, match=r"weights\.directory: nfs4://x: Protocol not known"):
         VersionStore("nfs4://x")
     with pytest.raises(ConfigError, match="needs a path or a URL"):
@@ -260,7 +262,7 @@ def test_stores_that_cannot_be_used_are_told_in_one_line(monkeypatch: pytest.Mon
         VersionStore("s3://bucket/weights")
 
 
-def test_a_replica_that_sees_another_store_is_told_so() -> None:
+def test_a_replica_that_sees_another_store_gets_an_error() -> None:
     url = f"memory://{secrets.token_hex(4)}"
     reader = VersionReader(VersionStore(url), RUN, Held())
     with pytest.raises(UnavailableError, match="trainer and rollout need the same store"):

@@ -139,7 +139,7 @@ def test_auto_offers_what_this_process_can_run() -> None:
         Carriers(config, RunPaths(directory=Path()))["disk"]
 
 
-def test_a_replica_that_nothing_reaches_is_told_why(tmp_path: Path) -> None:
+def test_a_replica_that_nothing_reaches_is_refused_with_the_reason(tmp_path: Path) -> None:
     routes = Routes(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
     routes.check(Peer(name="near", host=host_id(), carriers=("shm",)))
     with pytest.raises(

@@ -232,7 +232,9 @@ def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
         (made(Kind.WHOLE, 1 << 60, 0, [1]), "for a bucket of 1152921504606846976 bytes"),
     ],
 )
-def test_a_patch_that_lies_is_told_so_in_one_line(patch: bytes, message: str) -> None:
+def test_a_patch_that_is_inconsistent_gives_an_error_of_one_line(
+    patch: bytes, message: str
+) -> None:
     size = 21 if b"\x15\0\0\0\0\0\0\0" in patch[:16] else 20
     with pytest.raises(CorruptError, match=message):
         apply(np.zeros(size, dtype=np.uint8), patch)

@@ -56,7 +56,7 @@ def test_deadlines_grow_with_the_bytes() -> None:
     assert config.deadline_s(3_000_000) == 5.0
 
 
-def test_a_manifest_survives_the_wire() -> None:
+def test_a_manifest_survives_its_protobuf_form() -> None:
     manifest = StubSource("run", Version(2, 9)).manifest
     about = stamp("run", 4, manifest.version)
     assert manifest_from_message(about, manifest_to_message(manifest)) == manifest
