@@ -1,4 +1,4 @@
-"""A rollout worker as a process of its own that writes down every token before anybody else hears of it.
+"""A rollout worker as a process that logs every token before it passes it on.
 
 Waits for a line on stdin, works until SIGTERM, then drains. The log has JSON lines: {"uid", "continued"} when a
 response begins, {"uid", "tokens"} with its length so far after each delta.
@@ -34,8 +34,8 @@ RUN = "chaos"
 FIRST = Version(1, 0)
 
 
-class Written:
-    """An engine whose deltas are in a file before they are anywhere else."""
+class LoggedEngine:
+    """An engine that writes each delta to a file before it yields it."""
 
     def __init__(self, engine: TorchEngine, log: Path) -> None:
         self._engine = engine
@@ -91,7 +91,7 @@ async def work(options: argparse.Namespace) -> None:
     async with QueueClient(options.queue) as queue:
         worker = RolloutWorker(
             queue,
-            Written(engine, options.log),
+            LoggedEngine(engine, options.log),
             Numbers(),
             runs=[RUN],
             worker=options.log.stem,

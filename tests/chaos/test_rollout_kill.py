@@ -1,4 +1,4 @@
-"""kill -9 and SIGTERM at rollout processes in the middle of responses: others go on with them, token for token."""
+"""kill -9 and SIGTERM at rollout processes in mid-response: others continue the responses, token for token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROUPS = 6
 SLOTS = 6
 INTERVAL = 64
 LENGTHS = [200 + 17 * number for number in range(GROUPS)]
-"""Response tokens by task; so few slots that groups are torn: some siblings are done, some run, some wait."""
+"""Response tokens by task; so few slots that of one group some siblings are done, some run, some wait."""
 TOKENS = GROUP * sum(LENGTHS)
 
 
@@ -56,7 +56,7 @@ class Worker:
         self.process.stdin.write(b"go\n")
 
     def responses(self) -> dict[str, tuple[int, int]]:
-        """By uid: tokens that it went on from, tokens in the end."""
+        """By uid: tokens of the response when it began, and now."""
         found: dict[str, tuple[int, int]] = {}
         written = self._log.read_text() if self._log.exists() else ""
         whole, _, _ = written.rpartition("\n")  # the last line may be half written
@@ -69,7 +69,7 @@ class Worker:
         return found
 
     async def sampled(self, tokens: int) -> None:
-        """Wait until it has sampled so many."""
+        """Wait until it has sampled so many tokens."""
         async with asyncio.timeout(120):
             while sum(end - start for start, end in self.responses().values()) < tokens:
                 assert self.process.returncode is None

@@ -1,4 +1,4 @@
-"""A rollout worker as a process of its own whose policy calls an MCP server: `python -m … QUEUE LOG NAME`.
+"""A rollout worker as a process whose policy calls an MCP server: `python -m … QUEUE LOG NAME`.
 
 The policy is scripted: one call of `add_or_wait`, then an answer with what was observed. Runs until SIGTERM.
 """

@@ -98,7 +98,7 @@ class EngineSuite(ABC):
         assert first.tokens.tolist() == again.tokens.tolist()
 
     @pytest.mark.parametrize("already", [1, 7, 11, 12])
-    async def test_a_continued_response_goes_on_where_it_was_left(
+    async def test_a_continued_response_continues_where_it_stopped(
         self, engine: Engine, already: int
     ) -> None:
         await self.commit(engine, 0)
@@ -110,7 +110,9 @@ class EngineSuite(ABC):
         assert rest.tokens.tolist() == whole.tokens[already:].tolist()
         assert rest.finish_reason == "length"
 
-    async def test_a_request_without_a_prompt_of_its_own_is_refused(self, engine: Engine) -> None:
+    async def test_a_request_with_no_prompt_before_its_continuation_is_refused(
+        self, engine: Engine
+    ) -> None:
         await self.commit(engine, 0)
         with pytest.raises(UserError, match=r"prompt is empty: all of it is continued \(4 tokens"):
             await sample(engine, replace(ask("a"), continued=4))
@@ -180,7 +182,7 @@ class EngineSuite(ABC):
         assert engine.version == version
 
     @pytest.mark.parametrize("on_update", [OnUpdate.IN_FLIGHT, OnUpdate.INTERRUPT])
-    async def test_an_update_in_flight_leaves_one_exact_border(
+    async def test_an_update_in_flight_changes_the_version_at_one_exact_token(
         self, engine: Engine, on_update: OnUpdate
     ) -> None:
         new = await self.commit(engine, 0)
@@ -200,7 +202,7 @@ class EngineSuite(ABC):
         assert versions[-1] == new
         assert set(versions[:-1]) == {old}
 
-    async def test_a_draining_update_lets_what_runs_finish_and_holds_what_comes(
+    async def test_a_draining_update_lets_running_requests_finish_and_delays_new_ones(
         self, engine: Engine
     ) -> None:
         old = await self.commit(engine, 0)
@@ -214,7 +216,7 @@ class EngineSuite(ABC):
         assert len(answer.tokens) == LONG // 4
         assert [span.version for span in later.spans] == [new]
 
-    async def test_a_request_that_means_nothing_is_a_user_error(self, engine: Engine) -> None:
+    async def test_an_invalid_request_is_a_user_error(self, engine: Engine) -> None:
         await self.commit(engine, 0)
         with pytest.raises(UserError, match="max_tokens"):
             await sample(engine, ask("a", max_tokens=0))

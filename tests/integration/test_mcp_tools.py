@@ -79,7 +79,7 @@ def runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-async def test_a_server_offers_its_tools_and_answers(bench: Bench) -> None:
+async def test_a_server_lists_its_tools_and_answers_calls(bench: Bench) -> None:
     command = [sys.executable, str(OFFICIAL), str(bench.log)]
     tools = await bench.open(command=command, only=["add", "fail"])
     names = [schema["function"]["name"] for schema in tools.schemas()]
@@ -108,9 +108,7 @@ async def test_rows_share_a_server_unless_it_is_stateful(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("how", ["die", "killed"])
-async def test_a_server_that_dies_is_a_fault_of_its_calls_and_is_started_again(
-    bench: Bench, how: str
-) -> None:
+async def test_a_server_that_dies_fails_its_calls_and_is_restarted(bench: Bench, how: str) -> None:
     await bench.open()
     calls = [asyncio.create_task(bench.say("wait")) for _ in range(3)]
     assert await bench.say("add", a=1, b=2) == "3"
@@ -144,7 +142,7 @@ async def test_an_answer_without_end_is_cut_off_before_it_reaches_the_worker(
     assert len(bench.noted("pid")) == 1
 
 
-async def test_what_a_server_has_started_ends_with_it(bench: Bench) -> None:
+async def test_processes_that_a_server_started_end_with_it(bench: Bench) -> None:
     """The fixture waits for the end of every process that the server noted."""
     await bench.open()
     assert await bench.say("fork", count=5) == "forked"
@@ -230,7 +228,7 @@ def free_port() -> int:
         return number
 
 
-async def test_a_server_over_http_may_go_away_and_come_back(bench: Bench) -> None:
+async def test_a_server_over_http_may_disappear_and_return(bench: Bench) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/mcp"
     async with http_server(bench.log, port) as process:

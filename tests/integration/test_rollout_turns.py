@@ -195,7 +195,7 @@ async def test_a_row_that_moves_during_a_call_repeats_that_call_and_no_other(
 
 
 @pytest.mark.parametrize(("other", "same"), [("3", True), ("4", False)], ids=["same", "other"])
-async def test_stateful_tools_are_called_again_and_decide_whether_the_row_goes_on(
+async def test_stateful_tools_are_called_again_and_their_results_decide_whether_the_row_continues(
     queue: TransferQueue, gate: Gate, monkeypatch: pytest.MonkeyPatch, other: str, same: bool
 ) -> None:
     result = "3"
@@ -227,7 +227,7 @@ async def test_stateful_tools_are_called_again_and_decide_whether_the_row_goes_o
         assert pieces(row)[2][0] == observed("4")
 
 
-async def test_a_row_whose_tools_say_other_things_now_is_not_kept_any_more(
+async def test_a_row_whose_tools_return_other_results_is_not_saved_any_more(
     queue: TransferQueue, gate: Gate
 ) -> None:
     """A recipe that has changed: the prompt tells of other tools."""

@@ -213,7 +213,7 @@ async def test_rows_that_an_engine_fault_hit_are_delivered_again(
     assert ledger.dead_lettered == {}
 
 
-async def test_a_replica_that_fails_at_once_neither_attracts_rows_nor_burns_them(
+async def test_a_replica_that_fails_fast_neither_takes_rows_nor_uses_up_their_attempts(
     queue: TransferQueue, engine: echo.EchoEngine, tmp_path: Path
 ) -> None:
     await open_run(queue, tasks(64), max_attempts=3)
@@ -241,7 +241,7 @@ async def test_a_replica_that_fails_at_once_neither_attracts_rows_nor_burns_them
     await broken.close()
 
 
-async def test_a_replica_that_recovers_is_leased_to_again(
+async def test_a_replica_that_recovers_leases_rows_again(
     queue: TransferQueue, engine: echo.EchoEngine
 ) -> None:
     await open_run(queue, tasks(8), max_attempts=3)
@@ -271,7 +271,7 @@ async def test_an_engine_that_fails_every_probe_must_be_replaced(
     assert (await queue.ledger(RUN)).resident.get("leased", 0) == 0
 
 
-async def test_a_row_that_breaks_every_request_is_given_up_in_the_end(
+async def test_a_row_that_breaks_every_request_is_abandoned_in_the_end(
     queue: TransferQueue, engine: echo.EchoEngine
 ) -> None:
     await open_run(queue, tasks(1, group_size=1), max_attempts=3)
@@ -287,7 +287,7 @@ async def raising(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer)
     raise ValueError("no such tool")
 
 
-async def test_a_program_that_raises_says_nothing_of_the_replica(
+async def test_an_exception_of_a_program_does_not_open_the_breaker(
     queue: TransferQueue, engine: echo.EchoEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = ModuleType("raising.program")
@@ -337,7 +337,7 @@ async def test_when_the_engine_has_stopped_the_worker_ends_and_another_takes_ove
     await second.close()
 
 
-async def test_a_drain_whose_grace_is_over_gives_rows_back_untouched(
+async def test_a_drain_whose_grace_is_over_releases_rows_unchanged(
     queue: TransferQueue, engine: echo.EchoEngine
 ) -> None:
     await open_run(queue, tasks(2), max_attempts=1)
@@ -372,7 +372,7 @@ async def test_evaluation_is_served_before_training(
         await until(queue, RUN, "ready", 24)
 
 
-async def test_an_unknown_program_is_given_up_with_the_known_ones_named(
+async def test_a_row_with_an_unknown_program_fails_and_names_the_known_ones(
     queue: TransferQueue, engine: echo.EchoEngine
 ) -> None:
     await open_run(queue, tasks(1, program="single_trun"), max_attempts=1)
@@ -455,7 +455,9 @@ class LonelyEngine:
     version = FIRST
 
 
-async def test_waves_need_an_engine_that_can_start_them(queue: TransferQueue) -> None:
+async def test_sync_batches_need_an_engine_that_starts_requests_together(
+    queue: TransferQueue,
+) -> None:
     with pytest.raises(ConfigError, match=r"LonelyEngine.*rollout\.name=torch"):
         RolloutWorker(
             queue,

@@ -114,7 +114,7 @@ async def test_rows_are_leased_by_the_tokens_that_the_servers_cache_holds(make: 
     assert engine.stats().capacity == min(64, 8000 // asked)
 
 
-async def test_without_an_account_of_its_cache_slots_are_the_bound(make: Maker) -> None:
+async def test_slots_are_the_bound_if_the_server_does_not_report_its_cache(make: Maker) -> None:
     engine = await make("--max-total-tokens", "0", slots=5)
     assert engine.stats().capacity == 5
 
@@ -132,7 +132,7 @@ async def test_without_an_account_of_its_cache_slots_are_the_bound(make: Maker) 
     ],
     ids=str,
 )
-async def test_an_update_is_said_in_sglangs_words(
+async def test_an_update_uses_sglangs_routes_and_bodies(
     make: Maker, arguments: list[str], on_update: OnUpdate, mode: str, flushed: bool
 ) -> None:
     engine = await make(*arguments, "--tp-size", "2")
@@ -155,7 +155,7 @@ async def test_an_update_is_said_in_sglangs_words(
 
 
 @pytest.mark.parametrize("arguments", [[], [BOOKED]], ids=["overlap", "no overlap"])
-async def test_no_token_is_mislabelled_while_updates_fly(make: Maker, arguments: list[str]) -> None:
+async def test_no_token_is_mislabelled_during_updates(make: Maker, arguments: list[str]) -> None:
     requests, wanted = 32, LABELLED_TOKENS // 2
     engine = await make(*arguments, slots=requests)
     await commit(engine, 0)
@@ -184,7 +184,7 @@ async def test_no_token_is_mislabelled_while_updates_fly(make: Maker, arguments:
     assert sum(mislabelled(answer) for answer in answers) == 0
 
 
-async def test_the_stand_in_mislabels_as_sglang_does_when_paused_in_place_with_a_step_in_hand(
+async def test_the_fake_mislabels_as_sglang_does_when_paused_in_place_with_an_unrecorded_step(
     make: Maker,
 ) -> None:
     """Why an overlapping server is retracted: without that the check above would fail."""
@@ -209,7 +209,7 @@ async def test_the_stand_in_mislabels_as_sglang_does_when_paused_in_place_with_a
     ],
     ids=str,
 )
-async def test_what_runs_keeps_its_cache_in_flight_and_is_computed_anew_when_interrupted(
+async def test_running_requests_keep_their_cache_in_flight_and_recompute_it_when_interrupted(
     make: Maker, arguments: list[str], on_update: OnUpdate, renewed: bool
 ) -> None:
     engine = await make(*arguments)
@@ -229,7 +229,7 @@ async def test_what_runs_keeps_its_cache_in_flight_and_is_computed_anew_when_int
 @pytest.mark.parametrize(
     "options", [{"update": "disk"}, {"update": "native", "group_backend": "gloo"}], ids=str
 )
-async def test_the_other_ways_in_serve_the_very_weights(
+async def test_the_other_update_routes_serve_the_same_weights(
     make: Maker, options: dict[str, Any]
 ) -> None:
     engine = await make(BOOKED, **options)
@@ -282,7 +282,7 @@ async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until
     assert mislabelled(answer) == 0
 
 
-async def test_tokens_of_half_a_version_reach_nobody(make: Maker) -> None:
+async def test_tokens_of_half_a_version_are_never_delivered(make: Maker) -> None:
     engine = await make(update="native", group_backend="gloo")
     await commit(engine, 1)
     running = await begun(engine, until=NEVER)
@@ -335,7 +335,7 @@ async def test_a_server_that_dies_in_mid_stream_comes_back_with_the_served_versi
     assert mislabelled(answer) == 0
 
 
-async def test_a_server_that_dies_during_a_broadcast_is_replaced_and_joined_anew(
+async def test_a_server_that_dies_during_a_broadcast_is_replaced_and_joined_again(
     make: Maker,
 ) -> None:
     engine = await make(update="native", group_backend="gloo", update_s=60.0)
@@ -390,7 +390,7 @@ async def test_a_silent_server_fails_the_request_and_is_replaced(make: Maker) ->
     ],
     ids=["abort", "relabel", "relabel quietly"],
 )
-async def test_what_somebody_else_does_to_a_server_is_never_an_answer(
+async def test_responses_that_another_client_changed_are_faults(
     make: Maker, route: str, body: dict[str, object], said: str
 ) -> None:
     engine = await make("--step-s", "0.001")
@@ -408,7 +408,7 @@ async def test_what_somebody_else_does_to_a_server_is_never_an_answer(
 # Requests
 
 
-async def test_a_response_ends_with_its_stop_whoever_looks_for_it(make: Maker) -> None:
+async def test_a_response_ends_with_its_stop_found_by_server_or_engine(make: Maker) -> None:
     engine = await make()
     await commit(engine, 1)
     await fault(engine.url, says_mark=False)

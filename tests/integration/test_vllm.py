@@ -260,7 +260,7 @@ async def test_rows_are_leased_by_the_tokens_that_the_servers_cache_holds(
         await wide.close()
 
 
-async def test_weights_that_do_not_fit_are_refused_before_the_server_hears_of_them(
+async def test_weights_that_do_not_fit_are_refused_before_any_call_to_the_server(
     engine: ServerEngine,
 ) -> None:
     await commit(engine, tied(), Version(1, 0))
@@ -270,7 +270,7 @@ async def test_weights_that_do_not_fit_are_refused_before_the_server_hears_of_th
     assert len((await sample(engine, request("a", [5], max_tokens=3))).tokens) == 3
 
 
-async def test_tokens_of_weights_that_somebody_else_loaded_are_never_given_a_version(
+async def test_tokens_of_weights_that_another_program_loaded_get_no_version(
     engine: ServerEngine, owner: ServerEngine
 ) -> None:
     await commit(engine, tied(), Version(1, 0))
@@ -313,7 +313,7 @@ def server_pid(log: Path) -> int:
     raise AssertionError(f"no server writes {log}")
 
 
-async def test_a_killed_server_fails_what_ran_and_comes_back_with_the_served_version(
+async def test_a_killed_server_fails_its_requests_and_returns_with_the_served_version(
     owner: ServerEngine, checkpoint: Path
 ) -> None:
     model = tied(seed=4)
@@ -390,7 +390,7 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
     ],
     ids=str,
 )
-async def test_a_wrong_server_is_one_clear_line(
+async def test_an_unsuitable_server_is_one_clear_message(
     options: dict[str, Any], said: str, checkpoint: Path
 ) -> None:
     with pytest.raises(UserError, match=said) as raised:

@@ -137,7 +137,7 @@ async def test_an_error_of_the_server_ends_a_broadcast_that_waits_for_it(make: A
     assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
 
 
-async def test_a_server_that_never_answers_is_given_up_at_the_deadline(make: Any) -> None:
+async def test_a_server_that_never_answers_is_abandoned_at_the_deadline(make: Any) -> None:
     engine = await make(server={"fault": "deaf"}, update_s=1.0)
     with pytest.raises(InfraError, match=r"loading weights 1\.0 failed in vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
@@ -165,7 +165,7 @@ async def test_a_root_that_stops_in_a_broadcast_is_killed_and_the_server_replace
     assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
 
 
-async def test_a_server_without_the_backend_is_told_apart_at_the_start(make: Any) -> None:
+async def test_a_server_without_the_backend_is_found_at_the_start(make: Any) -> None:
     engine = await make(start=False, server={"fault": "no_backend"})
     with pytest.raises(
         UserError, match=r"started without --weight-transfer-config .*nccl.*not configured"
@@ -184,7 +184,7 @@ async def test_a_server_without_the_backend_is_told_apart_at_the_start(make: Any
         ),
     ],
 )
-async def test_wrong_options_are_one_line(make: Any, options: Any, said: str) -> None:
+async def test_wrong_options_are_one_message(make: Any, options: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         await make(start=False, **options)
 
@@ -220,7 +220,7 @@ def make_pieces(drawn: list[tuple[str, int]]) -> list[TensorRange]:
 
 @given(drawn=tensors, limit=st.integers(1, 400))
 @settings(deadline=None, max_examples=200)
-def test_buckets_are_what_the_receiver_cuts_and_no_tensor_lies_askew(
+def test_buckets_are_those_of_the_receiver_and_every_tensor_is_aligned(
     drawn: list[tuple[str, int]], limit: int
 ) -> None:
     pieces = make_pieces(drawn)

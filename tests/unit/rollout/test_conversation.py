@@ -76,7 +76,9 @@ def test_a_row_has_everything_in_order_under_its_version() -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML, FORGETFUL], ids=["chatml", "forgetful"])
-def test_what_was_sampled_stays_although_the_template_would_say_it_otherwise(template: str) -> None:
+def test_sampled_tokens_stay_although_the_template_would_render_them_differently(
+    template: str,
+) -> None:
     tokenizer = chat_tokenizer(template)
     # Sampled character by character: encoding the text gives other tokens.
     sampled = [tokenizer.encode(c)[0] for c in "<think>th42</think>call"]
@@ -106,7 +108,7 @@ def test_what_was_sampled_stays_although_the_template_would_say_it_otherwise(tem
     ],
     ids=["ended", "ended otherwise", "cut", "ended, no marker", "newline"],
 )
-def test_a_turn_ends_once(template: str, said: str, between: str) -> None:
+def test_an_end_of_turn_is_not_added_twice(template: str, said: str, between: str) -> None:
     tokenizer = chat_tokenizer(template)
     conversation, prompt = begun(tokenizer)
     conversation.append(response(tokenizer.encode(said)))
@@ -115,13 +117,13 @@ def test_a_turn_ends_once(template: str, said: str, between: str) -> None:
     assert text == said + between
 
 
-def test_a_prompt_tells_of_tools_where_the_template_does() -> None:
+def test_a_prompt_shows_tools_if_the_template_does() -> None:
     tokenizer = chat_tokenizer()
     ids = prompt_of(tokenizer, [{"role": "user", "content": "hi"}], tools=[{"name": "add"}])
     assert tokenizer.decode_all(ids).startswith('<|start|>system\n[{"name": "add"}]<|end|>')
 
 
-def test_an_observation_that_leaves_no_room_for_an_answer_is_not_made() -> None:
+def test_an_observation_that_leaves_no_token_for_an_answer_is_not_added() -> None:
     tokenizer = chat_tokenizer()
     call = tokenizer.encode("call<|end|>")
     observed = len(tokenizer.encode("\n<|start|>tool\n42<|end|>\n<|start|>assistant\n"))
@@ -135,7 +137,7 @@ def test_an_observation_that_leaves_no_room_for_an_answer_is_not_made() -> None:
     assert fits.observe(TOOL) and fits.left == 1 and not fits.full
 
 
-def test_a_turn_may_have_what_is_left_and_what_a_turn_may_have() -> None:
+def test_a_turn_has_at_most_the_tokens_left_and_its_own_limit() -> None:
     tokenizer = chat_tokenizer()
     conversation, prompt = begun(tokenizer, room=50, turn_tokens=40, turns=2)
     sampling = SamplingParams(max_tokens=1000, temperature=0.5)
@@ -159,7 +161,7 @@ def test_a_task_gives_the_budget() -> None:
     assert Budget.of(task, turns=2) == Budget(response_tokens=9, turns=2)
 
 
-def test_a_response_that_the_engine_gave_up_is_no_row_to_train_on() -> None:
+def test_a_response_that_the_engine_aborted_is_not_trainable() -> None:
     conversation, _ = begun(chat_tokenizer())
     conversation.append(response([20], reason="abort"))
     assert conversation.rollout().outcome is Outcome.CANCELLED
@@ -173,7 +175,9 @@ def test_a_response_that_the_engine_gave_up_is_no_row_to_train_on() -> None:
         (MUTE, "the chat template leaves out the assistant's text"),
     ],
 )
-def test_a_template_that_cannot_say_it_is_named(template: str | None, problem: str) -> None:
+def test_a_template_that_cannot_render_messages_is_an_error(
+    template: str | None, problem: str
+) -> None:
     tokenizer = chat_tokenizer(template)
     prompt = np.arange(3, dtype=np.int32)
     conversation = Conversation(UID, tokenizer, prompt, budget=Budget(response_tokens=99))
@@ -182,7 +186,7 @@ def test_a_template_that_cannot_say_it_is_named(template: str | None, problem: s
         conversation.observe(TOOL)
 
 
-def test_messages_need_a_tokenizer_that_knows_them() -> None:
+def test_messages_need_a_tokenizer_with_a_chat_template() -> None:
     class Words:
         def decode(self, ids: list[int]) -> str:
             return ""

@@ -67,7 +67,7 @@ def test_rows_keep_what_they_hold_while_the_cache_grows_and_shrinks() -> None:
     assert cache.layers[0][:, :2].equal(held)
 
 
-def test_what_begins_on_an_idle_cache_finds_the_same_length_whatever_ran_before() -> None:
+def test_an_idle_cache_starts_with_the_same_length_whatever_ran_before() -> None:
     fresh, used = cache_of(), cache_of()
     used.reserve(8, 60, kept=0)
     for cache in (fresh, used):

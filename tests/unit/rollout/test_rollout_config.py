@@ -37,12 +37,12 @@ def test_defaults_sample_at_temperature_one_and_evaluate_greedily() -> None:
     ],
     ids=str,
 )
-def test_values_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+def test_invalid_values_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         RolloutConfig.model_validate(wrong)
 
 
-def test_rows_run_in_waves_exactly_when_training_is_on_policy_unless_told() -> None:
+def test_rows_run_in_sync_batches_exactly_if_training_is_on_policy_by_default() -> None:
     assert RolloutConfig().is_deterministic(0)
     assert not RolloutConfig().is_deterministic(1)
     assert RolloutConfig(deterministic=True).is_deterministic(1)

@@ -133,7 +133,7 @@ async def test_what_was_sampled_is_not_tokenised_again(tokenizer: HuggingFaceTok
     assert tokenizer.decode_all(row(session).tokens.tolist()).count("<pad>") == 1
 
 
-async def test_a_row_whose_version_changes_on_the_way_has_a_span_for_each(
+async def test_a_row_whose_version_changes_has_a_span_for_each(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     engine = Scripted(tokenizer, "first answer", "second answer", swap_at=20)
@@ -145,7 +145,7 @@ async def test_a_row_whose_version_changes_on_the_way_has_a_span_for_each(
     assert [span.version for span in found.spans] == [FIRST, SECOND]
 
 
-async def test_tool_calls_are_known_by_their_ids_however_the_client_writes_them(
+async def test_tool_calls_are_recognised_by_their_ids_however_the_client_formats_them(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     engine = Scripted(tokenizer, "hm " + CALL, "3")
@@ -201,7 +201,7 @@ async def test_an_edited_past_is_a_branch_and_the_branch_of_the_last_answer_is_t
     assert session.left_out == len(engine.sampled[0][0]) + len(engine.sampled[1][0])
 
 
-async def test_the_longest_branch_is_the_row_where_that_is_asked_for(
+async def test_the_longest_branch_is_the_row_if_the_rules_say_so(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     engine = Scripted(tokenizer, "one", "two", "sub")
@@ -212,7 +212,7 @@ async def test_the_longest_branch_is_the_row_where_that_is_asked_for(
     check_sampled(row(session), engine.sampled[:2])
 
 
-async def test_a_second_branch_is_refused_where_there_may_be_but_one(
+async def test_a_second_branch_is_refused_if_only_one_is_allowed(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     engine = Scripted(tokenizer, "one", "two")
@@ -240,7 +240,7 @@ async def test_two_answers_to_one_conversation_are_siblings(
     check_sampled(row(session), [engine.sampled[0], engine.sampled[2]])
 
 
-async def test_a_template_that_says_nothing_of_tools_is_no_template_for_tools(
+async def test_a_template_that_does_not_show_tools_is_refused_for_tools(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
     plain = chat_tokenizer(tmp_path)
@@ -260,7 +260,7 @@ async def test_a_stop_string_is_sampled_but_not_shown(tokenizer: HuggingFaceToke
     assert "END<eos>U:y" in tokenizer.decode_all(row(session).tokens.tolist())
 
 
-async def test_completions_go_on_from_their_text_and_do_not_repeat_the_stop_string(
+async def test_completions_continue_their_text_and_do_not_repeat_the_stop_string(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     engine = Scripted(tokenizer, " thought Obs: x", "done")
@@ -273,7 +273,7 @@ async def test_completions_go_on_from_their_text_and_do_not_repeat_the_stop_stri
     assert tokenizer.decode_all(found.tokens.tolist()) == "Q: thought Obs: 42.done<eos>"
 
 
-async def test_completions_in_tokens_go_on_from_tokens(tokenizer: HuggingFaceTokenizer) -> None:
+async def test_completions_in_tokens_continue_their_tokens(tokenizer: HuggingFaceTokenizer) -> None:
     engine = Scripted(tokenizer, "ab", "cd", "ef")
     session = session_of(tokenizer, engine)
     await write(session, (9, 10))
@@ -283,7 +283,7 @@ async def test_completions_in_tokens_go_on_from_tokens(tokenizer: HuggingFaceTok
     check_sampled(row(session), engine.sampled[2:])
 
 
-async def test_a_conversation_without_room_for_an_answer_is_refused_and_its_row_truncated(
+async def test_a_conversation_too_long_for_an_answer_is_refused_and_its_row_truncated(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     engine = Scripted(tokenizer, "12345", "x")
@@ -303,14 +303,14 @@ async def test_an_answer_is_cut_where_the_row_ends(tokenizer: HuggingFaceTokeniz
     assert session.rollout().outcome is Outcome.TRUNCATED
 
 
-async def test_a_first_prompt_has_a_limit_of_its_own(tokenizer: HuggingFaceTokenizer) -> None:
+async def test_a_first_prompt_has_its_own_limit(tokenizer: HuggingFaceTokenizer) -> None:
     session = session_of(tokenizer, Scripted(tokenizer), SessionRules(prompt_tokens=8))
     with pytest.raises(ContextLengthError, match="the prompt has 9 tokens, and may have 8"):
         session.ask(SessionRequest(messages=(user("1234"),)))
 
 
 @pytest.mark.parametrize(("client", "wanted"), [(False, (0.7, 0.9)), (True, (0.1, 0.5))])
-async def test_the_task_says_how_it_is_sampled_unless_the_client_may(
+async def test_the_sampling_is_the_tasks_unless_the_client_may_choose(
     tokenizer: HuggingFaceTokenizer, client: bool, wanted: tuple[float, float]
 ) -> None:
     engine = Scripted(tokenizer, "x")
@@ -322,7 +322,7 @@ async def test_the_task_says_how_it_is_sampled_unless_the_client_may(
     assert (sampling.stop, sampling.max_tokens) == (("!", "?"), 7)
 
 
-async def test_a_client_that_leaves_leaves_nothing_in_the_row(
+async def test_a_request_whose_client_disconnects_adds_nothing_to_the_row(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     engine = Scripted(tokenizer, "never heard", "heard")
@@ -337,7 +337,9 @@ async def test_a_client_that_leaves_leaves_nothing_in_the_row(
     check_sampled(row(session), engine.sampled[1:])
 
 
-async def test_closing_ends_what_runs_and_takes_no_more(tokenizer: HuggingFaceTokenizer) -> None:
+async def test_closing_aborts_running_requests_and_refuses_new_ones(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
     engine = Scripted(tokenizer, "never heard")
     session = session_of(tokenizer, engine)
     engine.go.clear()
@@ -353,7 +355,7 @@ async def test_closing_ends_what_runs_and_takes_no_more(tokenizer: HuggingFaceTo
         session.rollout()
 
 
-async def test_a_fault_of_the_engine_is_the_session_s_and_the_client_hears_of_it(
+async def test_a_fault_of_the_engine_ends_the_session_and_reaches_the_client(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     session = session_of(tokenizer, Scripted(tokenizer, InfraError("the engine broke")))
@@ -392,7 +394,7 @@ def shown(tokenizer: HuggingFaceTokenizer, text: str, **options: Any) -> tuple[l
     return pieces, visible.end()
 
 
-def test_what_may_become_a_stop_string_or_a_call_is_not_shown_early(
+def test_text_that_may_become_a_stop_string_or_a_call_is_not_shown_early(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     pieces, (text, tail, calls) = shown(tokenizer, "a STO b STOP", stop=("STOP",))

@@ -77,7 +77,7 @@ def test_hermes_calls_are_found(text: str, calls: list[ToolCall]) -> None:
         ("[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_call_that_is_none_says_why(inside: str, problem: str) -> None:
+def test_an_invalid_call_says_why(inside: str, problem: str) -> None:
     (call,) = hermes.parse(f"<tool_call>{inside}</tool_call>")
     assert problem in call.problem
 
@@ -114,7 +114,7 @@ def test_a_function_describes_itself() -> None:
     }
 
 
-async def test_names_that_pydantic_reserves_are_names_like_any_other() -> None:
+async def test_parameter_names_that_pydantic_reserves_work() -> None:
     tool = FunctionTool(some_tools.odd)
     found = await tool.call({"json": "{}", "model_config": "y", "_hidden": 2}, caller())
     assert found == '{"json": "{}", "model_config": "y", "_hidden": 2}'
@@ -129,7 +129,7 @@ async def test_names_that_pydantic_reserves_are_names_like_any_other() -> None:
         ("strange", "no schema for its parameters"),
     ],
 )
-def test_a_function_that_cannot_be_described_is_no_tool(name: str, problem: str) -> None:
+def test_a_function_without_a_schema_is_refused(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"tool {name}: .*{problem}"):
         FunctionTool(getattr(some_tools, name))
 
@@ -200,12 +200,12 @@ async def test_what_the_policy_or_the_tool_does_wrong_is_an_observation(
     assert (await said(tools, name, **arguments)).startswith(observation)
 
 
-async def test_a_tool_may_say_that_the_machinery_is_broken() -> None:
+async def test_a_tool_may_raise_an_infrastructure_fault() -> None:
     with pytest.raises(InfraError, match="the disk is gone"):
         await said(await tools_of("fail"), "fail", how="infra")
 
 
-async def test_a_call_that_is_none_is_answered_with_its_problem() -> None:
+async def test_an_invalid_call_is_answered_with_its_problem() -> None:
     tools = await tools_of("add")
     assert (
         await tools.call(ToolCall(name="", problem="not JSON"), caller(), TOKENIZER)
@@ -213,7 +213,7 @@ async def test_a_call_that_is_none_is_answered_with_its_problem() -> None:
     )
 
 
-async def test_a_hanging_call_is_told_and_those_that_never_come_back_break_the_tool() -> None:
+async def test_a_hanging_call_is_observed_and_too_many_of_them_break_the_tool() -> None:
     some_tools.hanging.clear()
     quick = {"function": "wait", "timeout_s": 0.01, "concurrency": 2}
     tools = await tools_of(quick, {"function": "wait_for_ever", "timeout_s": 0.01})
@@ -252,7 +252,7 @@ async def test_no_more_calls_at_once_than_a_tool_allows() -> None:
     assert most == 3
 
 
-async def test_a_task_chooses_tools_and_gives_arguments_that_nobody_sees() -> None:
+async def test_a_task_selects_tools_and_adds_hidden_arguments() -> None:
     kwargs = {"who": {"execute_kwargs": {"secret": "x"}}}
     extra = {"tool_selection": ["who"], "tools_kwargs": kwargs}
     tools = await tools_of("add", "who", extra_info=extra)
@@ -272,9 +272,7 @@ async def test_a_task_chooses_tools_and_gives_arguments_that_nobody_sees() -> No
         ({"tools_kwargs": {"add": 3}}, "tools_kwargs.add is 3, want an object"),
     ],
 )
-async def test_a_task_that_asks_for_the_impossible_is_named(
-    extra: dict[str, Any], problem: str
-) -> None:
+async def test_a_task_with_unknown_tools_is_named(extra: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         await tools_of("add", extra_info=extra)
 
@@ -298,11 +296,11 @@ def test_a_long_result_is_cut_to_its_budget(side: Any, length: int) -> None:
     assert len(before + after) >= 20
 
 
-def test_a_budget_too_small_for_anything_is_kept() -> None:
+def test_a_budget_smaller_than_the_mark_gives_an_empty_result() -> None:
     assert Cut(tokens=3)("0123456789", TOKENIZER) == ""
 
 
-async def test_a_result_is_cut_whoever_said_it() -> None:
+async def test_results_and_errors_are_cut_alike() -> None:
     tools = await tools_of("long", "fail", max_result_tokens=30)
     assert GAP in await said(tools, "long", n=100_000)
     assert GAP in await said(tools, "fail", how="x" * 1000)

@@ -76,7 +76,7 @@ async def test_an_answer_without_a_call_is_a_row_of_one_turn() -> None:
     assert rollout.outcome is Outcome.OK
 
 
-async def test_a_prompt_that_came_as_text_stays_as_it_is() -> None:
+async def test_a_prompt_that_came_as_text_is_not_changed() -> None:
     from dataclasses import replace
 
     tokenizer = chat_tokenizer(PLAIN)
@@ -88,7 +88,7 @@ async def test_a_prompt_that_came_as_text_stays_as_it_is() -> None:
     assert policy.text(rollout.trajectory.tokens).endswith(f"{ADD}\ntool: 3\nassistant: {ANSWER}")
 
 
-async def test_a_template_that_keeps_tools_to_itself_is_told_once(
+async def test_a_template_that_does_not_show_tools_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -99,7 +99,7 @@ async def test_a_template_that_keeps_tools_to_itself_is_told_once(
     ]
 
 
-async def test_wrong_calls_are_observed_and_may_be_mended() -> None:
+async def test_wrong_calls_are_observed_and_may_be_corrected() -> None:
     turns = [
         call("subtract"),
         "<tool_call>{</tool_call>" + END,
@@ -158,13 +158,13 @@ async def test_results_take_no_more_than_their_tokens() -> None:
     assert "truncated" in observed and len(chat_tokenizer().encode(observed)) == 40
 
 
-async def test_a_broken_machinery_is_no_observation() -> None:
+async def test_an_infrastructure_fault_is_no_observation() -> None:
     both = call("add", '{"a": 1}', "") + call("fail", '{"how": "infra"}')
     with pytest.raises(InfraError, match="the disk is gone"):
         await run([both, ANSWER], "add", "fail")
 
 
-async def test_a_response_that_the_engine_gave_up_is_not_trained_on() -> None:
+async def test_a_response_that_the_engine_aborted_is_not_trained() -> None:
     class Gone(Scripted):
         def _delta(self, tokens: Sequence[int], reason: str) -> Any:
             return super()._delta(tokens, "abort")
@@ -175,7 +175,7 @@ async def test_a_response_that_the_engine_gave_up_is_not_trained_on() -> None:
     assert rollout.outcome is Outcome.CANCELLED
 
 
-async def test_other_ways_to_write_a_call() -> None:
+async def test_other_formats_of_calls() -> None:
     fenced = f"```python\nprint(42)\n```{END}"
     _, _, text = await run([fenced, ANSWER], "python", format="python_fence", role="user")
     assert "<|start|>user\nread 'print(42)\\n'<|end|>" in text
@@ -186,7 +186,7 @@ def test_an_unknown_format_is_answered_with_the_known_ones() -> None:
         program.build({"tools": [f"{HERE}.add"], "format": "hermse"})
 
 
-async def test_tools_need_a_tokenizer_that_knows_messages() -> None:
+async def test_tools_need_a_tokenizer_with_a_chat_template() -> None:
     class Words:
         def decode(self, ids: Sequence[int]) -> str:
             return ""

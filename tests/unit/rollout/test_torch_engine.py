@@ -74,7 +74,7 @@ async def test_greedy_tokens_equal_those_of_transformers(
         np.testing.assert_allclose(answer.logprobs, want, atol=1e-4)
 
 
-async def test_a_sharded_checkpoint_is_read_whole(
+async def test_a_sharded_checkpoint_is_read_completely(
     qwen3: Checkpoint, tmp_path: Path, make_engine: EngineMaker
 ) -> None:
     qwen3.model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -111,7 +111,7 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
         np.testing.assert_allclose(answer.logprobs, want, atol=1e-4)
 
 
-async def test_what_runs_beside_a_request_does_not_change_its_draws(
+async def test_other_running_requests_do_not_change_a_draw(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, slots=6)
@@ -225,7 +225,7 @@ async def test_a_request_as_long_as_the_model_allows_is_cut_there(
         ([5], {"stop": ("x",)}, "stop strings need a tokenizer"),
     ],
 )
-async def test_a_request_that_cannot_be_run_says_why(
+async def test_an_invalid_request_says_why(
     qwen3: Checkpoint,
     make_engine: EngineMaker,
     prompt: list[int],

@@ -35,7 +35,7 @@ async def run(
     return rollout, policy, policy.text(rollout.trajectory.tokens)
 
 
-async def test_a_function_talks_with_the_policy() -> None:
+async def test_a_function_leads_the_conversation() -> None:
     rollout, policy, text = await run("insist", ["41?", "43?", "42!"])
     said = "\n<|start|>user\nWrong.<|end|>\n<|start|>assistant\n"
     assert text.endswith(f"41?{END}{said}43?{END}{said}42!{END}")
@@ -49,7 +49,7 @@ async def test_a_function_talks_with_the_policy() -> None:
     ("options", "reason", "turns"),
     [({"max_turns": 2}, "max_turns", 2), ({"max_tokens": 50}, "length", 3)],
 )
-async def test_a_conversation_without_room_ends_the_row(
+async def test_a_conversation_that_is_too_long_ends_the_row(
     options: dict[str, Any], reason: str, turns: int
 ) -> None:
     rollout, policy, _ = await run("insist", ["41?"] * 9, **options)
@@ -57,20 +57,20 @@ async def test_a_conversation_without_room_ends_the_row(
     assert len(policy.requests) == turns and rollout.trajectory.loss_mask[-1] == 1
 
 
-async def test_a_turn_that_is_cut_may_be_gone_on_with() -> None:
+async def test_a_cut_turn_may_be_continued() -> None:
     rollout, _, text = await run("insist", ["it is 1?", "42!"], max_turn_tokens=5)
     assert f"it is{END}\n<|start|>user\nWrong." in text and text.endswith("42!<|end|>")
     assert rollout.outcome is Outcome.OK
 
 
-async def test_a_function_may_see_the_end_itself() -> None:
+async def test_a_function_may_catch_the_end() -> None:
     rollout, _, _ = await run("catch", ["a"] * 9, max_turns=2)
     assert some_agents.seen[:2] == ["stop", "stop"]
     assert some_agents.seen[2].startswith("max_turns, ")
     assert (rollout.outcome, rollout.finish_reason) == (Outcome.TRUNCATED, "max_turns")
 
 
-async def test_a_function_may_judge_the_outcome() -> None:
+async def test_a_function_may_set_the_outcome() -> None:
     rollout, _, _ = await run("judge", ["a"])
     assert (rollout.outcome, rollout.finish_reason) == (Outcome.POLICY_FAULT, "stop")
 
@@ -132,7 +132,7 @@ async def test_a_mistake_at_run_time_is_one_clear_line(function: str, problem: s
         await run(function, ["a"])
 
 
-async def test_a_response_that_the_engine_gave_up_is_not_trained_on() -> None:
+async def test_a_response_that_the_engine_aborted_is_not_trained() -> None:
     class Gone(Scripted):
         def _delta(self, tokens: Sequence[int], reason: str) -> Any:
             return super()._delta(tokens, "abort")

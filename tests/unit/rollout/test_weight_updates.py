@@ -53,7 +53,7 @@ async def updated_on_the_way(engine: TorchEngine, on_update: OnUpdate) -> Respon
     )
 
 
-async def test_an_interrupted_generation_goes_on_as_the_new_model_would(
+async def test_an_interrupted_generation_continues_as_the_new_model_would(
     qwen3: Checkpoint, other: Any, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])

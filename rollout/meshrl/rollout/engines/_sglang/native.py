@@ -193,17 +193,17 @@ class GroupSender:
         """A control call and the collective that it announces; the first failure of either ends the wait.
 
         Raises:
-            MeshError: the server's own account where it has one.
+            MeshError: the server's error, if there is one.
         """
-        told = asyncio.ensure_future(call)
+        called = asyncio.ensure_future(call)
         done = asyncio.ensure_future(_in_daemon(collective))
         try:
             async with asyncio.timeout(deadline_s):
-                # What a broken collective says is worth less than what the server says of it; but a collective
+                # The error of the server says more than that of a broken collective; but a collective
                 # that failed alone leaves the server waiting.
-                await asyncio.wait({told, done}, return_when=asyncio.FIRST_EXCEPTION)
-                await (told if told.done() else done)
-                await told
+                await asyncio.wait({called, done}, return_when=asyncio.FIRST_EXCEPTION)
+                await (called if called.done() else done)
+                await called
                 return await done
         except TimeoutError as error:
             raise InfraError(
@@ -212,12 +212,12 @@ class GroupSender:
         except RuntimeError as error:
             raise InfraError(f"a broadcast to {self._name} failed: {_line(error)}") from error
         finally:
-            told.cancel()
+            called.cancel()
             done.cancel()
-            await asyncio.gather(told, done, return_exceptions=True)
+            await asyncio.gather(called, done, return_exceptions=True)
 
     def _give_up(self) -> None:
-        """Forget the group; a collective that still runs is told to end, and its thread ends with the process."""
+        """Forget the group; a collective that still runs is aborted, and its thread ends with the process."""
         group, self._group, self._store = self._group, None, None
         self._name = f"meshrl-{uuid.uuid4().hex}"
         if group is not None and hasattr(group, "abort"):

@@ -4,7 +4,7 @@
     root: init, warm-up               ─┘                 root: bucket, bucket …  ─┘
 
 The ranks are root 0 and, from 1 on, the server's workers. Either side of a pair may fail while the other waits inside
-NCCL for ever: the first failure ends both, the root's process is killed, and the server is taken for half loaded.
+NCCL for ever: the first failure ends both, the root's process is killed, and the server counts as half loaded.
 Routes, bodies and the packing rule were read in vLLM 0.33.0.
 """
 
@@ -35,7 +35,7 @@ class Root(Protocol):
         ...
 
     async def unique_id(self) -> bytes:
-        """Name the communicator, bytes[128]."""
+        """An id for the communicator, bytes[128]."""
         ...
 
     async def join(self, size: int, unique_id: bytes, deadline_s: float) -> None:
@@ -51,7 +51,7 @@ class Root(Protocol):
         ...
 
     async def close(self) -> None:
-        """Part in peace."""
+        """Leave the communicator and end."""
         ...
 
 
@@ -111,16 +111,16 @@ class NativeSender:
         """
         file = directory / "model.safetensors"
         buckets = pack(await asyncio.to_thread(read_tensor_ranges, file), self._buffer_bytes)
-        told = client.call("POST", "/update_weights", json={"update_info": update_info(buckets)})
+        call = client.call("POST", "/update_weights", json={"update_info": update_info(buckets)})
         try:
-            await _both(told, self._broadcast(file, buckets))
+            await _both(call, self._broadcast(file, buckets))
         except BaseException:
             if self._root is not None:
                 self._root.abort()
             raise
 
     async def close(self) -> None:
-        """Leave the communicator; idempotent. The server is not told: it would wait for this rank."""
+        """Leave the communicator; idempotent. The server gets no call: it would wait for this rank."""
         root, self._root = self._root, None
         if root is not None:
             await root.close()
@@ -133,12 +133,12 @@ class NativeSender:
             await self._root.broadcast(parts, self._update_s)
 
 
-async def _both(told: Coroutine[Any, Any, object], moved: Coroutine[Any, Any, None]) -> None:
-    """What the server is told, and what has to happen here meanwhile; the first failure cancels the other.
+async def _both(call: Coroutine[Any, Any, object], collective: Coroutine[Any, Any, None]) -> None:
+    """A call to the server and the collective that it starts; the first failure cancels the other.
 
-    Where both have failed, the server's account is raised.
+    If both have failed, the server's error is raised.
     """
-    tasks = [asyncio.ensure_future(told), asyncio.ensure_future(moved)]
+    tasks = [asyncio.ensure_future(call), asyncio.ensure_future(collective)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in tasks:
