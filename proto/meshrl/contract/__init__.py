@@ -1,1 +1,1 @@
-"""What the rooms of the mesh say to each other: nouns, ports, errors. Imports no room."""
+"""What the rooms of the mesh share: types, ports, errors. Imports no room."""

@@ -545,7 +545,7 @@ Global___GroupRows: _TypeAlias = GroupRows  # noqa: Y015
 
 @_typing.final
 class Parts(_message.Message):
-    """Which frames hold which rows. A sealed frame of columns is described in meshrl/contract/frames.py; the frames of a
+    """Which frames hold which rows. A frame of columns is described in meshrl/contract/frames.py; the frames of a
     message lie in the order of its parts.
     """
 
@@ -683,7 +683,7 @@ class WriteRequest(_message.Message):
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """One sealed frame of columns per group (meshrl/contract/frames.py), its rows in the group's order."""
+        """One frame of columns per group (meshrl/contract/frames.py), its rows in the group's order."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Strategies that draw the contract's nouns, and what a round trip through the codec is."""
+"""Strategies that draw the contract's types, and what a round trip through the codec is."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ measures = st.dictionaries(texts, numbers, max_size=3)
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality of nouns that contain arrays: dtype, shape and bits."""
+    """Equality of values that contain arrays: dtype, shape and bits."""
     if isinstance(left, np.ndarray):
         return (
             isinstance(right, np.ndarray)
@@ -149,15 +149,15 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def over_the_wire(message: Any) -> Any:
+def over_the_network(message: Any) -> Any:
     """The message as the other side parses it."""
     if isinstance(message, list):
-        return [over_the_wire(one) for one in message]
+        return [over_the_network(one) for one in message]
     if isinstance(message, codec.Bulk):
         return codec.parser(type(message.message))(message.SerializeToString())
     return type(message).FromString(message.SerializeToString())
 
 
-def round_trip(name: str, noun: Any) -> None:
-    message = getattr(codec, f"encode_{name}")(noun)
-    assert same(noun, getattr(codec, f"decode_{name}")(over_the_wire(message)))
+def round_trip(name: str, value: Any) -> None:
+    message = getattr(codec, f"encode_{name}")(value)
+    assert same(value, getattr(codec, f"decode_{name}")(over_the_network(message)))

@@ -41,7 +41,7 @@ from .codec_values import (
     large,
     measures,
     numbers,
-    over_the_wire,
+    over_the_network,
     round_trip,
     same,
     sampling,
@@ -56,7 +56,7 @@ from .codec_values import (
 
 @given(arrays)
 def test_any_array_comes_back_bit_for_bit(array: np.ndarray) -> None:
-    assert same(array, codec.decode_array(over_the_wire(codec.encode_array(array))))
+    assert same(array, codec.decode_array(over_the_network(codec.encode_array(array))))
 
 
 @given(versions, uids, sampling, tasks)

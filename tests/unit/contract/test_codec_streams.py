@@ -31,7 +31,7 @@ from .codec_values import (
     large,
     names,
     numbers,
-    over_the_wire,
+    over_the_network,
     runs,
     same,
     small,
@@ -47,13 +47,13 @@ def test_admitted_tasks_come_back(
     several: tuple[Task, ...], run: str, cursor: str, wait_s: float
 ) -> None:
     call = codec.AdmitCall(run=run, tasks=several, cursor=cursor, wait_s=wait_s)
-    assert same(call, codec.decode_admit(over_the_wire(codec.encode_admit(call))))
+    assert same(call, codec.decode_admit(over_the_network(codec.encode_admit(call))))
 
 
 def test_an_admitted_task_is_packed_as_it_came_and_one_made_from_it_is_not() -> None:
     asked = Task(run="r", task_id="t", prompt_ids=np.arange(3, dtype=np.int32))
     call = codec.AdmitCall(run="r", tasks=(asked,), cursor="", wait_s=0.0)
-    messages = over_the_wire(codec.encode_admit(call))
+    messages = over_the_network(codec.encode_admit(call))
     messages[0].tasks[0].ground_truth_json = '{"a":1}'
     (task,) = codec.decode_admit(messages).tasks
     packed = codec.pack_task(task)
@@ -97,7 +97,7 @@ def test_leases_come_back(several: list[Any]) -> None:
             for number, (fields, task) in enumerate(several)
         ),
     )
-    assert same(lease, codec.decode_lease(over_the_wire(codec.encode_lease(lease))))
+    assert same(lease, codec.decode_lease(over_the_network(codec.encode_lease(lease))))
 
 
 @given(st.lists(st.tuples(groups(), large, plain_frames, st.booleans()), max_size=3), facts)
@@ -115,12 +115,12 @@ def test_writes_come_back(several: list[Any], fact: RowFacts) -> None:
             for fields, token, frame, sampled in several
         ),
     )
-    assert same(call, codec.decode_write(over_the_wire(codec.encode_write(call))))
+    assert same(call, codec.decode_write(over_the_network(codec.encode_write(call))))
 
 
 @given(st.lists(payloads().map(lambda fields: PayloadGroup(**fields)), max_size=3))
 def test_fetched_payload_comes_back(fetched: list[PayloadGroup]) -> None:
-    messages = over_the_wire(list(codec.encode_fetched(fetched)))
+    messages = over_the_network(list(codec.encode_fetched(fetched)))
     assert same(fetched, codec.decode_fetched(messages, fetched))
 
 
@@ -136,7 +136,7 @@ def test_frames_share_messages_of_a_mebibyte(sizes: list[int]) -> None:
     messages = list(codec.encode_fetched(fetched))
     assert all(len(m.frames) == 1 or m.ByteSize() <= 1.01 * codec.PAGE_BYTES for m in messages)
     assert len(messages) <= 1 + 2 * (sum(sizes) // codec.PAGE_BYTES + 1)
-    assert same(fetched, codec.decode_fetched(over_the_wire(messages), fetched))
+    assert same(fetched, codec.decode_fetched(over_the_network(messages), fetched))
 
 
 def written(task: str, nbytes: int = 8) -> PackedGroup:

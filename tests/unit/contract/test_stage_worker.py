@@ -19,14 +19,14 @@ VERSION = Version(1, 0)
 
 
 class Shut(TransferQueue):
-    """Takes no result until its door is opened."""
+    """Takes no result until `accepts` is set."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
-        self.door = asyncio.Event()
+        self.accepts = asyncio.Event()
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        await self.door.wait()
+        await self.accepts.wait()
         await super().write_packed(run, stage, groups)
 
 
@@ -66,7 +66,7 @@ async def test_a_result_on_its_way_back_takes_no_place(queue: Shut) -> None:
         loop.wake()
         await asyncio.sleep(0)
     assert begun == 2 * LIMIT  # a queue that takes none back is given no more to wait for
-    queue.door.set()
+    queue.accepts.set()
     await until(ROWS)
     loop.drain()
     await running

@@ -16,8 +16,8 @@ from meshrl.contract.types import Json
 P = ParamSpec("P")
 R = TypeVar("R")
 TypeEnum = TypeVar("TypeEnum", bound=StrEnum)
-WireEnum = TypeVar("WireEnum", bound=int)
-WireEnumOut = TypeVar("WireEnumOut", bound=int, covariant=True)
+ProtoNumber = TypeVar("ProtoNumber", bound=int)
+ProtoEnumOut = TypeVar("ProtoEnumOut", bound=int, covariant=True)
 
 MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """What Python, numpy, json and protobuf raise for a value that does not fit."""
@@ -92,29 +92,29 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-class _ProtoEnum(Protocol[WireEnumOut]):
+class _ProtoEnum(Protocol[ProtoEnumOut]):
     """What the generated code offers of an enum."""
 
-    def Value(self, name: str, /) -> WireEnumOut: ...
+    def Value(self, name: str, /) -> ProtoEnumOut: ...
 
 
-class EnumCodec(Generic[TypeEnum, WireEnum]):
+class EnumCodec(Generic[TypeEnum, ProtoNumber]):
     """One enum of the contract and its protobuf enum, whose names begin with `prefix`."""
 
-    def __init__(self, kind: type[TypeEnum], wire: _ProtoEnum[WireEnum], prefix: str) -> None:
+    def __init__(self, kind: type[TypeEnum], enum: _ProtoEnum[ProtoNumber], prefix: str) -> None:
         self._kind = kind
-        self._to_wire = {member: wire.Value(f"{prefix}_{member.name}") for member in kind}
-        self._from_wire = {int(number): member for member, number in self._to_wire.items()}
+        self._to_number = {member: enum.Value(f"{prefix}_{member.name}") for member in kind}
+        self._from_number = {int(number): member for member, number in self._to_number.items()}
 
-    def encode(self, member: TypeEnum) -> WireEnum:
+    def encode(self, member: TypeEnum) -> ProtoNumber:
         """Raises ValueError for a value that is no member."""
-        number = self._to_wire.get(member)
+        number = self._to_number.get(member)
         if number is None:
             malformed(f"{member!r} is no {self._kind.__name__}")
         return number
 
     def decode(self, number: int) -> TypeEnum:
         """Raises ValueError for an unknown number, UNSPECIFIED included."""
-        if number not in self._from_wire:
+        if number not in self._from_number:
             malformed(f"{number} is no {self._kind.__name__}")
-        return self._from_wire[number]
+        return self._from_number[number]

@@ -12,7 +12,7 @@ from meshrl.contract.codec.checks import decoder, encoder, malformed, require
 from meshrl.contract.codec.types import OUTCOMES
 from meshrl.contract.types import BatchGroup, GroupRows, Outcome, Part, RowFacts, Version
 from meshrl.v1 import queue_pb2 as pb
-from meshrl.v1 import trajectory_pb2 as wire
+from meshrl.v1 import trajectory_pb2
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def decode_rows(message: pb.GroupRows) -> list[GroupRows]:
 
 
 def named_rows(message: pb.GroupRows) -> Rows:
-    """What `decode_rows` makes nouns of. Raises ValueError for rows that no uid can name."""
+    """The rows of a message, before they become types. Raises ValueError for rows that no uid can name."""
     # Lists, because a protobuf container makes its numbers anew each time that somebody looks at them.
     tasks, counts = message.tasks[:], message.counts[:]
     indices, attempts = message.indices[:], message.attempts[:]
@@ -134,7 +134,7 @@ def _decode_versions(message: pb.VersionList, rows: int) -> list[Version]:
     return list(map(known.__getitem__, pairs))
 
 
-def _encode_outcomes(outcomes: Sequence[Outcome]) -> list[wire.Outcome.ValueType]:
+def _encode_outcomes(outcomes: Sequence[Outcome]) -> list[trajectory_pb2.Outcome.ValueType]:
     known = {outcome: OUTCOMES.encode(outcome) for outcome in set(outcomes)}
     return list(map(known.__getitem__, outcomes))
 

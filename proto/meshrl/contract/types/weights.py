@@ -1,4 +1,4 @@
-"""The wire layout of a version of the weights."""
+"""The layout in which a version of the weights is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshrl.contract.types.names import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Where one tensor lies in the wire layout of a version."""
+    """Where one tensor lies in the layout of a version."""
 
     name: str
     """Hugging Face parameter name."""
