@@ -33,8 +33,8 @@ def test_kill_9_while_saving_beside_training_leaves_the_last_committed_one(
 ) -> None:
     arguments = [tiny_path, tmp_path, count, rounds]
     ranks.run("save_and_die.py", arguments, tmp_path / "output")
-    told = (tmp_path / "output").read_text()
-    lines = [[int(word) for word in line.split()] for line in told.splitlines()]
+    output = (tmp_path / "output").read_text()
+    lines = [[int(word) for word in line.split()] for line in output.splitlines()]
     assert [number for number, _ in lines] == list(range(rounds))
     learner = rank_work.make(tiny_path, world)
     for number, committed in lines:

@@ -88,8 +88,8 @@ def test_the_learning_rate_warms_up_and_falls(kind: str, rates: list[float]) -> 
 
 
 def test_updates_that_were_left_out_are_counted_and_in_no_mean() -> None:
-    told = norms_of("prime", [1.0, math.nan, 3.0, math.inf])
-    assert told == {"prime/grad_norm": 2.0, "prime/skipped_updates": 2}
+    metrics = norms_of("prime", [1.0, math.nan, 3.0, math.inf])
+    assert metrics == {"prime/grad_norm": 2.0, "prime/skipped_updates": 2}
     assert math.isnan(norms_of("prime", [math.nan])["prime/grad_norm"])
 
 
@@ -145,26 +145,26 @@ def test_every_way_to_old_logprobs_makes_a_finite_step(
 
 
 async def test_a_watcher_hears_of_changes_and_of_the_end() -> None:
-    board = LiveStatus(total_steps=4)
-    heard: list[TrainerStatus] = []
+    live_status = LiveStatus(total_steps=4)
+    statuses: list[TrainerStatus] = []
 
     async def watch() -> None:
-        heard.extend([status async for status in board.watch(60.0)])
+        statuses.extend([status async for status in live_status.watch(60.0)])
 
     watching = asyncio.create_task(watch())
     await asyncio.sleep(0)
-    board.version = Version(1, 1)
-    with board.phase(TrainerPhase.WAITING):
-        board.blocked([Waiting(who="trainer", what="16 rows", since_s=3.0, owners=("w1",))])
+    live_status.version = Version(1, 1)
+    with live_status.phase(TrainerPhase.WAITING):
+        live_status.blocked([Waiting(who="trainer", what="16 rows", since_s=3.0, owners=("w1",))])
         await asyncio.sleep(0.01)
-    whole = board.stepped({"reward/mean": 0.5, "note": "x"}, {0: 3, 1: 1}, tokens=100)
-    board.ended(failed=False)
+    metrics = live_status.stepped({"reward/mean": 0.5, "note": "x"}, {0: 3, 1: 1}, tokens=100)
+    live_status.ended(failed=False)
     await watching
-    assert any("16 rows, 3 s (w1)" in status.waiting_for for status in heard)
-    last = heard[-1]
+    assert any("16 rows, 3 s (w1)" in status.waiting_for for status in statuses)
+    last = statuses[-1]
     assert (last.phase, last.samples, dict(last.staleness)) == (TrainerPhase.DONE, 4, {0: 3, 1: 1})
     assert last.reward_mean == 0.5 and last.eta_s is not None
-    assert whole["time/waiting_s"] > 0
+    assert metrics["time/waiting_s"] > 0
 
 
 async def test_work_runs_one_piece_after_the_other(world: World) -> None:

@@ -114,7 +114,7 @@ class ReferenceStage:
             model: What computes.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
-            together: Rows wait for their siblings, whose prompt is computed once then (`shared_prefix_groups.py`).
+            together: Rows wait for the rest of their group, whose prompt is shared (`shared_prefix_groups.py`).
         """
         self._model = model
         self._loop = StageWorker(
