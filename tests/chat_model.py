@@ -1,4 +1,4 @@
-"""A tiny tokenizer that knows chats and tools, a checkpoint with it, and an engine that says what it is told to."""
+"""A tiny tokenizer with a chat template that shows tools, a checkpoint with it, and a scripted engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chat_tokenizer(path: Path) -> HuggingFaceTokenizer:
 
 
 class Scripted:
-    """A `Generator` whose responses are given: texts, or the error that ends one. The last token is <eos>.
+    """A `Generator` with scripted responses: texts, or the error that ends one. The last token is <eos>.
 
     Each token has a log-prob of its own; from `swap_at` on tokens are of the second version. It stalls at `pause`
     until `go` is set.

@@ -1,4 +1,4 @@
-"""A checkpoint and versions of it for SGLang's stand-in, whose weights are one number: see `_sglang.fake.weights`."""
+"""A checkpoint and its versions for the fake SGLang server, whose weights are one number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,)}
 
 
 def mark(version: Version) -> int:
-    """What the stand-in says while it serves `version`."""
+    """The mark that the fake encodes while it serves `version`."""
     return version.step % GARBAGE
 
 
@@ -64,7 +64,7 @@ def make_checkpoint(path: Path, *, max_length: int) -> Path:
 
 
 def mislabelled(answer: Response) -> int:
-    """Tokens, log-probs included, that other weights sampled than the span says."""
+    """How many tokens (or their log-probs) come from other weights than the span says."""
     wrong = 0
     for span in answer.spans:
         expected = mark(span.version)
@@ -80,17 +80,17 @@ def cache_marks(answer: Response) -> list[int]:
 
 
 async def post(url: str, route: str, body: Mapping[str, object]) -> None:
-    """Somebody else's call."""
+    """A call of another client."""
     async with httpx.AsyncClient(trust_env=False) as http:
         (await http.post(f"{url}{route}", json=body)).raise_for_status()
 
 
 async def fault(url: str, **what: object) -> None:
-    """Have the stand-in fail; see `Routes._fault`."""
+    """Make the fake fail; see `Routes._fault`."""
     await post(url, "/fake/fault", what)
 
 
 async def state(url: str) -> Any:
-    """What the stand-in knows of itself."""
+    """The fake's own state."""
     async with httpx.AsyncClient(trust_env=False) as http:
         return (await http.get(f"{url}/fake/state")).json()

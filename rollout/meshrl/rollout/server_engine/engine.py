@@ -5,7 +5,7 @@
     commit_weights ─▶ the client pauses the server, makes it load the file, labels the version, resumes
     watchdog task ─▶ restarts a server that dies, with the served version; with none after a half-finished update
 
-The server is a child process (`python`, `command`) or somebody else's (`url`); its kind is a `ServerKind`.
+The server is a child process (`python`, `command`) or another program's (`url`); its kind is a `ServerKind`.
 Imports no torch.
 """
 

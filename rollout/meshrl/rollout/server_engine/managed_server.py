@@ -1,4 +1,4 @@
-"""The server of one engine: a child process that can be replaced, or somebody else's at a `url`."""
+"""The server of one engine: a child process that can be replaced, or a server of another program at a `url`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of staged versions, on a file system that the server can read; removes those that nobody uses."""
+"""The directory of staged versions, on a file system that the server can read; removes unused ones."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def main() -> int:
     """Run the command with our stdin; its exit code, 128 + n for signal n."""
     worker, most, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     killed = 128 + signal.SIGKILL
-    # SIGTERM goes to the whole group, the command included; whoever ignores it is killed. SIG_IGN would be inherited.
+    # SIGTERM goes to the whole group, the command included; processes that ignore it are killed. SIG_IGN would be
+    # inherited.
     signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, GRACE_S))
     signal.signal(signal.SIGALRM, lambda *_: _end(killed))
     signal.signal(signal.SIGUSR1, lambda *_: _end(killed))

@@ -65,7 +65,7 @@ class SamplingRows:
         temperature, top_k, top_p = self.temperature[rows], self.top_k[rows], self.top_p[rows]
         draws = uniforms(self.key[rows], positions)
         cut = (top_k < logits.shape[-1]) | (top_p < OFF)
-        # A kind per row, never per batch: whoever runs beside a row must not change how it is drawn.
+        # A kind per row, never per batch: other rows must not change how a row is drawn.
         kind = np.where(temperature == 0, 0, np.where(cut, 2, 1))
         if (kind == kind[0]).all():
             return _sample(int(kind[0]), logits, temperature, top_k, top_p, draws)

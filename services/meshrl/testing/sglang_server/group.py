@@ -23,7 +23,7 @@ class GlooRank:
     def __init__(self, body: dict[str, Any]) -> None:
         """The same private helper that SGLang uses: it decides under which prefixes ranks find each other.
 
-        Raises whatever torch does where nobody answers.
+        Raises torch's error if no rank answers.
         """
         timeout = timedelta(seconds=TIMEOUT_S)
         rank, size = body["rank_offset"], body["world_size"]

@@ -1,4 +1,4 @@
-"""The fake's weight updates: sessions, loaders, and the one it gets from a process group."""
+"""The fake's weight updates: sessions, loaders, and broadcasts of a process group."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Answer = tuple[bool, str]
 
 
 class Died(Exception):
-    """What ends a scheduler, and with it the server."""
+    """An exception that ends the scheduler, and with it the server."""
 
 
 class Group(Protocol):
-    """A process group that weights come through."""
+    """A process group that receives weights."""
 
     def receive(self, body: dict[str, Any]) -> int:
-        """Take one broadcast; the mark in it, or the last one. Raises what the real one does."""
+        """Receive one broadcast; the mark in it, or the last one. Raises what the real server raises."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the group."""
         ...
 
 
@@ -45,7 +45,7 @@ class Updates:
         join: Callable[[dict[str, Any]], Group],
     ) -> None:
         self.partial = False
-        """The next load stops in the middle."""
+        """The next load stops halfway."""
         self._scheduler = scheduler
         self._loaders = loaders
         self._join = join
@@ -53,7 +53,7 @@ class Updates:
         self._open = False
 
     async def begin(self) -> Answer:
-        """Open the session; without a pause, once nothing runs."""
+        """Open the session; if not paused, wait until no request runs."""
         await self._quiet()
         if self._open:
             return False, "a weight-update session is already open; call end_weight_update() first"
@@ -61,14 +61,14 @@ class Updates:
         return True, "Success"
 
     async def end(self) -> Answer:
-        """Close it."""
+        """Close the session."""
         if not self._open:
             return False, "no weight-update session is open; call begin_weight_update() first"
         self._open = False
         return True, "Success"
 
     async def from_loader(self, load_format: str | None, directory: Path) -> Answer:
-        """A registered loader reads `directory`. What it raises nobody catches."""
+        """A registered loader reads `directory`. Its exceptions are not caught."""
         if not self._open:
             return False, OUTSIDE.format(route="update_weights_from_tensor")
         if load_format not in self._loaders:
@@ -80,7 +80,7 @@ class Updates:
         return True, "Success"
 
     async def from_disk(self, directory: Path) -> Answer:
-        """Needs no session, and catches what fails."""
+        """Load `directory`; needs no session, and catches exceptions."""
         await self._quiet()
         try:
             self._take(read_mark(directory))
@@ -89,7 +89,7 @@ class Updates:
         return True, "Succeeded to update model weights."
 
     async def from_group(self, body: dict[str, Any]) -> Answer:
-        """One broadcast."""
+        """Receive one broadcast."""
         if not self._open:
             return False, OUTSIDE.format(route="update_weights_from_distributed")
         group = self._groups.get(body["group_name"])
@@ -110,7 +110,7 @@ class Updates:
         return True, "Succeeded to update parameter online."
 
     async def join(self, body: dict[str, Any]) -> Answer:
-        """Become the ranks of this server in a group."""
+        """Join a group as the ranks of this server."""
         try:
             self._groups[body["group_name"]] = await asyncio.to_thread(self._join, body)
         except Exception as error:
@@ -132,6 +132,6 @@ class Updates:
         self._scheduler.mark = mark
 
     async def _quiet(self) -> None:
-        """Paused, or with nothing running: the real one takes a lock that running requests hold."""
+        """Paused, or no request runs: the real server takes a lock that running requests hold."""
         scheduler = self._scheduler
         await scheduler.until(lambda: scheduler.paused or not scheduler.requests)

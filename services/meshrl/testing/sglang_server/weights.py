@@ -10,7 +10,7 @@ import numpy as np
 
 WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
 MARKS = 256
-"""A mark is below it."""
+"""Marks are smaller than this."""
 GARBAGE = MARKS - 1
 """The mark of weights that are half one version and half another."""
 
@@ -38,7 +38,7 @@ def read_mark(directory: Path) -> int:
 
 
 def mark_of(dtype: str, raw: bytes) -> int:
-    """The mark that a number's little-endian bytes are; `dtype` in safetensors' words."""
+    """The mark in the little-endian bytes of a number; `dtype` is the safetensors name."""
     if dtype == "BF16":
         raw = b"\0\0" + raw
     value = float(np.frombuffer(raw, dtype="<f2" if dtype == "F16" else "<f4")[0])
@@ -46,11 +46,11 @@ def mark_of(dtype: str, raw: bytes) -> int:
 
 
 def logprob(mark: int, cache_mark: int) -> float:
-    """Says both: exact in float32."""
+    """A log-prob that encodes both marks exactly in float32."""
     return -(MARKS * mark + cache_mark) / MARKS**2
 
 
 def marks_of(value: float) -> tuple[int, int]:
-    """The mark of the weights that sampled and of those the cache was computed with."""
+    """The marks of the weights that sampled, and of those that computed the cache."""
     both = round(-value * MARKS**2)
     return both // MARKS, both % MARKS

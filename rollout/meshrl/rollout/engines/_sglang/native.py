@@ -253,7 +253,7 @@ async def _in_daemon(work: Callable[[], T]) -> T:
             settle = functools.partial(_settle, result.set_result, work())
         except Exception as error:
             settle = functools.partial(_settle, result.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
             loop.call_soon_threadsafe(settle)
 
     threading.Thread(target=run, name="sglang-broadcast", daemon=True).start()
@@ -261,7 +261,7 @@ async def _in_daemon(work: Callable[[], T]) -> T:
 
 
 def _settle(settle: Callable[[Any], None], value: Any) -> None:
-    with contextlib.suppress(asyncio.InvalidStateError):  # cancelled: nobody waits
+    with contextlib.suppress(asyncio.InvalidStateError):  # cancelled: no task waits
         settle(value)
 
 
