@@ -71,6 +71,7 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/architecture.py
 	$(MAKE) --no-print-directory proto-drift
 
 # Regenerate the committed gRPC code. The generator is pinned low so that its output runs on any newer protobuf.

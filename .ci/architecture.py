@@ -18,7 +18,22 @@ MOST_MODULES = 25
 CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
-LINES: Mapping[str, int] = {}
+LINES: Mapping[str, int] = {
+    "meshrl.trainer": 12800,
+    "meshrl.rollout": 10000,
+    "meshrl.transferqueue": 10000,
+    "meshrl.rewardd": 7200,
+    "meshrl.weights": 6400,
+    "meshrl.contract": 5200,
+    "meshrl.rpc": 4500,
+    "meshrl.launcher": 3600,
+    "meshrl.testing": 3300,
+    "meshrl.cli": 3200,
+    "meshrl.http": 2200,
+    "meshrl.verl": 2100,
+    "meshrl.client": 1800,
+    "meshrl.config": 1500,
+}
 """The most lines of each package, generated code left out."""
 
 PLUGINS = (
@@ -26,6 +41,7 @@ PLUGINS = (
     "meshrl.rewardd.rewards",
     "meshrl.rollout.engines",
     "meshrl.rollout.programs",
+    "meshrl.trainer.algorithms",
     "meshrl.trainer.algorithms.advantages",
     "meshrl.trainer.algorithms.advantages._options",
     "meshrl.trainer.algorithms.losses",
@@ -35,7 +51,7 @@ PLUGINS = (
     "meshrl.transferqueue.stores",
     "meshrl.weights.carriers",
 )
-"""Packages whose modules are found by name; one that starts with `_` is none of them."""
+"""Packages whose modules are found by name, and `algorithms`: one file a formula. `_private` ones are neither."""
 
 
 def modules() -> dict[str, Path]:
@@ -126,7 +142,7 @@ def faults() -> Iterator[str]:
     for package, most in LINES.items():
         if counted[package] > most:
             yield f"{package}: {counted[package]} lines, its budget is {most}: make it smaller first"
-    for package in sorted(set(counted) - set(LINES)):
+    for package in sorted(set(counted) - set(LINES) - {"meshrl.v1"}):
         yield f"{package}: a package without a budget of lines in .ci/architecture.py"
 
 

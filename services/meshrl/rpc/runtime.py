@@ -38,8 +38,14 @@ from meshrl.contract.errors import InfraError, MeshError, UnavailableError, User
 from meshrl.rpc import tls
 from meshrl.rpc.errors import as_status
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.interceptors import Behavior, Context, InterceptedHandlers, Interceptor
-from meshrl.rpc.metrics import CallMetrics, MetricsEndpoint
+from meshrl.rpc.interceptors import (
+    Behavior,
+    CallMetrics,
+    Context,
+    InterceptedHandlers,
+    Interceptor,
+    MetricsEndpoint,
+)
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
 

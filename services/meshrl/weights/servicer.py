@@ -7,8 +7,7 @@ from typing import Final
 
 import grpc
 
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import full_name
+from meshrl.rpc.interceptors import Context, full_name
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
 from meshrl.weights.coordinator import WeightCoordinator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshrl.contract.errors import CorruptError
-from meshrl.transferqueue.records import decode_record, encode_record, fragment
+from meshrl.transferqueue.commit_log import decode_record, encode_record, fragment
 
 
 @pytest.mark.parametrize("value", [[1, "x", None, {"a": [0.5]}], "lone \ud83d surrogate", 2**70])

@@ -17,14 +17,47 @@ When another queue has taken the store over, the commit log ends: it refuses eve
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+import orjson
+
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
+from meshrl.contract.frames import strip_checksum, with_checksum
+from meshrl.contract.types import Json
 from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
+
+
+def fragment(value: Json) -> orjson.Fragment:
+    """A JSON value that is part of others, encoded once for all of them."""
+    return orjson.Fragment(to_json(value))
+
+
+def to_json(value: Json) -> bytes:
+    """JSON; also takes integers beyond 64 bits, and text that UTF-8 cannot encode (reasons may hold some)."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, default=lambda part: json.loads(orjson.dumps(part))).encode()
+
+
+def encode_record(value: Json) -> bytes:
+    """The record of a JSON value, with its checksum."""
+    return with_checksum(to_json(value))
+
+
+def decode_record(value: bytes, what: str) -> Json:
+    """The inverse of `encode_record`. Raises CorruptError."""
+    body = strip_checksum(value, what)
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return json.loads(bytes(body))
+
 
 log = logging.getLogger(__name__)
 

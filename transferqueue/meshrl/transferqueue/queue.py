@@ -45,7 +45,7 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue.commit_log import CommitLog
+from meshrl.transferqueue.commit_log import CommitLog, encode_record
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.group import Grant
@@ -64,7 +64,6 @@ from meshrl.transferqueue.operations import (
 )
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import OwnerLostError, SpaceCheck, Store, Table
 
 

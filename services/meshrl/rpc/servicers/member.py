@@ -11,8 +11,7 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.types import EngineStats
 from meshrl.rollout.ports import WorkerReport
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import full_name
+from meshrl.rpc.interceptors import Context, full_name
 from meshrl.v1 import member_pb2 as pb
 from meshrl.v1 import member_pb2_grpc as rpc
 

@@ -15,8 +15,7 @@ from meshrl.contract.codec.compression import TAKES_COMPRESSED
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import HeartbeatQueue
 from meshrl.contract.types import ProgressGroup
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import bounded, collected, full_name
+from meshrl.rpc.interceptors import Context, bounded, collected, full_name
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack

@@ -10,8 +10,7 @@ from typing import Final
 import grpc
 
 from meshrl.contract import codec
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import full_name
+from meshrl.rpc.interceptors import Context, full_name
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2 as pb

@@ -9,8 +9,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.ports import LogProbs
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import full_name
+from meshrl.rpc.interceptors import Context, full_name
 from meshrl.v1 import reference_pb2 as pb
 from meshrl.v1 import reference_pb2_grpc as rpc
 

@@ -12,8 +12,7 @@ from meshrl.contract import codec, types
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Judge
 from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import full_name
+from meshrl.rpc.interceptors import Context, full_name
 from meshrl.v1 import reward_pb2 as pb
 from meshrl.v1 import reward_pb2_grpc as rpc
 

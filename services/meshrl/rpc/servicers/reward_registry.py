@@ -11,8 +11,7 @@ from meshrl.contract import codec
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc import reward_registry_codec as registry_codec
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import full_name
+from meshrl.rpc.interceptors import Context, full_name
 from meshrl.v1 import reward_pb2
 from meshrl.v1 import reward_registry_pb2 as pb
 from meshrl.v1 import reward_registry_pb2_grpc as rpc

@@ -10,8 +10,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.types import EngineStats, GenerateDelta, GenerateRequest
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import closing, full_name
+from meshrl.rpc.interceptors import Context, closing, full_name
 from meshrl.v1 import rollout_pb2 as pb
 from meshrl.v1 import rollout_pb2_grpc as rpc
 

@@ -11,8 +11,7 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.errors import UserError
 from meshrl.rpc.clients.shard import decode_rows, encode_rows
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import bounded, collected, full_name
+from meshrl.rpc.interceptors import Context, bounded, collected, full_name
 from meshrl.transferqueue.sharding import Shard
 from meshrl.v1 import queue_pb2
 from meshrl.v1 import shard_pb2 as pb

@@ -10,8 +10,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.ports import TrainerControl
-from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.base import bounded, closing, full_name
+from meshrl.rpc.interceptors import Context, bounded, closing, full_name
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack

@@ -38,9 +38,8 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc import tls
 from meshrl.rpc.errors import from_rpc
-from meshrl.rpc.interceptors import Context
+from meshrl.rpc.interceptors import Context, full_name
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.base import full_name
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshrl.contract.types import Trajectory
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import MiniBatch, Schedule, gather_tokens
-from meshrl.trainer.model.packing import Pack, pack
-from meshrl.trainer.model.sequence_parallel import share_out
+from meshrl.trainer.model.packing import Pack, pack, share_out
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ rank runs the same number of micro-batches: empty ones fill up, because FSDP's c
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -16,9 +17,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from meshrl.contract.types import Int32
-from meshrl.trainer.model.sequence_parallel import Share
+from meshrl.trainer.model.sequence_parallel import SequenceGroup, Share
 
 BUCKET_STEPS = 8
 """Padded attention lengths per octave: at most 1/8 of a row's length is wasted."""
@@ -26,7 +28,7 @@ BUCKET_MINIMUM = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PackingPlan:
     """Which rank forwards which rows, in which micro-batch."""
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -42,7 +44,7 @@ class Plan:
         return len(self.ranks[0])
 
 
-def plan(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> Plan:
+def plan(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> PackingPlan:
     """Deal rows of `lengths` tokens to `ranks` and cut each share into packs of at most `max_tokens`.
 
     Longest first to the least loaded rank (LPT: at most 4/3 of the best makespan). A row longer than `max_tokens`
@@ -51,7 +53,7 @@ def plan(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> Plan:
     shares = _deal(lengths, range(len(lengths)), ranks)
     packs = [_cut(lengths, share, max_tokens) for share in shares]
     most = max(1, max(len(p) for p in packs))
-    return Plan(ranks=tuple(tuple(p) + ((),) * (most - len(p)) for p in packs))
+    return PackingPlan(ranks=tuple(tuple(p) + ((),) * (most - len(p)) for p in packs))
 
 
 def cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
@@ -204,22 +206,22 @@ def layout_of(lengths: Sequence[int]) -> Layout:
     return _layout(*_end_to_end(lengths))
 
 
-TaskPlaces: TypeAlias = list[npt.NDArray[np.int64]]
+Positions: TypeAlias = list[npt.NDArray[np.int64]]
 """Of each row, the pack position of each token."""
 
 
-def _end_to_end(lengths: Sequence[int]) -> tuple[TaskPlaces, list[int]]:
+def _end_to_end(lengths: Sequence[int]) -> tuple[Positions, list[int]]:
     ends = np.cumsum(lengths)
     return [np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True)], [0] * len(lengths)
 
 
-def _laid(rows: Sequence[Int32]) -> tuple[TaskPlaces, list[int]]:
+def _laid(rows: Sequence[Int32]) -> tuple[Positions, list[int]]:
     """Places of rows whose common prefixes are laid once, and where in each row its own tokens begin.
 
     In sorted order a row has no longer prefix in common with any row before it than with its neighbour: a trie.
     """
     order = sorted(range(len(rows)), key=lambda index: rows[index].tobytes())
-    places: TaskPlaces = [np.empty(0, dtype=np.int64)] * len(rows)
+    places: Positions = [np.empty(0, dtype=np.int64)] * len(rows)
     begins = [0] * len(rows)
     end, before = 0, None
     for index in order:
@@ -238,7 +240,7 @@ def _common(one: Int32, other: Int32) -> int:
     return int(different[0]) if len(different) else shorter
 
 
-def _layout(places: TaskPlaces, begins: Sequence[int]) -> Layout:
+def _layout(places: Positions, begins: Sequence[int]) -> Layout:
     """Of rows at `places`, each with the tokens from `begins` on as its own."""
     sizes = np.array([len(place) for place in places], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -276,3 +278,23 @@ def _bucket_length(length: int) -> int:
         return BUCKET_MINIMUM
     step = (1 << (length - 1).bit_length()) // (2 * BUCKET_STEPS)
     return -(-length // step) * step
+
+
+def share_out(pack: Pack, among: SequenceGroup) -> Pack:
+    """This rank's share of `pack`, on the pack's device."""
+    tokens = pack.input_ids.shape[1]
+    width = math.ceil(tokens / among.size)
+    owners = torch.div(pack.positions, width, rounding_mode="floor")
+    counts = torch.bincount(owners, minlength=among.size).tolist()
+    begin = among.rank * width
+    padding = (0, among.size * width - tokens)
+    own = owners == among.rank
+    share = Share(among=among, tokens=tokens, width=width, counts=tuple(counts))
+    return replace(
+        pack,
+        input_ids=F.pad(pack.input_ids, padding)[:, begin : begin + width],
+        position_ids=F.pad(pack.position_ids, padding)[:, begin : begin + width],
+        layout=replace(pack.layout, share=share),
+        positions=pack.positions[own] - begin,
+        targets=pack.targets[own],
+    )

@@ -11,17 +11,13 @@ share of it. Parameter gradients of a group's ranks add up to the gradient.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-if TYPE_CHECKING:
-    from meshrl.trainer.model.packing import Pack
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -67,26 +63,6 @@ class Share:
             return values
         joined: torch.Tensor = _Join.apply(values, self)  # type: ignore[no-untyped-call]
         return joined
-
-
-def share_out(pack: Pack, among: SequenceGroup) -> Pack:
-    """This rank's share of `pack`, on the pack's device."""
-    tokens = pack.input_ids.shape[1]
-    width = math.ceil(tokens / among.size)
-    owners = torch.div(pack.positions, width, rounding_mode="floor")
-    counts = torch.bincount(owners, minlength=among.size).tolist()
-    begin = among.rank * width
-    padding = (0, among.size * width - tokens)
-    own = owners == among.rank
-    share = Share(among=among, tokens=tokens, width=width, counts=tuple(counts))
-    return dataclasses.replace(
-        pack,
-        input_ids=F.pad(pack.input_ids, padding)[:, begin : begin + width],
-        position_ids=F.pad(pack.position_ids, padding)[:, begin : begin + width],
-        layout=dataclasses.replace(pack.layout, share=share),
-        positions=pack.positions[own] - begin,
-        targets=pack.targets[own],
-    )
 
 
 def repeats(query_heads: int, key_heads: int, size: int) -> int:

@@ -12,8 +12,7 @@ from collections import Counter, deque
 from typing import Final, TypeAlias
 
 from meshrl.contract.types import Json
-from meshrl.transferqueue.commit_log import CommitLog
-from meshrl.transferqueue.records import encode_record
+from meshrl.transferqueue.commit_log import CommitLog, encode_record
 from meshrl.transferqueue.store import Table
 
 MAX_RECORDS: Final = 1024

@@ -16,10 +16,10 @@ from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
+from meshrl.transferqueue.commit_log import encode_record, fragment
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.masks import bits, hexed
-from meshrl.transferqueue.records import encode_record, fragment
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")

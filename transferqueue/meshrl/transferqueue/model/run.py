@@ -11,7 +11,7 @@ from typing import Final
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import DeadLetter, Json, Outcome, RunSpec, RunState, Uid, Version
-from meshrl.transferqueue.commit_log import CommitLog
+from meshrl.transferqueue.commit_log import CommitLog, encode_record
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.dead_letters import DeadLetters, DeadRow
 from meshrl.transferqueue.model.durations import Durations
@@ -21,7 +21,6 @@ from meshrl.transferqueue.model.rows import Rows
 from meshrl.transferqueue.model.run_records import KnownTasks, RunRecord
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
-from meshrl.transferqueue.records import encode_record
 from meshrl.transferqueue.store import Table
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy, Version
-from meshrl.transferqueue.commit_log import CommitLog
-from meshrl.transferqueue.records import encode_record
+from meshrl.transferqueue.commit_log import CommitLog, encode_record
 from meshrl.transferqueue.store import Table
 
 RUN_BYTES = 200

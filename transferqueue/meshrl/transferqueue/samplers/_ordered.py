@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.model.ordered import Key, OrderedNumbers
+from meshrl.transferqueue.model.ready import Key, OrderedNumbers
 from meshrl.transferqueue.sampling import CompleteGroup
 
 

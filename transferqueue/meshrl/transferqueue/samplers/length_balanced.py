@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.model.ordered import OrderedNumbers
+from meshrl.transferqueue.model.ready import OrderedNumbers
 from meshrl.transferqueue.sampling import CompleteGroup
 
 

@@ -13,15 +13,53 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from meshrl.contract.types import Uint8
-from meshrl.rollout.engines._vllm.packing import pack, update_info
 from meshrl.rollout.server_engine.http import HttpClient
-from meshrl.rollout.server_engine.tensor_ranges import TensorRange, read_tensor_ranges
+from meshrl.rollout.server_engine.tensor_ranges import (
+    TORCH_DTYPE,
+    TensorRange,
+    aligned,
+    read_tensor_ranges,
+)
+
+
+def pack(tensors: Sequence[TensorRange], buffer_bytes: int) -> list[tuple[TensorRange, ...]]:
+    """The buckets, as the receiver will cut them; nearly in the given order, which keeps layers together."""
+    waiting = list(tensors)
+    buckets: list[tuple[TensorRange, ...]] = []
+    while waiting:
+        count = _fill(waiting, buffer_bytes)
+        ordered = aligned(waiting[:count])
+        # Ordered anew it may overflow sooner: what is left over opens the next bucket.
+        used = _fill(ordered, buffer_bytes)
+        buckets.append(ordered[:used])
+        waiting[:count] = ordered[used:]
+    return buckets
+
+
+def update_info(buckets: Sequence[Sequence[TensorRange]]) -> dict[str, list[object]]:
+    """The body of `/update_weights`: what comes, in its order."""
+    tensors = [tensor for bucket in buckets for tensor in bucket]
+    return {
+        "names": [tensor.name for tensor in tensors],
+        "dtype_names": [TORCH_DTYPE[tensor.dtype] for tensor in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors],
+    }
+
+
+def _fill(tensors: Sequence[TensorRange], buffer_bytes: int) -> int:
+    """How many of the first tensors make a bucket."""
+    sizes = accumulate(tensor.nbytes for tensor in tensors)
+    return next(
+        (number for number, size in enumerate(sizes, 1) if size > buffer_bytes), len(tensors)
+    )
+
 
 ROOT_RANKS = 1
 
