@@ -91,7 +91,7 @@ def measure_ours(path: Path, work: list[tuple[list[int], int]]) -> Rates:
 
     from meshrl.contract.types import GenerateRequest, SamplingParams, Version
     from meshrl.rollout.engines.torch import build
-    from meshrl.rollout.sampling import sample
+    from meshrl.rollout.streams import sample
 
     async def rounds() -> Rates:
         engine = build({"device": "cpu", "eos_token_ids": []}, model=path, slots=len(work))

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.rollout.sampling import Response
 from meshrl.rollout.server_engine.checkpoint import write_version
+from meshrl.rollout.streams import Response
 from meshrl.testing.sglang_server.weights import GARBAGE, marks_of
 
 VOCABULARY = 512

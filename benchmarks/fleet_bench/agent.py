@@ -16,7 +16,7 @@ import numpy as np
 
 from meshrl.contract.types import GenerateRequest, Outcome, Task, Trajectory, Uid, VersionSpan
 from meshrl.rollout.ports import Generator, Rollout
-from meshrl.rollout.sampling import Response, sample
+from meshrl.rollout.streams import Response, sample
 from meshrl.rollout.tokenizer import Tokenizer
 
 GOES_ON, MOST_TURNS = 0.6, 10

@@ -26,7 +26,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
-from meshrl.rollout.sampling import closing
+from meshrl.rollout.streams import closing
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients import QueueClient
 

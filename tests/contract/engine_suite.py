@@ -23,7 +23,7 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.resumable_generator import continuation
-from meshrl.rollout.sampling import Response, closing, sample
+from meshrl.rollout.streams import Response, closing, sample
 
 SLOTS = 4
 LONG = 3000

@@ -34,7 +34,7 @@ from meshrl.http.server import serving_http
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines import torch
 from meshrl.rollout.programs._cache import ProgramCache
-from meshrl.rollout.sampling import closing
+from meshrl.rollout.streams import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.auth import Authorizer, TokenStore

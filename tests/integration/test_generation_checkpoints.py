@@ -28,7 +28,7 @@ from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
-from meshrl.rollout.sampling import sample
+from meshrl.rollout.streams import sample
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo

@@ -13,8 +13,8 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines import build_engine
-from meshrl.rollout.sampling import sample
 from meshrl.rollout.server_engine.engine import ServerEngine
+from meshrl.rollout.streams import sample
 
 from ..contract.engine_suite import SLOTS, ask
 from ..sglang_checkpoint import make_checkpoint, mislabelled, weights

@@ -18,8 +18,8 @@ from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines.sglang import LOADER, build
 from meshrl.rollout.ports import UNSERVED
-from meshrl.rollout.sampling import Response, closing, sample
 from meshrl.rollout.server_engine.engine import ServerEngine
+from meshrl.rollout.streams import Response, closing, sample
 from meshrl.testing.sglang_server.routes import NOT_FLUSHED
 from meshrl.testing.sglang_server.updates import PARTIAL
 

@@ -23,8 +23,8 @@ from meshrl.contract.ports import Engine
 from meshrl.contract.types import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
 from meshrl.rollout.engines import torch as torch_engine
 from meshrl.rollout.engines.vllm import build
-from meshrl.rollout.sampling import Response, sample
 from meshrl.rollout.server_engine.engine import ServerEngine
+from meshrl.rollout.streams import Response, sample
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..unit.rollout.checkpoints import (

@@ -25,7 +25,7 @@ from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Uid, Version
 from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.ports import Generator
-from meshrl.rollout.sampling import closing
+from meshrl.rollout.streams import closing
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout import chat
 from meshrl.rollout.ports import Generator, Replaying, Rollout
-from meshrl.rollout.sampling import Response, sample
+from meshrl.rollout.streams import Response, sample
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 
 OUTCOMES = {"stop": Outcome.OK, "length": Outcome.TRUNCATED, "max_turns": Outcome.TRUNCATED}

@@ -77,7 +77,7 @@ class GiveBackError(Exception):
 class Program(Protocol):
     """How a task becomes a trajectory: the `run` of a module in `meshrl.rollout.programs`, or what its `build` makes.
 
-    A program requests tokens from the engine (`meshrl.rollout.sampling.sample`), may do other things between two
+    A program requests tokens from the engine (`meshrl.rollout.streams.sample`), may do other things between two
     requests (call a tool, play a turn), and joins everything to one row: `tokens` in order, `loss_mask` 1 exactly
     where the policy sampled, log-probs and version spans as the engine gave them, never re-tokenised text. Its
     request ids begin with the uid, so that draws are specific to the row. It needs to know nothing of leases,

@@ -24,7 +24,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
 from meshrl.rollout.ports import UNSERVED, Generator
-from meshrl.rollout.sampling import closing
+from meshrl.rollout.streams import closing
 
 
 class ResumableGenerator:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Version
 from meshrl.rollout.ports import TogetherEngine
-from meshrl.rollout.sampling import closing
+from meshrl.rollout.streams import closing
 
 
 class SyncBatch:

@@ -18,7 +18,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.sampling import Response
+from meshrl.rollout.streams import Response
 
 FIRST = Version(1, 0)
 VOCAB = 61

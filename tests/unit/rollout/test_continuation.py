@@ -11,11 +11,11 @@ import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, OnUpdate, Version
 from meshrl.rollout.resumable_generator import continuation
-from meshrl.rollout.sampling import closing, sample, version_spans
 from meshrl.rollout.server_engine.checkpoint import Checkpoint as CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
+from meshrl.rollout.streams import closing, sample, version_spans
 from meshrl.rollout.torch_engine.stopping import StopStrings
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs, make_model, pack, request

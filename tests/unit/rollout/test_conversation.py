@@ -9,7 +9,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, SamplingParams, Task, Uid, Version, VersionSpan
 from meshrl.rollout.chat import prompt_of
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.sampling import Response
+from meshrl.rollout.streams import Response
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from .chats import CHATML, FORGETFUL, MUTE, PLAIN, STRICT, chat_tokenizer

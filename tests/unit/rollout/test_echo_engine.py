@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
-from meshrl.rollout.sampling import sample
+from meshrl.rollout.streams import sample
 from meshrl.testing.engines import echo
 
 from .checkpoints import request

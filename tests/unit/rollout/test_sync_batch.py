@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
-from meshrl.rollout.sampling import Response, sample
+from meshrl.rollout.streams import Response, sample
 from meshrl.rollout.sync_batch import BatchGenerator, SyncBatch
 from meshrl.testing.engines import echo
 

@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.rollout.engines.torch import build
-from meshrl.rollout.sampling import sample
+from meshrl.rollout.streams import sample
 
 from .checkpoints import (
     FIRST,

@@ -13,7 +13,7 @@ import pytest
 from meshrl.contract.errors import InfraError, UnavailableError, UserError
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rollout.engines.torch import TorchEngine
-from meshrl.rollout.sampling import Response, closing, sample, version_spans
+from meshrl.rollout.streams import Response, closing, sample, version_spans
 
 from .checkpoints import (
     Checkpoint,

@@ -17,9 +17,8 @@ inside. Decoded arrays are read-only views of the message's bytes, not copies.
 """
 
 from meshrl.contract.codec.arrays import decode_array, encode_array
-from meshrl.contract.codec.bulk import Bulk, parser, serialize
+from meshrl.contract.codec.bulk import PAGE_BYTES, Bulk, pages, parser, serialize
 from meshrl.contract.codec.checks import printable
-from meshrl.contract.codec.pages import PAGE_BYTES, pages
 from meshrl.contract.codec.rows import decode_rows, encode_rows
 from meshrl.contract.codec.runs import (
     decode_batch,
@@ -49,7 +48,6 @@ from meshrl.contract.codec.streams import (
     encode_lease,
     encode_write,
 )
-from meshrl.contract.codec.tasks import pack_task, packed_task
 from meshrl.contract.codec.types import (
     decode_outcome,
     decode_sampling,
@@ -63,6 +61,8 @@ from meshrl.contract.codec.types import (
     encode_uid,
     encode_uids,
     encode_version,
+    pack_task,
+    packed_task,
 )
 from meshrl.contract.codec.work import (
     decode_engine_stats,

@@ -1,4 +1,4 @@
-"""Messages whose payload protobuf never touches: field 15, `repeated bytes frames`, is written and read beside it.
+"""Messages whose payload protobuf never touches (field 15, `repeated bytes frames`), and pages of messages.
 
     format      the message as its .proto says: other fields, then 15: frame, 15: frame ...
     sending     one join of the frames as they are, instead of three copies in protobuf
@@ -10,14 +10,39 @@ decompresses it, so the code behind sees no difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from meshrl.contract.codec.compression import MAX_FRAME_BYTES, compressed, decompressed
-from meshrl.contract.codec.pages import PAGE_BYTES
 from meshrl.contract.errors import CorruptError
+
+PAGE_BYTES: Final = 1 << 20
+"""One mebibyte, because protobuf's copies cost more than larger messages save."""
+
+Item = TypeVar("Item")
+M = TypeVar("M", bound=Message)
+
+
+def pages(messages: Iterable[M]) -> Iterator[list[M]]:
+    """Messages in order, together at most PAGE_BYTES unless one alone is larger. At least one page."""
+    return pages_by(lambda message: message.ByteSize(), messages)
+
+
+def pages_by(size_of: Callable[[Item], int], items: Iterable[Item]) -> Iterator[list[Item]]:
+    """As `pages`, for what has most of its bytes beside a message."""
+    page: list[Item] = []
+    room = PAGE_BYTES
+    for item in items:
+        size = size_of(item)
+        if page and size > room:
+            yield page
+            page, room = [], PAGE_BYTES
+        page.append(item)
+        room -= size
+    yield page
+
 
 FRAMES: Final = 15
 """The number of the field `frames` in every message that carries bulk."""
@@ -28,7 +53,6 @@ _FIXED: Final = {1: 8, 5: 4}
 MAX_DECOMPRESSED_BYTES: Final = MAX_FRAME_BYTES + PAGE_BYTES
 """The largest message with its frames decompressed: one frame of the largest size, and a page."""
 
-M = TypeVar("M", bound=Message)
 Frame: TypeAlias = bytes | memoryview
 
 

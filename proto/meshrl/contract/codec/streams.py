@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from meshrl.contract.codec.bulk import Bulk, Frame
+from meshrl.contract.codec.bulk import Bulk, Frame, pages, pages_by
 from meshrl.contract.codec.checks import decoder, encoder, malformed
-from meshrl.contract.codec.pages import pages, pages_by
 from meshrl.contract.codec.rows import (
     decode_facts,
     decode_parts,
@@ -24,8 +23,7 @@ from meshrl.contract.codec.rows import (
     next_frame,
     per_group,
 )
-from meshrl.contract.codec.tasks import packed_task
-from meshrl.contract.codec.types import decode_task, encode_task
+from meshrl.contract.codec.types import decode_task, encode_task, packed_task
 from meshrl.contract.types import (
     GroupRows,
     Lease,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from google.protobuf.message import DecodeError
+
 from meshrl.contract.codec.arrays import decode_array, encode_array
 from meshrl.contract.codec.checks import (
     EnumCodec,
@@ -15,7 +17,8 @@ from meshrl.contract.codec.checks import (
     malformed,
     require,
 )
-from meshrl.contract.types import Message, Outcome, SamplingParams, Task, Uid, Version
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.types import Message, Outcome, PackedTask, SamplingParams, Task, Uid, Version
 from meshrl.v1 import trajectory_pb2 as pb
 
 OUTCOMES = EnumCodec(Outcome, pb.Outcome, "OUTCOME")
@@ -156,3 +159,21 @@ def decode_task(message: pb.Task) -> Task:
         deadline_s=message.deadline_s,
         priority=message.priority,
     )
+
+
+def pack_task(task: Task) -> PackedTask:
+    """In the bytes in which it came, if it did. Raises UserError when `ground_truth` or `extra_info` is not JSON."""
+    return PackedTask(task.packed or encode_task(task).SerializeToString(), unpack_task)
+
+
+def packed_task(data: bytes) -> PackedTask:
+    """What `pack_task` has made of a task; nobody looks into it before its `task` is asked for."""
+    return PackedTask(data, unpack_task)
+
+
+def unpack_task(data: bytes) -> Task:
+    """The task of packed bytes. Raises CorruptError."""
+    try:
+        return decode_task(pb.Task.FromString(data))
+    except (DecodeError, UserError) as error:
+        raise CorruptError(f"{len(data)} bytes are no task: {error}") from error

@@ -42,8 +42,12 @@ from meshrl.contract.types.names import (
 )
 from meshrl.contract.types.rows import (
     LeasedRow,
+    Message,
+    PackedTask,
     RowFacts,
     RowWrite,
+    SamplingParams,
+    Task,
     Trajectory,
     VersionSpan,
     oldest_version,
@@ -70,12 +74,6 @@ from meshrl.contract.types.runs import (
     Waiting,
     reward_stage,
     rollout_stage,
-)
-from meshrl.contract.types.tasks import (
-    Message,
-    PackedTask,
-    SamplingParams,
-    Task,
 )
 from meshrl.contract.types.trainer import (
     TrainerPhase,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshrl.contract.types.names import Float32, Int32, Version
-from meshrl.contract.types.tasks import SamplingParams
+from meshrl.contract.types.rows import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

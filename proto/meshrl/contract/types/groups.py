@@ -21,8 +21,7 @@ import numpy as np
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.frames import FRAME_BYTES, Array, Column, Flat, Frame, pack, signature
 from meshrl.contract.types.names import Outcome, Uid, Version
-from meshrl.contract.types.rows import LeasedRow, RowFacts, RowWrite
-from meshrl.contract.types.tasks import PackedTask, Task
+from meshrl.contract.types.rows import LeasedRow, PackedTask, RowFacts, RowWrite, Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshrl.contract.types.names import Json, Outcome, Uid
-from meshrl.contract.types.tasks import Message
+from meshrl.contract.types.rows import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

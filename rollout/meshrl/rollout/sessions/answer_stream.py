@@ -9,9 +9,9 @@ from typing import Self
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest
 from meshrl.rollout.ports import Generator
-from meshrl.rollout.sampling import Response, closing, response_of
 from meshrl.rollout.sessions.requests import Answer, AnswerPart
 from meshrl.rollout.sessions.visible_text import VisibleText
+from meshrl.rollout.streams import Response, closing, response_of
 
 ENDS = ("stop", "length")
 """Finish reasons of a complete response."""

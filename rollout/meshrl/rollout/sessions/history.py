@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 
 from meshrl.contract.types import Json
 from meshrl.rollout.chat import ChatMessage
-from meshrl.rollout.sampling import Response
 from meshrl.rollout.sessions.requests import ToolCall
 from meshrl.rollout.sessions.tool_calls import same_call
+from meshrl.rollout.streams import Response
 
 Key: TypeAlias = bytes
 """A chained hash over the messages of a conversation, up to some message."""

@@ -35,7 +35,6 @@ from meshrl.contract.types import (
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
-from meshrl.rollout.sampling import Response
 from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.history import Completion, History, Place, ShownMessage, Turn
 from meshrl.rollout.sessions.requests import (
@@ -45,6 +44,7 @@ from meshrl.rollout.sessions.requests import (
     SessionRequest,
 )
 from meshrl.rollout.sessions.visible_text import VisibleText
+from meshrl.rollout.streams import Response
 from meshrl.rollout.tokenizer import ChatTokenizer
 
 TOKEN_PREFIX: Final = "mrs_"
