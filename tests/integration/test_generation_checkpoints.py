@@ -231,7 +231,7 @@ async def test_a_checkpoint_with_other_columns_is_ignored(
     async with serving(tmp_path) as engine:
         _, rows = await finished(queue, engine)
     assert all(len(row.tokens) == row.prompt_length + LENGTH for row in rows)
-    assert "not the journal of a response: thoughts int64(3,)" in caplog.text
+    assert "not the checkpoint of a response: thoughts int64(3,)" in caplog.text
 
 
 async def test_an_append_whose_response_is_lost_is_repeated_and_counts_once(

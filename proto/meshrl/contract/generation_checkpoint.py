@@ -43,7 +43,7 @@ def recorded_progress(prefix: Columns) -> list[GenerateDelta]:
     sizes = {len(array) for array in prefix.values() if array.ndim}
     if found != COLUMNS or len(sizes) != 1 or prefix["versions"].shape[1] != 2:
         names = ", ".join(f"{name} {array.dtype}{array.shape}" for name, array in prefix.items())
-        raise CorruptError(f"not the journal of a response: {names}")
+        raise CorruptError(f"not the checkpoint of a response: {names}")
     versions = prefix["versions"]
     borders = np.flatnonzero((versions[1:] != versions[:-1]).any(axis=1)) + 1
     starts = [0, *borders.tolist()]

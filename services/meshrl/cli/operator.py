@@ -1,4 +1,4 @@
-"""An operator's conversation with a queue: over its door while it runs, on its store when it does not."""
+"""An operator's questions to a queue: over gRPC while it runs, on its store when it does not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshrl.transferqueue.sharding import ShardedQueue, total_ledger
 from meshrl.transferqueue.store import Operation, Store
 
 Answer = TypeVar("Answer")
-Told = TypeVar("Told", covariant=True)
+Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 class Operator(Protocol):
@@ -32,10 +32,10 @@ class Operator(Protocol):
         ...
 
 
-class Question(Protocol[Told]):
+class Question(Protocol[Answer_co]):
     """What is asked of each shard."""
 
-    def __call__(self, operator: Operator, number: int) -> Awaitable[Told]:
+    def __call__(self, operator: Operator, number: int) -> Awaitable[Answer_co]:
         """The answer of the shard `number`."""
         ...
 

@@ -48,7 +48,7 @@ def _with_shards(recipe: Recipe, shards: int) -> Recipe:
 
 
 class ShardOperations:
-    """The verb of the control door."""
+    """What the control socket offers."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ def reward() -> Iterator[Rule]:
     for at in ("reward.sandbox_fusion", "sandbox_fusion"):
         yield refused(
             f"{at}.url",
-            "programs are graded in a cell: reward.recipe_sandbox=strict and the reward `code`",
+            "programs are graded in a sandbox: reward.recipe_sandbox=strict and the reward `code`",
         )
         yield ignored(f"{at}.*", "no sandbox_fusion.url")
     yield refused(

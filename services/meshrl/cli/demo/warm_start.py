@@ -51,7 +51,7 @@ def warm_start(
         stages: In their order.
         held_out: What a stage with `enough` is measured on.
         seed: Of the random weights.
-        report: Told a stage's name and how far it is.
+        report: Called with a stage's name and its progress.
         tokenizer: As for `write_tiny_model`.
     """
     # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.

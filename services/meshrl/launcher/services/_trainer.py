@@ -4,7 +4,7 @@
                               ▲                       └──publish(version)──▶ queue, once the fleet has committed
                          TrainerServicer (Watch, Stop)  WeightsServicer
 
-Every rank learns; rank 0 alone has doors, a plane and an evaluator.
+Every rank learns; rank 0 alone has servicers, a weight coordinator and an evaluator.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from meshrl.weights.servicer import WeightsServicer
 log = logging.getLogger(__name__)
 
 LAST_WORD_S = 0.5
-"""How long the doors stay open after the end, so that who watches hears of it."""
+"""How long the server answers after the end, so that watchers learn of it."""
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
@@ -99,7 +99,7 @@ async def _lead(
     queue: Queue,
     disk_full: DiskFullPolicy,
 ) -> None:
-    """Rank 0: train, with doors open."""
+    """Rank 0: train, and answer calls meanwhile."""
     plane = WeightCoordinator(
         recipe.weights,
         run=setting.run,
