@@ -72,7 +72,7 @@ async def test_a_shard_is_added_and_every_service_finds_it_by_the_addresses_it_a
 async def test_what_does_not_fit_is_said_in_one_line(
     addresses: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(command, "RETRY_S", 0.2)
     first, second, third = addresses
     both = f"{first},{second}"
     nowhere = f"127.0.0.1:{free_port('127.0.0.1')}"

@@ -62,6 +62,10 @@ STATUS: Mapping[type[MeshError], grpc.StatusCode] = {
 """By class. A subclass has its parent's status."""
 
 
+class PortInUseError(UserError):
+    """Another program took the port after it was chosen: `up` starts the service again on another one."""
+
+
 def by_class(table: Mapping[type[MeshError], Status], error: MeshError) -> Status:
     """The entry for the nearest base class of `error`, in a table that contains MeshError."""
     return next(table[kind] for kind in type(error).__mro__ if kind in table)

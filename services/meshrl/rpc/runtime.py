@@ -36,16 +36,15 @@ from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError
 from meshrl.rpc import tls
-from meshrl.rpc.errors import as_status
+from meshrl.rpc.errors import PortInUseError, as_status
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.interceptors import (
     Behavior,
-    CallMetrics,
     Context,
     InterceptedHandlers,
     Interceptor,
-    MetricsEndpoint,
 )
+from meshrl.rpc.metrics import CallMetrics, MetricsEndpoint
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
 
@@ -304,6 +303,7 @@ def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
 def _bind_error(settings: ServerSettings, address: str) -> UserError:
     """Binds a plain socket to learn the reason, since gRPC says only that it failed."""
     why = "the address was refused"
+    kind_of_error = UserError
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM
@@ -311,13 +311,11 @@ def _bind_error(settings: ServerSettings, address: str) -> UserError:
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(where)
     except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
-        why = (
-            "the port is in use; stop the process that has it, or choose another port (0 picks a free one)"
-            if in_use
-            else (error.strerror or str(error))
-        )
-    return UserError(f"cannot listen on {address}: {why}", address=address)
+        why = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            kind_of_error = PortInUseError
+            why = "the port is in use; stop the process that has it, or choose another port (0 picks a free one)"
+    return kind_of_error(f"cannot listen on {address}: {why}", address=address)
 
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
@@ -346,4 +344,6 @@ def _report(error: MeshError) -> int:
     print(f"error: {error}", file=sys.stderr)
     if isinstance(error, NoProgressError):
         return Exit.NO_PROGRESS
+    if isinstance(error, PortInUseError):
+        return Exit.PORT_IN_USE
     return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED

@@ -117,7 +117,9 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
 def test_the_feeder_imports_no_torch(tmp_path: Path) -> None:
     qwen(tmp_path)
     code = (
-        "import sys, pathlib, meshrl.launcher.services._feeder\n"
+        "import sys, pathlib, meshrl.launcher.services.feeder, meshrl.launcher.prompts\n"
+        "import meshrl.launcher.stage_service, meshrl.rpc.queue_connection, meshrl.rpc.runtime\n"
+        "import meshrl.trainer.data.feeder, meshrl.trainer.data.prompts\n"
         "from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer\n"
         f"tokenizer = load_prompt_tokenizer(pathlib.Path({str(tmp_path)!r}))\n"
         f"tokenizer.apply_chat_template({CHAT!r}, add_generation_prompt=True, tokenize=False)\n"

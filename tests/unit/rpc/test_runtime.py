@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers import RewardServicer, TrainerServicer
 
@@ -108,6 +109,19 @@ async def test_a_server_may_listen_on_every_address_with_permission() -> None:
     everywhere = serve(host="0.0.0.0", allow_insecure_bind=True, metrics_port=None)
     async with everywhere, grpc.aio.insecure_channel(f"127.0.0.1:{everywhere.port}") as channel:
         assert await health_of(channel, "") == NOT_SERVING
+
+
+@pytest.mark.parametrize("key", ["port", "metrics_port"])
+def test_a_port_that_was_taken_after_it_was_chosen_has_an_exit_code_of_its_own(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+
+        async def main() -> None:
+            await serve(**{key: taken.getsockname()[1]}).__aenter__()
+
+        assert run_service(main) == Exit.PORT_IN_USE
+    assert "in use" in capsys.readouterr().err
 
 
 def test_a_mistake_ends_a_service_with_one_line_and_code_two(
