@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
@@ -66,31 +67,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def circles(imports: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
-    """Groups of modules that import each other, by Tarjan's algorithm (1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-
-    def visit(name: str) -> Iterator[list[str]]:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in imports.get(name, ()):
-            if other not in index:
-                yield from visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            at = stack.index(name)
-            group = stack[at:]
-            del stack[at:]
-            if len(group) > 1:
-                yield sorted(group)
-
-    for name in sorted(imports):
-        if name not in index:
-            yield from visit(name)
+def circle(imports: Mapping[str, Iterable[str]]) -> list[str]:
+    """The modules of one import circle, each imported by the next; none if there is no circle."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
 
 
 def package_of(name: str) -> str:
@@ -113,8 +97,8 @@ def faults() -> Iterator[str]:
     imports = {
         name: sorted(graph.find_modules_directly_imported_by(name)) for name in graph.modules
     }
-    for circle in circles(imports):
-        yield f"import circle: {', '.join(circle)}"
+    if found := circle(imports):
+        yield f"import circle: {' <- '.join(found)}"
 
     folders: defaultdict[Path, int] = defaultdict(int)
     for path in files.values():

@@ -23,16 +23,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
+from fleet_bench.parts import FIRST, RUN, serve_version
 
 from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
-    OnUpdate,
     RunSpec,
     SamplingParams,
     Task,
-    Version,
-    WeightManifest,
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
@@ -47,8 +45,6 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.stores import build as build_store
 
-RUN = "hops"
-FIRST = Version(1, 0)
 HOPS = ("admit", "stages", "train")
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")
 
@@ -153,11 +149,7 @@ async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
             await queue.publish(RUN, FIRST)
             engine = build({"tokens_per_s": 1000.0}, model=folder, slots=1)
             await engine.start()
-            manifest = WeightManifest(
-                run=RUN, version=FIRST, tensors=(), bucket_bytes=(), bucket_hashes=()
-            )
-            await engine.stage_weights(manifest, [])
-            await engine.commit_weights(FIRST, OnUpdate.IN_FLIGHT)
+            await serve_version(engine, FIRST)
             rollout = RolloutWorker(
                 *(queue, engine, Numbers()),
                 runs=[RUN],

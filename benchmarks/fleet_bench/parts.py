@@ -26,8 +26,8 @@ from meshrl.contract.types import (
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines.echo import EchoEngine, build
+from meshrl.testing.queue import memory_queue
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 RUN = "bench"
 GROUP = 8
@@ -47,24 +47,19 @@ class Numbers:
 @asynccontextmanager
 async def open_queue(*, batch_groups: int, max_staleness: float) -> AsyncIterator[TransferQueue]:
     """A queue in memory with one open run, its trainer's epoch 1 and first version."""
-    queue = await TransferQueue.open(MemoryStore())
-    await queue.open_run(
-        RunSpec(
-            run=RUN,
-            group_size=GROUP,
-            batch_groups=batch_groups,
-            max_staleness=max_staleness,
-            stages=(ROLLOUT_STAGE,),
-            resident_batches=8,
-            lease_ttl_s=10.0,
-        )
+    spec = RunSpec(
+        run=RUN,
+        group_size=GROUP,
+        batch_groups=batch_groups,
+        max_staleness=max_staleness,
+        stages=(ROLLOUT_STAGE,),
+        resident_batches=8,
+        lease_ttl_s=10.0,
     )
-    await queue.acquire(RUN, "trainer")
-    await queue.publish(RUN, FIRST)
-    try:
+    async with memory_queue([spec]) as queue:
+        await queue.acquire(RUN, "trainer")
+        await queue.publish(RUN, FIRST)
         yield queue
-    finally:
-        await queue.close()
 
 
 @asynccontextmanager

@@ -63,7 +63,7 @@ def load_recipe(
 ) -> Recipe:
     """The recipe in `path` with `overrides` applied, the last of several winning.
 
-    A key that an earlier version knew is dropped, with a line on stderr (see `retired`).
+    A key that an earlier version knew is dropped, with a line on stderr (see DROPPED_KEYS).
 
     Args:
         path: A YAML file.

@@ -1,4 +1,4 @@
-"""Interceptors around every gRPC handler: metrics, errors, draining.
+"""Interceptors around every gRPC handler (metrics, errors, draining), and the limits that servicers set to requests.
 
 Servicers register here instead of with the server. So a servicer translates and delegates, five lines a method, and
 has no `try`. A request that protobuf cannot parse is the caller's error (INVALID_ARGUMENT); gRPC alone would answer
@@ -132,7 +132,6 @@ def _write_answers(behavior: Callable[[Any, Context], Any]) -> Behavior:
     return run
 
 
-# From a write on loopback to a long poll.
 Item = TypeVar("Item")
 Request = TypeVar("Request", bound=SizedMessage)
 

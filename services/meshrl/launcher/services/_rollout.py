@@ -4,7 +4,7 @@ queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── Rep
                                    ▲          ▲
                  MemberServicer (GetReport, Drain)   RolloutServicer (Generate, GetStats)
 
-Where the program is led by agents of other makes, a gateway stands between them and the engine (services/gateway/).
+Where the program is led by agents of other makes, a gateway stands between them and the engine (meshrl.http.gateway).
 """
 
 from __future__ import annotations
