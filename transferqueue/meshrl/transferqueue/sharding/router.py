@@ -264,7 +264,7 @@ class ShardedQueue(RowMethods):
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """See Queue, and taking.py. GroupCounts of one shard stand together, in order."""
+        """See Queue, and batches.py. GroupCounts of one shard stand together, in order."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
 
