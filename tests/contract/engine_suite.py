@@ -22,7 +22,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.resumable_generator import continuation
+from meshrl.rollout.generation_checkpoint import continuation
 from meshrl.rollout.streams import Response, closing, sample
 
 SLOTS = 4

@@ -1,4 +1,4 @@
-"""Saves the tokens of running responses in the queue, so that the next worker of a row continues from there.
+"""Saves the tokens of running responses in the queue, and lets the next worker of a row continue from there.
 
     program ◀── deltas ── ResumableGenerator ◀── engine     lease with a prefix ─▶ ResumableGenerator: the prefix
                              │ record                                   first, then the engine from prompt + prefix
@@ -8,16 +8,24 @@
 consumes: deltas of running responses. waits for: a row with enough tokens, the timer, the answer to the last append.
 unblocked by: `record`, the timer, the queue; at a drain by FLUSH_S at the latest. produces: appends, one for all rows
 of a run. Tokens go from the engine to the program without waiting for any of this.
+
+    the row      prompt │ sampled │ observed │ sampled ……
+    checkpoint            ●●●●●●●   ○○○○○○○○   ●●●●●●●     ● with the version that sampled it, ○ with UNSERVED
+
+The program of a row with a checkpoint runs again from its start: turns are answered from the checkpoint as far as it
+reaches.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from meshrl.contract.errors import (
     ConflictError,
@@ -31,13 +39,16 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     GenerateDelta,
+    GenerateRequest,
+    Int32,
     LeasedRow,
     ProgressGroup,
     Uid,
     Version,
 )
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.ports import UNSERVED
+from meshrl.rollout.ports import UNSERVED, Generator
+from meshrl.rollout.streams import closing
 
 log = logging.getLogger(__name__)
 
@@ -106,15 +117,14 @@ class GenerationCheckpointer:
         self._one_call = asyncio.Lock()
         self._failing = False
 
-    def prefix(self, row: LeasedRow, now: Version) -> list[GenerateDelta] | None:
-        """The saved prefix of a row, for an engine at version `now`; None: it must not be continued.
+    def begin(self, row: LeasedRow, now: Version) -> list[GenerateDelta] | None:
+        """Save the tokens of a row from here on; returns its saved prefix, for an engine at version `now`.
 
-        A prefix so old that its row would be dropped as stale is not continued.
+        None: the prefix must not be continued, and no tokens of the row are saved. A prefix so old that its row
+        would be dropped as stale is not continued.
         """
-        if not row.prefix:
-            return []
         try:
-            deltas = recorded_progress(row.prefix)
+            deltas = recorded_progress(row.prefix) if row.prefix else []
         except CorruptError as error:
             log.warning("%s is sampled from the start: %s", row.uid, error)
             return None
@@ -123,12 +133,10 @@ class GenerationCheckpointer:
         if now.step - oldest > self._max_staleness:
             log.info("%s is sampled from the start: tokens of step %d are stale", row.uid, oldest)
             return None
-        return deltas
-
-    def begin(self, row: LeasedRow, saved: int) -> None:
-        """A row runs; the queue has the first `saved` tokens after its prompt."""
+        saved = sum(len(delta.tokens) for delta in deltas)
         self._rows[row.uid] = RunningRow(row=row, saved=saved)
         self.stats.continued += saved
+        return deltas
 
     def record(self, uid: Uid, delta: GenerateDelta) -> None:
         """Record new tokens of a row that runs; other rows are ignored. The end of a turn is not urgent."""
@@ -160,9 +168,8 @@ class GenerationCheckpointer:
         """Append all recorded tokens, then drop all rows. Never raises, and ends within FLUSH_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
-                for _ in range(
-                    2
-                ):  # a second time for tokens that came while a failed append was repeated
+                # A second time for tokens that came while a failed append was repeated.
+                for _ in range(2):
                     if self._unsaved():
                         await self._append()
         if count := self._unsaved():
@@ -239,6 +246,132 @@ class GenerationCheckpointer:
             self._timer = None
 
 
+class ResumableGenerator:
+    """A `Generator` for one row. Satisfies `Replaying`.
+
+    Checkpoints are kept of rows that only grow: the id of the first request is the uid, and the prompt of each
+    further one is everything requested and sampled before, plus an observation. Any other request is passed to the
+    engine, and from there on no checkpoint is kept.
+    """
+
+    def __init__(
+        self, engine: Generator, checkpointer: GenerationCheckpointer, row: LeasedRow
+    ) -> None:
+        self._engine = engine
+        self._checkpointer = checkpointer
+        self._row = row
+        self._recording = True
+        self._has_turns = False
+        self._sampling = False
+        self._parts: list[Int32] = [row.task.prompt_ids]
+        self._past: deque[GenerateDelta] = deque()
+        """The rest of the checkpoint that earlier workers left."""
+
+    @property
+    def version(self) -> Version:
+        """The version that samples the next token."""
+        return self._engine.version
+
+    @property
+    def _known(self) -> Int32:
+        """All tokens of the row so far, int32[T]."""
+        if len(self._parts) > 1:
+            self._parts = [_joined(self._parts)]
+        return self._parts[0]
+
+    def observed(self, tokens: Int32) -> Int32:
+        """See `Replaying.observed`."""
+        at_observation = self._recording and bool(self._past) and _observes(self._past[0])
+        if at_observation and np.array_equal(tokens, self._known):
+            return self._past[0].tokens
+        return np.zeros(0, dtype=np.int32)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Sample one response; tokens of the checkpoint come first, with the versions that sampled them."""
+        if not self._continues_row(request):
+            self._stop_recording()
+            async with closing(self._engine.generate(request)) as stream:
+                async for delta in stream:
+                    yield delta
+            return
+        before: list[GenerateDelta] = []  # the part of this turn that an earlier worker sampled
+        while self._past and not _observes(self._past[0]):
+            before.append(self._past.popleft())
+        self._sampling = True
+        try:
+            self._parts = [request.prompt_ids, *(delta.tokens for delta in before)]
+            for delta in before:
+                yield delta
+            async with closing(self._engine.generate(continuation(request, before))) as stream:
+                async for delta in stream:
+                    if self._past and len(delta.tokens):
+                        # The turn ended earlier in the checkpoint: it is of another course of the row.
+                        self._stop_recording()
+                    self._parts.append(delta.tokens)
+                    self._checkpointer.record(self._row.uid, delta)
+                    yield delta
+        finally:
+            self._sampling = False
+
+    def _continues_row(self, request: GenerateRequest) -> bool:
+        """Whether `request` is the next one of a growing row; if so, the observation before it is recorded."""
+        has_turns, self._has_turns = self._has_turns, True
+        if not self._recording or self._sampling or not (has_turns or self._begins(request)):
+            return False
+        known = self._known
+        new = request.prompt_ids[len(known) :]
+        if not np.array_equal(request.prompt_ids[: len(known)], known):
+            return False
+        if not len(new):
+            # Two turns without an observation between them cannot be separated later.
+            return not has_turns
+        if self._past:
+            past = self._past.popleft()
+            return _observes(past) and np.array_equal(new, past.tokens)
+        self._checkpointer.record(self._row.uid, observation(new))
+        return True
+
+    def _begins(self, request: GenerateRequest) -> bool:
+        """Whether checkpoints of the row can be kept, judged by its first request."""
+        if request.request_id != str(self._row.uid):
+            return False
+        past = self._checkpointer.begin(self._row, self._engine.version)
+        if past is None:
+            return False
+        self._past.extend(past)
+        prompt = self._row.task.prompt_ids
+        if not np.array_equal(request.prompt_ids[: len(prompt)], prompt):
+            # A prompt that the program made itself is recorded as an observation.
+            self._parts = [prompt[:0]]
+        return True
+
+    def _stop_recording(self) -> None:
+        self._recording = False
+        self._past.clear()
+        self._checkpointer.drop([self._row.uid])
+
+
+def observation(tokens: Int32) -> GenerateDelta:
+    """Tokens that the policy did not sample, int32[k], as the checkpoint stores them."""
+    zeros = np.zeros(len(tokens), dtype=np.float32)
+    return GenerateDelta(tokens=tokens, logprobs=zeros, version=UNSERVED)
+
+
+def continuation(request: GenerateRequest, prefix: Sequence[GenerateDelta]) -> GenerateRequest:
+    """The request for the tokens after `prefix`."""
+    tokens = [delta.tokens for delta in prefix]
+    count = sum(map(len, tokens))
+    if not count:
+        return request
+    left = max(0, request.sampling.max_tokens - count)
+    return replace(
+        request,
+        prompt_ids=_joined([request.prompt_ids, *tokens]),
+        sampling=replace(request.sampling, max_tokens=left),
+        continued=count,
+    )
+
+
 def _groups(rows: Sequence[RunningRow]) -> list[ProgressGroup]:
     """One progress group, with one frame, for the rows of each group and fencing token."""
     bins: dict[tuple[str, int], list[RunningRow]] = defaultdict(list)
@@ -255,3 +388,11 @@ def _groups(rows: Sequence[RunningRow]) -> list[ProgressGroup]:
         )
         for (task, token), members in bins.items()
     ]
+
+
+def _observes(delta: GenerateDelta) -> bool:
+    return delta.version == UNSERVED
+
+
+def _joined(parts: Iterable[Int32]) -> Int32:
+    return np.concatenate(list(parts)).astype(np.int32)

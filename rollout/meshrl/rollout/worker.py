@@ -30,7 +30,7 @@ from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageSt
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Outcome
 from meshrl.rollout.circuit_breaker import CircuitBreaker, WatchedGenerator
 from meshrl.rollout.config import CheckpointIntervals, CircuitBreakerConfig
-from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
+from meshrl.rollout.generation_checkpoint import GenerationCheckpointer, ResumableGenerator
 from meshrl.rollout.ports import (
     NO_BREAKER,
     UNSERVED,
@@ -40,7 +40,6 @@ from meshrl.rollout.ports import (
     WorkerReport,
 )
 from meshrl.rollout.programs._cache import ProgramCache
-from meshrl.rollout.resumable_generator import ResumableGenerator
 from meshrl.rollout.sync_batch import SyncBatch
 from meshrl.rollout.tokenizer import Tokenizer
 
@@ -101,7 +100,6 @@ class RolloutWorker:
         self._programs = programs or ProgramCache()
         self._demand = demand
         self._tokenizer = tokenizer
-        self._deterministic = deterministic
         self._name = worker
         self._draining = asyncio.Event()
         self._engine_gone = asyncio.Event()
@@ -219,8 +217,9 @@ class RolloutWorker:
         return not self._draining.is_set()
 
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
-        if not self._deterministic or self._together is None:
-            return [await self._one(row) for row in rows]
+        if self.breaker is not None:
+            return [await self._one(row, self.breaker) for row in rows]
+        assert self._together is not None  # without a breaker the run is deterministic
         batch = SyncBatch(self._together, len(rows))
 
         async def member(index: int, row: LeasedRow) -> StageResult:
@@ -243,24 +242,19 @@ class RolloutWorker:
         allowed = self.breaker.allows(held, limit)
         return allowed if self._demand is None else min(allowed, self._demand())
 
-    async def _one(self, row: LeasedRow) -> StageResult:
-        """One row; a fault that the breaker attributes to the engine is no attempt of the row."""
-        if self.breaker is None:
-            return await self._checkpointed(row, self._engine)
+    async def _one(self, row: LeasedRow, breaker: CircuitBreaker) -> StageResult:
+        """One row, saved while it runs; a fault that the breaker attributes to the engine is no attempt."""
         # With each request the engine knows more about lengths, and its capacity may grow.
-        watched = WatchedGenerator(self._engine, self.breaker, started=self._loop.wake)
-        result = await self._checkpointed(row, watched)
-        fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
-        if fault and watched.faulted and self.breaker.spares(row.uid):
-            return Returned(uid=row.uid)
-        return result
-
-    async def _checkpointed(self, row: LeasedRow, engine: Generator) -> StageResult:
-        """One row, saved while it runs. When it is cancelled, tokens not saved yet stay recorded for the flush."""
+        watched = WatchedGenerator(self._engine, breaker, started=self._loop.wake)
         if self.checkpointer is None:
-            return await self._rollout(row, engine)
-        result = await self._rollout(row, ResumableGenerator(engine, self.checkpointer, row))
-        self.checkpointer.drop([row.uid])
+            result = await self._rollout(row, watched)
+        else:
+            result = await self._rollout(row, ResumableGenerator(watched, self.checkpointer, row))
+            # Not when it was cancelled: tokens that are not saved yet stay recorded for the flush.
+            self.checkpointer.drop([row.uid])
+        fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
+        if fault and watched.faulted and breaker.spares(row.uid):
+            return Returned(uid=row.uid)
         return result
 
     async def _rollout(self, row: LeasedRow, engine: Generator) -> StageResult:
@@ -277,7 +271,7 @@ class RolloutWorker:
         except UnavailableError as error:
             await self._park(row, error)
         except Exception as error:
-            # ProgramCache are user code: an exception fails this row only.
+            # Programs are user code: an exception fails this row only.
             if deadline.expired():
                 reason = f"no result within {row.task.deadline_s:g} s"
                 return Failure(uid=row.uid, outcome=Outcome.TIMEOUT, reason=reason)

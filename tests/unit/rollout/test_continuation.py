@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, OnUpdate, Version
-from meshrl.rollout.resumable_generator import continuation
+from meshrl.rollout.generation_checkpoint import continuation
 from meshrl.rollout.server_engine.checkpoint import Checkpoint as CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request

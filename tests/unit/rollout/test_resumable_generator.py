@@ -10,9 +10,8 @@ import pytest
 from meshrl.contract.types import Columns, LeasedRow, SamplingParams, Task, Trajectory, Uid, Version
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
+from meshrl.rollout.generation_checkpoint import GenerationCheckpointer, ResumableGenerator
 from meshrl.rollout.ports import UNSERVED, Generator
-from meshrl.rollout.resumable_generator import ResumableGenerator
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs
 from .conftest import EngineMaker
