@@ -13,11 +13,10 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations import admission
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.store import Store
+from meshrl.transferqueue.store import Durations, Store
 
 
 class QueueCollector(Collector):

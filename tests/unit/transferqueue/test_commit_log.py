@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshrl.contract.errors import CapacityError, InfraError
-from meshrl.transferqueue import commit_log
 from meshrl.transferqueue.queue import TransferQueue
 
 from ...contract.queue_actors import (
@@ -130,7 +129,7 @@ async def test_a_lease_expires_after_a_refused_commit_too(actors: Actors) -> Non
 async def test_a_store_that_cannot_be_read_back_is_tried_until_it_can(
     actors: Actors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(commit_log, "RECOVERY_PAUSE_S", 0.01)
+    monkeypatch.setattr("meshrl.transferqueue.store.RECOVERY_PAUSE_S", 0.01)
     store = store_of(actors)
     store.refusal = store.unreadable = InfraError("the disk went away")
     with caplog.at_level(logging.ERROR), pytest.raises(InfraError, match="went away"):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from meshrl.contract.types import Outcome, RowFacts, Version
-from meshrl.transferqueue.commit_log import decode_record
 from meshrl.transferqueue.model.group import Grant, Group, StoredFrame, TaskMetadata
+from meshrl.transferqueue.store import decode_record
 
 FACTS = RowFacts(Outcome.OK, 7, Version(1, 2), Version(1, 3), "length")
 

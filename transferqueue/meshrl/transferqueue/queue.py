@@ -45,9 +45,7 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue.commit_log import CommitLog, encode_record
 from meshrl.transferqueue.model.batch import TakenBatch
-from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.run_records import check_spec, compare_specs, encode_spec
@@ -64,7 +62,15 @@ from meshrl.transferqueue.operations import (
 )
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.store import OwnerLostError, SpaceCheck, Store, Table
+from meshrl.transferqueue.store import (
+    CommitLog,
+    Durations,
+    OwnerLostError,
+    SpaceCheck,
+    Store,
+    Table,
+    encode_record,
+)
 
 
 class TransferQueue(RowMethods):

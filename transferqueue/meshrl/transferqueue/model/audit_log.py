@@ -12,8 +12,7 @@ from collections import Counter, deque
 from typing import Final, TypeAlias
 
 from meshrl.contract.types import Json
-from meshrl.transferqueue.commit_log import CommitLog, encode_record
-from meshrl.transferqueue.store import Table
+from meshrl.transferqueue.store import CommitLog, Table, encode_record
 
 MAX_RECORDS: Final = 1024
 """Records that are kept singly; older ones are added to one sum."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshrl.contract.types import Json
-from meshrl.transferqueue.commit_log import encode_record
+from meshrl.transferqueue.store import encode_record
 
 
 @dataclass(slots=True, eq=False)

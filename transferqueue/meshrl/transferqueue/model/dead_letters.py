@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.types import DeadLetter, Json, Outcome, Uid
-from meshrl.transferqueue.commit_log import encode_record
 from meshrl.transferqueue.model.group import TaskMetadata
+from meshrl.transferqueue.store import encode_record
 
 
 @dataclass(slots=True, eq=False)

@@ -16,10 +16,10 @@ from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
-from meshrl.transferqueue.commit_log import encode_record, fragment
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.masks import bits, hexed
+from meshrl.transferqueue.store import encode_record, to_json
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")
@@ -391,7 +391,14 @@ class Group:
     def encode(self) -> bytes:
         """The record of the group and its rows. Masks are text, because integers of orjson end at 64 bits."""
         if self.facts_json is None:
-            self.facts_json = fragment([facts and _stored_facts(facts) for facts in self.facts])
+            stored: list[Json] = []
+            for facts in self.facts:
+                if facts is None:
+                    stored.append(None)
+                    continue
+                outcome, num_tokens, oldest, newest, reason = facts
+                stored.append((OUTCOMES.index(outcome), num_tokens, *oldest, *newest, reason))
+            self.facts_json = Fragment(to_json(stored))
         return encode_record(
             [
                 self.number,
@@ -459,11 +466,6 @@ class Group:
             group.grants.append(grant)
             group.held[stage] |= grant.mask
         return group, batch
-
-
-def _stored_facts(facts: RowFacts) -> Json:
-    outcome, num_tokens, (epoch, step), (newest_epoch, newest_step), reason = facts
-    return OUTCOMES.index(outcome), num_tokens, epoch, step, newest_epoch, newest_step, reason
 
 
 def _restored_facts(stored: Json) -> RowFacts:

@@ -13,7 +13,6 @@ from typing import Final
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.model.audit_log import ADMITTED, AuditLog
 from meshrl.transferqueue.model.fair_share import FairShare
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame
@@ -22,7 +21,7 @@ from meshrl.transferqueue.model.masks import bits
 from meshrl.transferqueue.model.ready import CompleteGroups, ReadyRows
 from meshrl.transferqueue.model.stages import Stage, Stages
 from meshrl.transferqueue.model.waiting import Expiry, Signal
-from meshrl.transferqueue.store import Table
+from meshrl.transferqueue.store import CommitLog, Table
 
 
 class Rows:

@@ -11,17 +11,15 @@ from typing import Final
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import DeadLetter, Json, Outcome, RunSpec, RunState, Uid, Version
-from meshrl.transferqueue.commit_log import CommitLog, encode_record
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.dead_letters import DeadLetters, DeadRow
-from meshrl.transferqueue.model.durations import Durations
 from meshrl.transferqueue.model.group import Group, TaskMetadata
 from meshrl.transferqueue.model.ledger import Exit, RunLedger
 from meshrl.transferqueue.model.rows import Rows
 from meshrl.transferqueue.model.run_records import KnownTasks, RunRecord
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
-from meshrl.transferqueue.store import Table
+from meshrl.transferqueue.store import CommitLog, Durations, Table, encode_record
 
 
 class Run(Rows):

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy, Version
-from meshrl.transferqueue.commit_log import CommitLog, encode_record
-from meshrl.transferqueue.store import Table
+from meshrl.transferqueue.store import CommitLog, Table, encode_record
 
 RUN_BYTES = 200
 """A run's name has at most so many bytes."""

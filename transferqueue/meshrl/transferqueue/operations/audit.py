@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Ledger, RunSpec
-from meshrl.transferqueue.commit_log import CommitLog
 from meshrl.transferqueue.model.audit_log import ADMITTED
 from meshrl.transferqueue.model.group import task_key
 from meshrl.transferqueue.model.masks import bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.store import CommitLog, Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 PROBLEMS_NAMED = 20

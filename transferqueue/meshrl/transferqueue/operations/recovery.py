@@ -13,13 +13,13 @@ from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Json, RunSpec
-from meshrl.transferqueue.commit_log import decode_record
 from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.dead_letters import DeadRow
 from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.run_records import decode_spec
 from meshrl.transferqueue.operations import group_policies
+from meshrl.transferqueue.store import decode_record
 
 MakeRun: TypeAlias = Callable[[RunSpec, int], Run]
 Sorted: TypeAlias = dict[bytes, list[tuple[bytes, bytes]]]
