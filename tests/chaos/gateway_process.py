@@ -13,9 +13,8 @@ from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
-from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.tokenizer import load_tokenizer
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.rpc.clients import QueueClient
 from meshrl.testing.engines.echo import build
 

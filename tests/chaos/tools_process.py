@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.programs._cache import ProgramCache
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.rpc.clients import QueueClient
 
 from ..unit.rollout.chats import chat_tokenizer

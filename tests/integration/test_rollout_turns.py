@@ -14,8 +14,7 @@ import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.programs._cache import ProgramCache
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.trainer.algorithms.agent_steps import anchors_of
 from meshrl.transferqueue.queue import TransferQueue

@@ -18,11 +18,13 @@ run together in a sync batch; otherwise each runs by itself.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, Self
 
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
@@ -36,10 +38,11 @@ from meshrl.rollout.ports import (
     UNSERVED,
     Generator,
     GiveBackError,
+    Program,
     TogetherEngine,
     WorkerReport,
 )
-from meshrl.rollout.programs._cache import ProgramCache
+from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.sync_batch import SyncBatch
 from meshrl.rollout.tokenizer import Tokenizer
 
@@ -49,6 +52,85 @@ FIRST_VERSION_CHECK_S = 0.05
 """Between two checks of the engine's version before the first commit: the port has no event for it."""
 FIRST_VERSION_REPORT_S = 30.0
 """How often the wait for the first version is logged."""
+PROGRAMS = "meshrl.rollout.programs"
+
+
+class ProgramBuilder(Protocol):
+    """The `build` of a module in `meshrl.rollout.programs`, for programs with options or a gateway."""
+
+    def __call__(self, options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
+        """A program; its `start` and `aclose` are awaited if it has them. Raises ConfigError for wrong options."""
+        ...
+
+
+class ProgramCache:
+    """The programs of a worker by name: loaded with the first row that names one, built once, closed with the worker.
+
+    A module with `build` is built with the recipe's options; of any other its `run` is used.
+    """
+
+    def __init__(
+        self,
+        name: str = "single_turn",
+        options: Mapping[str, object] | None = None,
+        *,
+        gateway: Gateway | None = None,
+    ) -> None:
+        """`options` are for the program `name`; other programs are built without options."""
+        self._name = name
+        self._options = options or {}
+        self._gateway = gateway
+        self._built: dict[str, Program] = {}
+
+    def get(self, name: str) -> Program:
+        """The program `name`.
+
+        Raises:
+            ConfigError: no such program, or wrong options.
+        """
+        if name not in self._built:
+            self._built[name] = self._build(name)
+        return self._built[name]
+
+    async def start(self) -> Program:
+        """Start the recipe's own program, so that its errors appear before the first row.
+
+        Raises:
+            ConfigError: as `get`.
+        """
+        program = self.get(self._name)
+        start = getattr(program, "start", None)
+        if start is not None:
+            await start()
+        return program
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all programs that have `aclose`; idempotent."""
+        built, self._built = self._built, {}
+        for program in built.values():
+            close = getattr(program, "aclose", None)
+            if close is not None:
+                await close()
+
+    def _build(self, name: str) -> Program:
+        module = importlib.import_module(plugins.load(PROGRAMS, name, "__name__"))
+        options = self._options if name == self._name else {}
+        if hasattr(module, "build"):
+            build: ProgramBuilder = module.build
+            return build(options, gateway=self._gateway)
+        if options:
+            raise ConfigError(
+                f"rollout.program_options: the program {name!r} takes none",
+                key="rollout.program_options",
+            )
+        run: Program = plugins.load(PROGRAMS, name, "run")
+        return run
 
 
 class RolloutWorker:

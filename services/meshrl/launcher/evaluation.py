@@ -22,8 +22,8 @@ from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.posted_rewards import POSTED, score_unposted
 from meshrl.rollout.engines import build_engine
 from meshrl.rollout.ports import Rollout
-from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from meshrl.rollout.worker import ProgramCache
 from meshrl.rpc.runtime import ServerSettings
 
 VERSION = Version(0, 1)

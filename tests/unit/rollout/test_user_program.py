@@ -11,7 +11,7 @@ import pytest
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.ports import Rollout
-from meshrl.rollout.programs._cache import ProgramCache
+from meshrl.rollout.worker import ProgramCache
 
 from . import some_agents
 from .chats import chat_tokenizer

@@ -17,9 +17,8 @@ from meshrl.http.gateway.metrics import GatewayMetrics
 from meshrl.http.gateway.serving import gateway_of
 from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
 from meshrl.rollout.engines import build_engine
-from meshrl.rollout.programs._cache import ProgramCache
 from meshrl.rollout.tokenizer import load_tokenizer
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, NoProgressError
