@@ -95,7 +95,8 @@ class Conversation:
         self._logprobs = [np.zeros(self._prompt, dtype=np.float32)]
         self._mask = [np.zeros(self._prompt, dtype=np.uint8)]
         self._spans: list[VersionSpan] = []
-        self._length = self._prompt
+        self.left = budget.response_tokens
+        """Tokens that may still be added, sampled or observed."""
 
     @property
     def tokens(self) -> Int32:
@@ -104,19 +105,9 @@ class Conversation:
         return self._tokens[0]
 
     @property
-    def left(self) -> int:
-        """Tokens that may still be added, sampled or observed."""
-        return self._budget.response_tokens - (self._length - self._prompt)
-
-    @property
     def full(self) -> bool:
         """Whether all turns or tokens of the policy are used up."""
         return self.left < 1 or len(self.turns) == self._budget.turns
-
-    @property
-    def finish_reason(self) -> str:
-        """Of the last turn; `length` if there was none."""
-        return self.turns[-1].finish_reason if self.turns else "length"
 
     def request(self, sampling: SamplingParams) -> GenerateRequest:
         """The request for the next turn: all tokens so far, and as many new ones as fit."""
@@ -135,7 +126,9 @@ class Conversation:
 
     def append(self, response: Response) -> Turn:
         """Append a sampled turn: loss mask 1, log-probs and versions as the engine gave them."""
-        start = self._length
+        start = (
+            self._prompt + self._budget.response_tokens - self.left
+        )  # the length of the row so far
         self._add(response.tokens, response.logprobs, sampled=True)
         for span in response.spans:
             moved = replace(span, start=span.start + start, end=span.end + start)
@@ -192,8 +185,10 @@ class Conversation:
     def rollout(
         self, finish_reason: str | None = None, *, outcome: Outcome | None = None
     ) -> Rollout:
-        """The row. Defaults: the last turn's finish reason, and its outcome (`OUTCOMES`)."""
-        reason = self.finish_reason if finish_reason is None else finish_reason
+        """The row. Defaults: the last turn's finish reason, `length` if there was none; its outcome (`OUTCOMES`)."""
+        reason = finish_reason
+        if reason is None:
+            reason = self.turns[-1].finish_reason if self.turns else "length"
         tokens = self.tokens
         turn = self.turns[0] if self.turns else None
         if turn is not None and len(turn.tokens) == len(tokens) - self._prompt:
@@ -217,4 +212,4 @@ class Conversation:
         self._tokens.append(np.asarray(tokens, dtype=np.int32))
         self._logprobs.append(np.asarray(logprobs, dtype=np.float32))
         self._mask.append(np.full(len(tokens), sampled, dtype=np.uint8))
-        self._length += len(tokens)
+        self.left -= len(tokens)

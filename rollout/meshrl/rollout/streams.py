@@ -38,7 +38,7 @@ class TokenStream:
         try:
             event = await self._events.get()
         except asyncio.CancelledError:
-            self._abort_unless_ended()
+            self.close()
             raise
         if isinstance(event, MeshError):
             self._ended = True
@@ -48,15 +48,15 @@ class TokenStream:
 
     async def aclose(self) -> None:
         """Abort the request if it still runs; idempotent."""
-        self._abort_unless_ended()
+        self.close()
 
-    def __del__(self) -> None:
-        self._abort_unless_ended()
-
-    def _abort_unless_ended(self) -> None:
+    def close(self) -> None:
+        """As `aclose`, where nothing can be awaited."""
         ended, self._ended = self._ended, True
         if not ended and self._abort is not None:
             self._abort()
+
+    __del__ = close
 
 
 def check_request(request: GenerateRequest) -> None:
@@ -111,16 +111,6 @@ async def sample(engine: Generator, request: GenerateRequest) -> Response:
 def response_of(deltas: list[GenerateDelta]) -> Response:
     """The deltas of one request as one response."""
     none = np.empty(0)
-    return Response(
-        tokens=np.concatenate([none, *(d.tokens for d in deltas)]).astype(np.int32),
-        logprobs=np.concatenate([none, *(d.logprobs for d in deltas)]).astype(np.float32),
-        spans=version_spans(deltas),
-        finish_reason=deltas[-1].finish_reason if deltas else "abort",
-    )
-
-
-def version_spans(deltas: list[GenerateDelta]) -> tuple[VersionSpan, ...]:
-    """Which version sampled which tokens."""
     spans: list[VersionSpan] = []
     end = 0
     for delta in deltas:
@@ -130,7 +120,12 @@ def version_spans(deltas: list[GenerateDelta]) -> tuple[VersionSpan, ...]:
         if spans and spans[-1].version == delta.version:
             start = spans.pop().start
         spans.append(VersionSpan(version=delta.version, start=start, end=end))
-    return tuple(spans)
+    return Response(
+        tokens=np.concatenate([none, *(d.tokens for d in deltas)]).astype(np.int32),
+        logprobs=np.concatenate([none, *(d.logprobs for d in deltas)]).astype(np.float32),
+        spans=tuple(spans),
+        finish_reason=deltas[-1].finish_reason if deltas else "abort",
+    )
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from meshrl.rollout.server_engine.checkpoint import Checkpoint as CheckpointFact
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
-from meshrl.rollout.streams import closing, sample, version_spans
+from meshrl.rollout.streams import closing, response_of, sample
 from meshrl.rollout.torch_engine.stopping import StopStrings
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs, make_model, pack, request
@@ -102,7 +102,7 @@ async def test_a_continued_response_keeps_its_context_when_an_update_interrupts_
             deltas.append(delta)
             if len(deltas) == 1:
                 await engine.commit_weights(Version(1, 1), OnUpdate.INTERRUPT)
-    old, new = version_spans(deltas)
+    old, new = response_of(deltas).spans
     tokens = np.concatenate([delta.tokens for delta in deltas]).tolist()
     assert new.end == len(tokens) == 146
     want = [

@@ -13,7 +13,7 @@ import pytest
 from meshrl.contract.errors import InfraError, UnavailableError, UserError
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rollout.engines.torch import TorchEngine
-from meshrl.rollout.streams import Response, closing, sample, version_spans
+from meshrl.rollout.streams import Response, closing, response_of, sample
 
 from .checkpoints import (
     Checkpoint,
@@ -45,12 +45,7 @@ async def updated_on_the_way(engine: TorchEngine, on_update: OnUpdate) -> Respon
             deltas.append(delta)
             if len(deltas) == 1:
                 await engine.commit_weights(NEXT, on_update)
-    return Response(
-        tokens=np.concatenate([delta.tokens for delta in deltas]),
-        logprobs=np.concatenate([delta.logprobs for delta in deltas]),
-        spans=version_spans(deltas),
-        finish_reason=deltas[-1].finish_reason,
-    )
+    return response_of(deltas)
 
 
 async def test_an_interrupted_generation_continues_as_the_new_model_would(
