@@ -165,7 +165,7 @@ def test_a_loss_that_compares_nothing_is_refused(text_model: Path, tmp_path: Pat
         ({"chosen": "b", "rejected": "c"}, "no 'prompt', and 'chosen' and 'rejected' do not begin"),
         (
             {"prompt": "a", "chosen": [{"role": "user"}], "rejected": "c"},
-            "'chosen' is .* want text or a list",
+            "'chosen' holds .* want an object with role and content",
         ),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, r"train\.jsonl:1: empty prompt"),
     ],

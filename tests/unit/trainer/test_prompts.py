@@ -63,7 +63,9 @@ def test_verls_parquet_rows_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_too_long_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", {"prompt": "x" * 9}, {"prompt": "y"})
+    file = jsonl(
+        tmp_path / "a.jsonl", {"prompt": "x" * 9, "answer": "1"}, {"prompt": "y", "answer": "1"}
+    )
     read = load_prompts([file], DataConfig(max_prompt_length=8), Characters())
     assert read.skipped == 1
     assert [prompt.index for prompt in read.prompts] == [1]
@@ -73,7 +75,7 @@ def test_too_long_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
     ("truncation", "kept"), [("left", "fghij"), ("right", "abcde"), ("middle", "abhij")]
 )
 def test_too_long_prompts_are_cut_on_request(tmp_path: Path, truncation: str, kept: str) -> None:
-    file = jsonl(tmp_path / "a.jsonl", {"prompt": "abcdefghij"})
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "abcdefghij", "answer": "k"})
     config = DataConfig.model_validate(
         {"max_prompt_length": 5, "filter_overlong_prompts": False, "truncation": truncation}
     )
@@ -81,28 +83,103 @@ def test_too_long_prompts_are_cut_on_request(tmp_path: Path, truncation: str, ke
     assert "".join(map(chr, prompt.prompt_ids)) == kept
 
 
+def asked(**more: object) -> dict[str, object]:
+    """A row of a question, with an answer unless it says otherwise."""
+    return {"prompt": "?", "answer": "1", **more}
+
+
+def user(content: object, **more: object) -> list[object]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": content, **more}]
+
+
 MISTAKES = {
     "no prompt": ({"question": "?"}, "no 'prompt' (data.prompt_key); the row has question"),
-    "empty": ({"prompt": ""}, "the prompt is empty"),
-    "number": ({"prompt": 3}, "prompt is int, want text or a list of messages"),
-    "message": ({"prompt": [{"role": "user"}]}, "want an object with role and content"),
-    "truth": ({"prompt": "a", "reward_model": {}}, "want an object with ground_truth"),
-    "extra": ({"prompt": "a", "extra_info": [1]}, "extra_info is list, want an object"),
+    "empty": (asked(prompt=""), "the prompt is empty"),
+    "number": (asked(prompt=3), "'prompt' is int, want text or a list of messages"),
+    "message": (asked(prompt=[{"role": "user"}]), "want an object with role and content"),
+    "null": (asked(prompt=user(None)), "'prompt.content' is null, want text"),
+    "number in a message": (asked(prompt=user(4)), "'prompt.content' is 4, want text"),
+    "image": (
+        asked(prompt=user([{"type": "text", "text": "what?"}, {"type": "image", "url": "x"}])),
+        "'prompt.content' has a part of type 'image', want text",
+    ),
+    "text without a type": (
+        asked(prompt=user(["what?"])),
+        "'prompt.content' holds 'what?', want text or parts of type text",
+    ),
+    "tool calls": (
+        asked(prompt=user("go", tool_calls=[{"id": "1"}])),
+        "'tool_calls' of a message in 'prompt' cannot be used, only role and content; leave it out",
+    ),
+    "name": (
+        asked(prompt=user("go", name="Ada")),
+        "'name' of a message in 'prompt' cannot be used",
+    ),
+    "images": (
+        asked(prompt="<image>Find x.", images=["a.png"]),
+        "'images' cannot be used (prompts are text); leave the column out",
+    ),
+    "tools": (
+        asked(tools=[{"name": "add"}]),
+        "'tools' cannot be used (name tools in rollout.program_options); leave the column out",
+    ),
+    "no answer": (
+        {"prompt": "a=1?", "anwser": "1"},
+        "no 'answer'; the row has prompt, anwser; say where the answer is (data.answer_key), or that tasks have none"
+        " (data.answer_required: false)",
+    ),
+    "null answer": (asked(answer=None), "no 'answer'; the row has prompt, answer; say where"),
+    "null ground truth": (
+        asked(reward_model={"ground_truth": None}),
+        "no 'reward_model.ground_truth'; the row has prompt, answer, reward_model; say where",
+    ),
+    "truth": (asked(reward_model={}), "want an object with ground_truth"),
+    "extra": (asked(extra_info=[1]), "extra_info is list, want an object"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_malformed_row_is_named_with_file_and_line(tmp_path: Path, name: str) -> None:
     row, message = MISTAKES[name]
-    file = jsonl(tmp_path / "a.jsonl", {"prompt": "fine"}, row)
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "fine", "answer": "1"}, row)
     with pytest.raises(UserError) as caught:
         load_prompts([file], DataConfig(), Characters())
     assert str(caught.value).startswith(f"{file}:2: ")
     assert message in str(caught.value)
 
 
+def test_parts_of_text_are_read_as_their_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
+    file = jsonl(tmp_path / "a.jsonl", asked(prompt=user(parts)))
+    (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts
+    assert prompt.messages == (Message(role="user", content="1+1?"),)
+
+
+def test_columns_that_parquet_fills_with_nothing_are_no_fault(tmp_path: Path) -> None:
+    with_call = {"role": "tool", "content": "4", "tool_calls": None, "name": None}
+    rows = [asked(prompt=[with_call], images=[], tools=None)]
+    file = tmp_path / "a.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows), file)
+    (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts
+    assert prompt.messages == (Message(role="tool", content="4"),)
+
+
+def test_the_answer_is_found_in_the_column_that_the_recipe_names(tmp_path: Path) -> None:
+    row = {"prompt": "?", "solution": "7", "reward_model": {"ground_truth": "8"}}
+    file = jsonl(tmp_path / "a.jsonl", row)
+    (prompt,) = load_prompts([file], DataConfig(answer_key="solution"), Characters()).prompts
+    assert prompt.ground_truth == "7"
+
+
+def test_tasks_without_answers_are_read_where_the_recipe_says_so(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "write a poem"})
+    (prompt,) = load_prompts([file], DataConfig(answer_required=False), Characters()).prompts
+    assert prompt.ground_truth is None
+
+
 def test_too_long_and_not_to_be_skipped_is_an_error(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", {"prompt": "abc"})
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "abc", "answer": "d"})
     config = DataConfig(max_prompt_length=2, filter_overlong_prompts=False)
     with pytest.raises(UserError, match=r"a\.jsonl:1: 3 tokens > data\.max_prompt_length 2"):
         load_prompts([file], config, Characters())

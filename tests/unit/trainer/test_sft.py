@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from meshrl.trainer.offline.loop import shuffled
 from meshrl.trainer.offline.sft import SftProgress
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
+def write(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -102,10 +103,24 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(
         ({"prompt": "ab"}, r"train\.jsonl:2: no 'response' \(the row has prompt\)"),
         ({"prompt": "", "response": "a"}, r"train\.jsonl:2: empty prompt"),
         ({"prompt": "a" * 60, "response": "b"}, r"train\.jsonl:2: 62 tokens > max_length 50"),
+        ({"prompt": "a", "response": None}, r"train\.jsonl:2: 'response' is null, want text"),
+        ({"prompt": None, "response": "b"}, r"train\.jsonl:2: 'prompt' is null, want text or"),
+        (
+            {"prompt": "a", "response": [{"role": "assistant", "content": "b"}]},
+            r"train\.jsonl:2: 'response' holds \{'role': .*\}, want text or parts of type text",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": None}], "response": "b"},
+            r"train\.jsonl:2: 'prompt\.content' is null, want text",
+        ),
+        (
+            {"prompt": "a", "response": "b", "images": ["x.png"]},
+            r"train\.jsonl:2: 'images' cannot be used",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(
-    text_model: Path, tmp_path: Path, row: dict[str, str], complaint: str
+    text_model: Path, tmp_path: Path, row: dict[str, object], complaint: str
 ) -> None:
     data = write(tmp_path / "train.jsonl", [{"prompt": "a", "response": "b"}, row])
     config = SftConfig(

@@ -53,6 +53,12 @@ class DataConfig(Config):
     """A module of `meshrl.trainer.data.readers` that reads the files, or a dotted path; None: the one named like a
     file's suffix."""
     prompt_key: str = "prompt"
+    """The column of the prompt: text or chat messages."""
+    answer_key: str | None = None
+    """The column of the answer that a response is compared with; None takes `reward_model.ground_truth`, else
+    `answer`."""
+    answer_required: bool = True
+    """A row without an answer is refused; False for tasks that have none, whose reward gets `ground_truth` None."""
     max_prompt_length: PositiveInt = 512
     """In tokens, chat template applied."""
     max_response_length: PositiveInt = 512

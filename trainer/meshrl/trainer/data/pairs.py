@@ -8,13 +8,14 @@ same for both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.messages import read_messages, refuse_unusable
 from meshrl.trainer.offline.config import PreferenceConfig
 
 Messages = list[dict[str, str]]
@@ -45,6 +46,7 @@ def read_pairs(config: PreferenceConfig, files: Sequence[Path]) -> list[Pair]:
 
 def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
     row, where = source.values, source.where
+    refuse_unusable(row, where)
     for key in (config.chosen_key, config.rejected_key):
         if row.get(key) is None:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
@@ -72,7 +74,4 @@ def _split(value: Any, where: str, key: str) -> tuple[Messages, str]:
 
 
 def _messages(value: Any, where: str, key: str) -> Messages:
-    valid = isinstance(value, Sequence) and value and all(isinstance(m, Mapping) for m in value)
-    if not valid or any("role" not in m or "content" not in m for m in value):
-        raise UserError(f"{where}: {key!r} is {value!r:.80}, want text or a list of messages")
-    return [{"role": str(m["role"]), "content": str(m["content"])} for m in value]
+    return [{"role": m.role, "content": m.content} for m in read_messages(value, where, key)]

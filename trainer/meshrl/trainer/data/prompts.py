@@ -18,6 +18,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.messages import read_messages, refuse_unusable
 
 
 class PromptTokenizer(Protocol):
@@ -110,46 +111,58 @@ def task_maker(
     return make
 
 
-def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """A row as it was read, not tokenised yet."""
+
+    prompt: str | tuple[Message, ...]
+    ground_truth: Json
+    extra_info: Mapping[str, Json]
+    data_source: str
+
+
+def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
+    """What a row says.
+
+    Raises:
+        UserError: no prompt, one that is not text, no answer, or a malformed column; names file and row.
+    """
     row, where = source.values, source.where
-    prompt_value = row.get(config.prompt_key)
-    if prompt_value is None:
-        keys = ", ".join(map(str, row))
-        raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); the row has {keys}")
-    messages = (
-        () if isinstance(prompt_value, str) else _messages(prompt_value, where, config.prompt_key)
-    )
-    text = prompt_value if isinstance(prompt_value, str) else _templated(messages, where, tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if not ids:
-        raise UserError(f"{where}: the prompt is empty")
+    value = row.get(config.prompt_key)
+    if value is None:
+        raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); {_columns(row)}")
+    refuse_unusable(row, where)
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
+    return PromptRow(
+        prompt=value if isinstance(value, str) else read_messages(value, where, config.prompt_key),
+        ground_truth=_ground_truth(row, where, config),
+        extra_info=extra_info,
+        data_source=str(row.get("data_source") or ""),
+    )
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    return f"the row has {', '.join(map(str, row))}"
+
+
+def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
+    row = read_prompt_row(source, config)
+    chat = isinstance(row.prompt, tuple)
+    messages = row.prompt if isinstance(row.prompt, tuple) else ()
+    text = _templated(messages, source.where, tokenizer) if chat else row.prompt
+    ids = tokenizer.encode(str(text), add_special_tokens=False)
+    if not ids:
+        raise UserError(f"{source.where}: the prompt is empty")
     return Prompt(
         index=index,
         prompt_ids=np.array(ids, dtype=np.int32),
         messages=messages,
-        data_source=str(row.get("data_source") or ""),
-        ground_truth=_ground_truth(row, where),
-        extra_info=extra_info,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
     )
-
-
-def _messages(messages_value: object, where: str, key: str) -> tuple[Message, ...]:
-    if not isinstance(messages_value, Sequence) or not messages_value:
-        raise UserError(
-            f"{where}: {key} is {type(messages_value).__name__}, want text or a list of messages"
-        )
-    messages = []
-    for message in messages_value:
-        try:
-            messages.append(Message(role=str(message["role"]), content=str(message["content"])))
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                f"{where}: {key} holds {message!r}, want an object with role and content"
-            ) from error
-    return tuple(messages)
 
 
 def _templated(messages: Sequence[Message], where: str, tokenizer: PromptTokenizer) -> str:
@@ -159,13 +172,23 @@ def _templated(messages: Sequence[Message], where: str, tokenizer: PromptTokeniz
     return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
 
 
-def _ground_truth(row: Mapping[str, Any], where: str) -> Json:
-    if "reward_model" not in row:
-        return row.get("answer")
-    model = row["reward_model"]
-    if not isinstance(model, Mapping) or "ground_truth" not in model:
-        raise UserError(f"{where}: reward_model is {model!r:.80}, want an object with ground_truth")
-    return model["ground_truth"]
+def _ground_truth(row: Mapping[str, Any], where: str, config: DataConfig) -> Json:
+    """`data.answer_key`, else what the row's schema says. Raises UserError where an answer is required."""
+    key = config.answer_key or "answer"
+    answer = row.get(key)
+    if config.answer_key is None and row.get("reward_model") is not None:
+        model, key = row["reward_model"], "reward_model.ground_truth"
+        if not isinstance(model, Mapping) or "ground_truth" not in model:
+            raise UserError(
+                f"{where}: reward_model is {model!r:.80}, want an object with ground_truth"
+            )
+        answer = model["ground_truth"]
+    if answer is None and config.answer_required:
+        raise UserError(
+            f"{where}: no {key!r}; {_columns(row)}; say where the answer is (data.answer_key), or that tasks have"
+            " none (data.answer_required: false)"
+        )
+    return answer
 
 
 def _truncated(prompt: Prompt, where: str, config: DataConfig) -> Prompt:

@@ -20,6 +20,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.messages import read_messages, read_text, refuse_unusable
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import Pack, pack, plan
@@ -192,8 +193,14 @@ def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
     for key in (config.prompt_key, config.response_key):
         if key not in row:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
+    refuse_unusable(row, where)
+    prompt = row[config.prompt_key]
+    if not isinstance(prompt, str):
+        messages = read_messages(prompt, where, config.prompt_key)
+        prompt = [{"role": m.role, "content": m.content} for m in messages]
+    response = read_text(row[config.response_key], where, config.response_key)
     return tokenised(
-        row[config.prompt_key], str(row[config.response_key]), tokenizer, where,
+        prompt, response, tokenizer, where,
         append_eos=config.append_eos, max_length=config.max_length,
     )  # fmt: skip
 

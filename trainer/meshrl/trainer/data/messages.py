@@ -1,0 +1,80 @@
+"""Chat messages and texts of data rows: text is read, text parts are joined, all else is refused with its row.
+
+A prompt that lost its image or its tool calls on the way would be trained as another prompt, and nobody would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import Message
+
+UNUSABLE = ("images", "videos", "audios", "tools")
+"""Columns of a row that belong to its prompt in other data sets, and that a text prompt cannot hold."""
+
+
+def refuse_unusable(row: Mapping[str, object], where: str) -> None:
+    """Raises UserError when a row has images, videos, audios or tools beside its prompt."""
+    for key in UNUSABLE:
+        if not _empty(row.get(key)):
+            hint = "name tools in rollout.program_options" if key == "tools" else "prompts are text"
+            raise UserError(f"{where}: {key!r} cannot be used ({hint}); leave the column out")
+
+
+def read_text(value: object, where: str, key: str) -> str:
+    """A text, or the text of content parts that are all of type text.
+
+    Raises:
+        UserError: anything else; names file and row.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise UserError(f"{where}: {key!r} is null, want text")
+    if not isinstance(value, Sequence) or not value:
+        raise UserError(f"{where}: {key!r} is {value!r:.80}, want text")
+    return "".join(_part(part, where, key) for part in value)
+
+
+def _part(part: object, where: str, key: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind is None:
+        raise UserError(f"{where}: {key!r} holds {part!r:.80}, want text or parts of type text")
+    text = part.get("text")
+    if kind != "text" or not isinstance(text, str):
+        raise UserError(f"{where}: {key!r} has a part of type {kind!r}, want text")
+    return text
+
+
+def read_messages(value: object, where: str, key: str) -> tuple[Message, ...]:
+    """A conversation.
+
+    Raises:
+        UserError: no list of messages, or a message with more than a role and text; names file and row.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        given = "null" if value is None else type(value).__name__
+        raise UserError(f"{where}: {key!r} is {given}, want text or a list of messages")
+    return tuple(_message(message, where, key) for message in value)
+
+
+def _message(message: object, where: str, key: str) -> Message:
+    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        raise UserError(
+            f"{where}: {key!r} holds {message!r:.80}, want an object with role and content"
+        )
+    for name, value in message.items():
+        if name not in ("role", "content") and not _empty(value):
+            raise UserError(
+                f"{where}: {name!r} of a message in {key!r} cannot be used, only role and content; leave it out"
+            )
+    role = message["role"]
+    if not isinstance(role, str):
+        raise UserError(f"{where}: the role of a message in {key!r} is {role!r:.40}, want text")
+    return Message(role=role, content=read_text(message["content"], where, f"{key}.content"))
+
+
+def _empty(value: object) -> bool:
+    """True for what parquet writes into a column or a field that a row does not have."""
+    return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
