@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshrl.contract import codec
-from meshrl.contract.codec.checks import decoder, from_json, json_object, lossless_json, printable
+from meshrl.contract.codec.types import decoder, from_json, json_object, lossless_json, printable
 from meshrl.contract.types import Sample
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.registry.comparison import Differences

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshrl.contract import codec
-from meshrl.contract.codec.arrays import DTYPES
+from meshrl.contract.codec.types import DTYPES
 from meshrl.contract.types import (
     BatchGroup,
     GroupPolicy,

@@ -3,32 +3,24 @@
 Whatever is wrong with a value or a message ends in a UserError that names the type, never in a TypeError from deep
 inside. Decoded arrays are read-only views of the message's bytes, not copies.
 
-    checks     what turns a mistake into a UserError; enums, JSON, presence
-    arrays     small arrays in one piece
-    bulk       messages whose payload protobuf never touches
+    types       single values: versions, uids, tasks, arrays; what turns a mistake into a UserError
+    rows        rows of several groups side by side, batches among them
+    streams     what the queue streams: admitted tasks, leases, writes, fetched rows
+    bulk        messages whose payload protobuf never touches; many small messages in a few larger ones
     compression frames in fewer bytes between hosts, without loss
-    pages      many small messages in a few larger ones
-    types      versions, uids, tasks, and what else every service shares
-    runs       the queue's control methods
-    tasks      a task in the bytes in which it is stored and sent
-    rows       rows of several groups side by side
-    streams    what the queue streams: admitted tasks, leases, writes, fetched rows
-    work       engine, judges, reference and trainer
+    runs        the queue's control methods
+    work        engine, judges, reference and trainer
 """
 
-from meshrl.contract.codec.arrays import decode_array, encode_array
-from meshrl.contract.codec.bulk import PAGE_BYTES, Bulk, pages, parser, serialize
-from meshrl.contract.codec.checks import printable
-from meshrl.contract.codec.rows import decode_rows, encode_rows
+from meshrl.contract.codec.bulk import PAGE_BYTES, Bulk, pages, parser
+from meshrl.contract.codec.rows import decode_batch, decode_rows, encode_batch, encode_rows
 from meshrl.contract.codec.runs import (
-    decode_batch,
     decode_dead_letter,
     decode_held_rows,
     decode_ledger,
     decode_run_spec,
     decode_run_state,
     decode_waiting,
-    encode_batch,
     encode_dead_letter,
     encode_held_rows,
     encode_ledger,
@@ -49,12 +41,14 @@ from meshrl.contract.codec.streams import (
     encode_write,
 )
 from meshrl.contract.codec.types import (
+    decode_array,
     decode_outcome,
     decode_sampling,
     decode_task,
     decode_uid,
     decode_uids,
     decode_version,
+    encode_array,
     encode_outcome,
     encode_sampling,
     encode_task,
@@ -62,7 +56,8 @@ from meshrl.contract.codec.types import (
     encode_uids,
     encode_version,
     pack_task,
-    packed_task,
+    printable,
+    unpack_task,
 )
 from meshrl.contract.codec.work import (
     decode_engine_stats,
@@ -135,9 +130,8 @@ __all__ = [
     "encode_waiting",
     "encode_write",
     "pack_task",
-    "packed_task",
     "pages",
     "parser",
     "printable",
-    "serialize",
+    "unpack_task",
 ]

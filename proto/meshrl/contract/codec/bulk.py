@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from meshrl.contract.codec.compression import MAX_FRAME_BYTES, compressed, decompressed
+from meshrl.contract.codec.compression import MAGIC, MAX_FRAME_BYTES, compressed, decompressed
 from meshrl.contract.errors import CorruptError
 
 PAGE_BYTES: Final = 1 << 20
@@ -25,13 +25,8 @@ Item = TypeVar("Item")
 M = TypeVar("M", bound=Message)
 
 
-def pages(messages: Iterable[M]) -> Iterator[list[M]]:
-    """Messages in order, together at most PAGE_BYTES unless one alone is larger. At least one page."""
-    return pages_by(lambda message: message.ByteSize(), messages)
-
-
-def pages_by(size_of: Callable[[Item], int], items: Iterable[Item]) -> Iterator[list[Item]]:
-    """As `pages`, for what has most of its bytes beside a message."""
+def pages(size_of: Callable[[Item], int], items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Items in order, together at most PAGE_BYTES unless one alone is larger. At least one page."""
     page: list[Item] = []
     room = PAGE_BYTES
     for item in items:
@@ -91,31 +86,26 @@ class Bulk(Generic[M]):
         return self._parts
 
 
-def serialize(bulk: Bulk[M]) -> bytes:
-    """For gRPC: what a generated stub would be given `Message.SerializeToString` for."""
-    return bulk.SerializeToString()
-
-
 def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
-    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError."""
+    """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
+
+    Its counterpart for sending is `Bulk.SerializeToString`.
+    """
 
     def parse(data: bytes) -> Bulk[M]:
         rest, frames = _apart(memoryview(data))
         size = len(data)
         for number, frame in enumerate(frames):
-            limit = MAX_DECOMPRESSED_BYTES + len(frame) - size
-            frames[number] = _decompressed(frame, limit)
-            size += len(frames[number]) - len(frame)
+            if frame[:4] == MAGIC:
+                limit = MAX_DECOMPRESSED_BYTES + len(frame) - size
+                try:
+                    frames[number] = decompressed(frame, limit=limit)
+                except CorruptError as error:
+                    raise DecodeError(str(error)) from error
+                size += len(frames[number]) - len(frame)
         return Bulk(kind.FromString(rest), frames, size)
 
     return parse
-
-
-def _decompressed(frame: Frame, limit: int) -> Frame:
-    try:
-        return decompressed(frame, limit=limit)
-    except CorruptError as error:
-        raise DecodeError(str(error)) from error
 
 
 def _varint(value: int) -> bytes:
@@ -140,7 +130,10 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _apart(data: memoryview) -> tuple[bytes, list[Frame]]:
-    """The message without its frames, and views of the frames."""
+    """The message without its frames, and views of the frames.
+
+    Fields that protobuf does not take it refuses when it parses the rest.
+    """
     rest: list[memoryview] = []
     frames: list[Frame] = []
     at = kept = 0
@@ -154,23 +147,18 @@ def _apart(data: memoryview) -> tuple[bytes, list[Frame]]:
                     rest.append(data[kept:start])
                 frames.append(data[at : at + size])
                 at = kept = at + size
+            elif tag & 7 == 2:
+                size, at = _read_varint(data, at)
+                at += size
+            elif tag & 7 == 0:
+                _, at = _read_varint(data, at)
+            elif tag & 7 in _FIXED:
+                at += _FIXED[tag & 7]
             else:
-                at = _past(data, tag & 7, at)
+                raise DecodeError(f"a field of wire type {tag & 7}")
             if at > len(data):
                 raise DecodeError(f"a field ends {at - len(data)} bytes after the message")
     except IndexError:
         raise DecodeError("the message ends in the middle of a field") from None
     rest.append(data[kept:])
     return b"".join(rest), frames
-
-
-def _past(data: memoryview, wire_type: int, at: int) -> int:
-    """Where the value ends. What protobuf does not take either, it refuses when it parses the rest."""
-    if wire_type == 0:
-        return _read_varint(data, at)[1]
-    if wire_type == 2:
-        size, at = _read_varint(data, at)
-        return at + size
-    if wire_type in _FIXED:
-        return at + _FIXED[wire_type]
-    raise DecodeError(f"a field of wire type {wire_type}")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
 from meshrl.contract.codec.bulk import Frame
-from meshrl.contract.codec.checks import decoder, encoder, malformed, require
-from meshrl.contract.codec.types import OUTCOMES
-from meshrl.contract.types import BatchGroup, GroupRows, Outcome, Part, RowFacts, Version
+from meshrl.contract.codec.types import OUTCOMES, decoder, encoder, malformed, require
+from meshrl.contract.types import Batch, BatchGroup, GroupRows, Part, RowFacts, Version
 from meshrl.v1 import queue_pb2 as pb
-from meshrl.v1 import trajectory_pb2
 
 T = TypeVar("T")
 
@@ -34,11 +32,7 @@ def per_group(values: Sequence[T], counts: Sequence[int], what: str) -> list[tup
     """A list with an entry per row, cut into one tuple per group. Raises ValueError where it does not fit."""
     if len(values) != sum(counts):
         malformed(f"{sum(counts)} rows with {len(values)} {what}")
-    return _cut(values[:], counts)
-
-
-def _cut(values: Sequence[T], counts: Sequence[int]) -> list[tuple[T, ...]]:
-    entries = iter(values)
+    entries = iter(values[:])
     return [tuple(islice(entries, count)) for count in counts]
 
 
@@ -70,14 +64,10 @@ def named_rows(message: pb.GroupRows) -> Rows:
     indices, attempts = message.indices[:], message.attempts[:]
     if len(tasks) != len(counts) or not all(tasks):
         malformed(f"{len(counts)} groups with {len(tasks)} task ids, or an empty one")
-    if min(counts, default=0) < 0 or len(indices) != sum(counts) or len(attempts) != len(indices):
-        malformed(
-            f"{sum(counts)} rows with {len(indices)} indices, {len(attempts)} attempts"
-            f" (or a negative count)"
-        )
-    if min(indices, default=0) < 0 or min(attempts, default=0) < 0:
-        malformed("a negative index or attempt")
-    return Rows(tasks, counts, _cut(indices, counts), _cut(attempts, counts))
+    if min(chain(counts, indices, attempts), default=0) < 0:
+        malformed("a negative count, index or attempt")
+    of_groups = (per_group(indices, counts, "indices"), per_group(attempts, counts, "attempts"))
+    return Rows(tasks, counts, *of_groups)
 
 
 def encode_parts(parts: Sequence[Sequence[Part]]) -> pb.Parts:
@@ -90,8 +80,8 @@ def encode_parts(parts: Sequence[Sequence[Part]]) -> pb.Parts:
     )
 
 
-def decode_parts(message: pb.Parts, frames: Iterator[Frame], of: Rows) -> list[tuple[Part, ...]]:
-    """Of each group; takes as many frames as it needs. Raises ValueError."""
+def decode_parts(message: pb.Parts, frames: Sequence[Frame], of: Rows) -> list[tuple[Part, ...]]:
+    """Of each group. Raises ValueError."""
     counts, sizes = message.counts[:], message.sizes[:]
     if len(counts) != len(of.counts):
         malformed(f"{len(of.counts)} groups, parts of {len(counts)}")
@@ -99,23 +89,16 @@ def decode_parts(message: pb.Parts, frames: Iterator[Frame], of: Rows) -> list[t
         malformed(f"parts of {sum(sizes)} rows, {len(message.rows)} are named")
     if min(counts, default=0) < 0 or sum(counts) != len(sizes):
         malformed(f"groups with {sum(counts)} parts, {len(sizes)} are there")
-    named = iter(_cut(message.rows[:], sizes))
-    found: list[tuple[Part, ...]] = []
-    for count, size in zip(counts, of.counts, strict=True):
-        parts = [Part(rows=rows, frame=next_frame(frames)) for rows in islice(named, count)]
+    if len(frames) != len(sizes):
+        malformed(f"{len(sizes)} parts with {len(frames)} frames")
+    named = per_group(message.rows, sizes, "rows")
+    every = [Part(rows=rows, frame=frame) for rows, frame in zip(named, frames, strict=True)]
+    found = per_group(every, counts, "parts")
+    for parts, size in zip(found, of.counts, strict=True):
         for part in parts:
             if part.rows and not 0 <= min(part.rows) <= max(part.rows) < size:
                 malformed(f"a frame with columns of rows {part.rows} for a group of {size} rows")
-        found.append(tuple(parts))
     return found
-
-
-def next_frame(frames: Iterator[Frame]) -> Frame:
-    """Raises ValueError when there is none."""
-    frame = next(frames, None)
-    if frame is None:
-        malformed("fewer frames than groups speak of")
-    return frame
 
 
 def _encode_versions(versions: Sequence[Version]) -> pb.VersionList:
@@ -134,16 +117,6 @@ def _decode_versions(message: pb.VersionList, rows: int) -> list[Version]:
     return list(map(known.__getitem__, pairs))
 
 
-def _encode_outcomes(outcomes: Sequence[Outcome]) -> list[trajectory_pb2.Outcome.ValueType]:
-    known = {outcome: OUTCOMES.encode(outcome) for outcome in set(outcomes)}
-    return list(map(known.__getitem__, outcomes))
-
-
-def _decode_outcomes(numbers: Sequence[int]) -> list[Outcome]:
-    known = {number: OUTCOMES.decode(number) for number in set(numbers)}
-    return list(map(known.__getitem__, numbers))
-
-
 @encoder
 def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
     """Of each group; None where none has any."""
@@ -153,7 +126,7 @@ def encode_facts(facts: Sequence[Sequence[RowFacts]]) -> pb.Facts | None:
     outcomes, num_tokens, oldest, newest, finish_reasons = zip(*every, strict=True)
     return pb.Facts(
         given=[bool(of_group) for of_group in facts],
-        outcomes=_encode_outcomes(outcomes),
+        outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
         num_tokens=num_tokens,
         oldest=_encode_versions(oldest),
         newest=_encode_versions(newest),
@@ -172,7 +145,7 @@ def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFact
     ]
     rows = sum(given)
     columns = (
-        _decode_outcomes(message.outcomes[:]),
+        list(map(OUTCOMES.member_of.__getitem__, message.outcomes[:])),
         message.num_tokens[:],
         _decode_versions(message.oldest, rows),
         _decode_versions(message.newest, rows),
@@ -180,41 +153,44 @@ def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFact
     )
     if any(len(column) != rows for column in columns):
         malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")
-    return _cut([_facts(row) for row in zip(*columns, strict=True)], given)
+    return per_group([_facts(row) for row in zip(*columns, strict=True)], given, "facts")
 
 
 @encoder
-def encode_manifest(batch_id: str, run: str, step: int, groups: Sequence[BatchGroup]) -> pb.Batch:
-    """Any manifest."""
+def encode_batch(batch: Batch) -> pb.Batch:
+    """The manifest."""
+    groups = batch.groups
+    outcomes = chain.from_iterable([group.outcomes for group in groups])
     return pb.Batch(
-        batch_id=batch_id,
-        run=run,
-        step=step,
+        batch_id=batch.batch_id,
+        run=batch.run,
+        step=batch.step,
         rows=encode_rows(groups),
         sizes=[group.size for group in groups],
         num_tokens=chain.from_iterable([group.num_tokens for group in groups]),
         oldest=_encode_versions([version for group in groups for version in group.oldest]),
         newest=_encode_versions([version for group in groups for version in group.newest]),
-        outcomes=_encode_outcomes([outcome for group in groups for outcome in group.outcomes]),
+        outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
     )
 
 
 @decoder
-def decode_manifest(message: pb.Batch) -> tuple[BatchGroup, ...]:
-    """Its groups. Raises UserError."""
+def decode_batch(message: pb.Batch) -> Batch:
+    """Raises UserError."""
     tasks, counts, indices, attempts = named_rows(message.rows)
     if len(message.sizes) != len(tasks):
         malformed(f"{len(tasks)} groups with {len(message.sizes)} sizes")
     rows = sum(counts)
+    outcomes = list(map(OUTCOMES.member_of.__getitem__, message.outcomes[:]))
     columns = zip(
         *(tasks, indices, attempts, message.sizes),
         per_group(message.num_tokens, counts, "lengths"),
         per_group(_decode_versions(message.oldest, rows), counts, "oldest versions"),
         per_group(_decode_versions(message.newest, rows), counts, "newest versions"),
-        per_group(_decode_outcomes(message.outcomes[:]), counts, "outcomes"),
+        per_group(outcomes, counts, "outcomes"),
         strict=True,
     )
-    return tuple(
+    groups = [
         BatchGroup(
             task=task,
             indices=indices,
@@ -223,7 +199,10 @@ def decode_manifest(message: pb.Batch) -> tuple[BatchGroup, ...]:
             num_tokens=num_tokens,
             oldest=oldest,
             newest=newest,
-            outcomes=outcomes,
+            outcomes=ended,
         )
-        for task, indices, attempts, size, num_tokens, oldest, newest, outcomes in columns
+        for task, indices, attempts, size, num_tokens, oldest, newest, ended in columns
+    ]
+    return Batch(
+        batch_id=message.batch_id, run=message.run, step=message.step, groups=tuple(groups)
     )

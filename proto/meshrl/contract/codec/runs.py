@@ -1,22 +1,24 @@
-"""The queue's control methods: run specifications and states, manifests, ledgers, waits."""
+"""The queue's control methods: run specifications and states, held rows, ledgers, waits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from meshrl.contract.codec.checks import EnumCodec, decoder, encoder, printable, require
-from meshrl.contract.codec.rows import decode_manifest, encode_manifest
 from meshrl.contract.codec.types import (
     OUTCOMES,
+    EnumCodec,
     decode_uid,
     decode_uids,
     decode_version,
+    decoder,
     encode_uid,
     encode_uids,
     encode_version,
+    encoder,
+    printable,
+    require,
 )
 from meshrl.contract.types import (
-    Batch,
     DeadLetter,
     GroupPolicy,
     Ledger,
@@ -45,9 +47,9 @@ def encode_run_spec(spec: RunSpec) -> pb.RunSpec:
             pb.StageSpec(name=stage.name, reads=stage.reads, writes=stage.writes)
             for stage in spec.stages
         ],
-        group_policy=GROUP_POLICIES.encode(spec.group_policy),
+        group_policy=GROUP_POLICIES.number_of[spec.group_policy],
         group_k=spec.group_k,
-        stale_policy=STALE_POLICIES.encode(spec.stale_policy),
+        stale_policy=STALE_POLICIES.number_of[spec.stale_policy],
         max_attempts=spec.max_attempts,
         lease_ttl_s=spec.lease_ttl_s,
         resident_batches=spec.resident_batches,
@@ -71,9 +73,9 @@ def decode_run_spec(message: pb.RunSpec) -> RunSpec:
             StageSpec(name=stage.name, reads=tuple(stage.reads), writes=tuple(stage.writes))
             for stage in message.stages
         ),
-        group_policy=GROUP_POLICIES.decode(message.group_policy),
+        group_policy=GROUP_POLICIES.member_of[message.group_policy],
         group_k=message.group_k,
-        stale_policy=STALE_POLICIES.decode(message.stale_policy),
+        stale_policy=STALE_POLICIES.member_of[message.stale_policy],
         max_attempts=message.max_attempts,
         lease_ttl_s=message.lease_ttl_s,
         resident_batches=message.resident_batches,
@@ -125,23 +127,6 @@ def decode_held_rows(messages: Iterable[pb.HeldRow]) -> dict[Uid, int]:
 
 
 @encoder
-def encode_batch(batch: Batch) -> pb.Batch:
-    """The manifest."""
-    return encode_manifest(batch.batch_id, batch.run, batch.step, batch.groups)
-
-
-@decoder
-def decode_batch(message: pb.Batch) -> Batch:
-    """Raises UserError."""
-    return Batch(
-        batch_id=message.batch_id,
-        run=message.run,
-        step=message.step,
-        groups=decode_manifest(message),
-    )
-
-
-@encoder
 def encode_ledger(ledger: Ledger) -> pb.Ledger:
     """Any ledger, balanced or not."""
     return pb.Ledger(
@@ -175,7 +160,7 @@ def encode_dead_letter(letter: DeadLetter) -> pb.DeadLetter:
     return pb.DeadLetter(
         uid=encode_uid(letter.uid),
         stage=letter.stage,
-        outcome=OUTCOMES.encode(letter.outcome),
+        outcome=OUTCOMES.number_of[letter.outcome],
         reason=printable(letter.reason),
         attempts=letter.attempts,
     )
@@ -187,7 +172,7 @@ def decode_dead_letter(message: pb.DeadLetter) -> DeadLetter:
     return DeadLetter(
         uid=decode_uid(message.uid),
         stage=message.stage,
-        outcome=OUTCOMES.decode(message.outcome),
+        outcome=OUTCOMES.member_of[message.outcome],
         reason=message.reason,
         attempts=message.attempts,
     )

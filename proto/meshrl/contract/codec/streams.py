@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from meshrl.contract.codec.bulk import Bulk, Frame, pages, pages_by
-from meshrl.contract.codec.checks import decoder, encoder, malformed
+from meshrl.contract.codec.bulk import Bulk, pages
 from meshrl.contract.codec.rows import (
     decode_facts,
     decode_parts,
@@ -20,21 +19,30 @@ from meshrl.contract.codec.rows import (
     encode_parts,
     encode_rows,
     named_rows,
-    next_frame,
     per_group,
 )
-from meshrl.contract.codec.types import decode_task, encode_task, packed_task
+from meshrl.contract.codec.types import (
+    decode_task,
+    decoder,
+    encode_task,
+    encoder,
+    malformed,
+    unpack_task,
+)
 from meshrl.contract.types import (
     GroupRows,
     Lease,
     LeasedGroup,
     PackedGroup,
+    PackedTask,
+    Part,
     PayloadGroup,
     ProgressGroup,
     RowFacts,
     Task,
 )
 from meshrl.v1 import queue_pb2 as pb
+from meshrl.v1 import trajectory_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +64,11 @@ class WriteCall:
     groups: tuple[PackedGroup, ...]
 
 
-def _count(what: str, announced: int, found: int) -> None:
-    if announced != found:
-        malformed(f"{announced} {what} were announced, {found} came")
-
-
 @encoder
 def encode_admit(call: AdmitCall) -> list[pb.AdmitRequest]:
     """Raises UserError for a task whose ground truth or extra info is not JSON."""
-    messages = [pb.AdmitRequest(tasks=page) for page in pages(map(encode_task, call.tasks))]
+    tasks = map(encode_task, call.tasks)
+    messages = [pb.AdmitRequest(tasks=page) for page in pages(trajectory_pb2.Task.ByteSize, tasks)]
     header = pb.AdmitHeader(
         run=call.run, cursor=call.cursor, wait_s=call.wait_s, num_tasks=len(call.tasks)
     )
@@ -75,9 +79,7 @@ def encode_admit(call: AdmitCall) -> list[pb.AdmitRequest]:
 @decoder
 def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
     """Raises UserError."""
-    if not messages or not messages[0].HasField("header"):
-        malformed("the first message has no header")
-    header = messages[0].header
+    header = _header(messages)
     tasks = tuple(
         [
             decode_task(task).came_as(task.SerializeToString())
@@ -85,7 +87,8 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
             for task in message.tasks
         ]
     )
-    _count("tasks", header.num_tasks, len(tasks))
+    if len(tasks) != header.num_tasks:
+        malformed(f"{header.num_tasks} tasks were announced, {len(tasks)} came")
     return AdmitCall(run=header.run, tasks=tasks, cursor=header.cursor, wait_s=header.wait_s)
 
 
@@ -107,7 +110,10 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
                 *(part.frame for group in groups for part in group.progress),
             ],
         )
-        for groups in pages_by(_leased_bytes, lease.groups)
+        for groups in pages(
+            lambda group: len(group.packed.data) + _frame_bytes(group.parts, group.progress),
+            lease.groups,
+        )
     ]
     header = pb.LeaseHeader(
         stage=lease.stage, worker=lease.worker, ttl_s=lease.ttl_s, num_groups=len(lease.groups)
@@ -116,50 +122,42 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     return messages
 
 
-def _leased_bytes(group: LeasedGroup) -> int:
-    frames = sum([len(part.frame) for part in (*group.parts, *group.progress)])
-    return len(group.packed.data) + frames
-
-
 @decoder
 def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
     """Raises UserError."""
-    header = _header(messages)
-    groups = tuple(chain.from_iterable(map(_decode_leased, messages)))
-    _count("groups", header.num_groups, len(groups))
-    return Lease(stage=header.stage, worker=header.worker, ttl_s=header.ttl_s, groups=groups)
-
-
-def _decode_leased(bulk: Bulk[pb.LeaseResponse]) -> Iterator[LeasedGroup]:
-    message, frames = bulk.message, iter(bulk.frames)
-    rows = named_rows(message.rows)
-    groups = len(rows.tasks)
-    if not len(message.tokens) == len(message.prompts) == groups:
-        malformed(
-            f"{groups} groups with {len(message.tokens)} tokens, {len(message.prompts)} prompts"
+    header = _header([bulk.message for bulk in messages])
+    leased: list[LeasedGroup] = []
+    for bulk in messages:
+        message, frames = bulk.message, bulk.frames
+        rows = named_rows(message.rows)
+        if not len(message.tokens) == len(message.prompts) == len(rows.tasks):
+            counts = f"{len(message.tokens)} tokens, {len(message.prompts)} prompts"
+            malformed(f"{len(rows.tasks)} groups with {counts}")
+        num_parts = len(message.parts.sizes)
+        columns = (
+            *(rows.tasks, rows.indices, rows.attempts, message.prompts, message.tokens),
+            per_group(message.deliveries, rows.counts, "deliveries"),
+            decode_parts(message.parts, frames[:num_parts], rows),
+            decode_parts(message.journal, frames[num_parts:], rows),
         )
-    columns = (
-        *(rows.tasks, rows.indices, rows.attempts),
-        map(packed_task, message.prompts),
-        message.tokens,
-        per_group(message.deliveries, rows.counts, "deliveries"),
-        decode_parts(message.parts, frames, rows),
-        decode_parts(message.journal, frames, rows),
-    )
-    _finished(frames)
-    for task, indices, attempts, prompt, token, deliveries, parts, progress in zip(
-        *columns, strict=True
-    ):
-        yield LeasedGroup(
-            task=task,
-            indices=indices,
-            attempts=attempts,
-            parts=parts,
-            token=token,
-            deliveries=deliveries,
-            packed=prompt,
-            progress=progress,
-        )
+        leased += [
+            LeasedGroup(
+                task=task,
+                indices=indices,
+                attempts=attempts,
+                parts=parts,
+                token=token,
+                deliveries=deliveries,
+                packed=PackedTask(prompt, unpack_task),
+                progress=progress,
+            )
+            for task, indices, attempts, prompt, token, deliveries, parts, progress in zip(
+                *columns, strict=True
+            )
+        ]
+    if len(leased) != header.num_groups:
+        malformed(f"{header.num_groups} groups were announced, {len(leased)} came")
+    return Lease(stage=header.stage, worker=header.worker, ttl_s=header.ttl_s, groups=tuple(leased))
 
 
 @encoder
@@ -177,7 +175,7 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
             ),
             [group.frame for group in groups],
         )
-        for groups in pages_by(lambda group: len(group.frame), call.groups)
+        for groups in pages(lambda group: len(group.frame), call.groups)
     ]
     header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.groups))
     messages[0].message.header.CopyFrom(header)
@@ -187,45 +185,47 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
 @decoder
 def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     """Raises UserError. The queue checks the frames."""
-    header = _header(messages)
-    groups = tuple(chain.from_iterable(map(_decode_written, messages)))
-    _count("groups", header.num_groups, len(groups))
-    return WriteCall(run=header.run, stage=header.stage, groups=groups)
-
-
-def _decode_written(bulk: Bulk[pb.WriteRequest]) -> Sequence[PackedGroup]:
-    message, frames = bulk.message, iter(bulk.frames)
-    rows = named_rows(message.rows)
-    if len(message.tokens) != len(rows.tasks):
-        malformed(f"{len(rows.tasks)} groups with {len(message.tokens)} tokens")
-    facts: list[tuple[RowFacts, ...]] = [()] * len(rows.tasks)
-    if message.HasField("facts"):
-        facts = decode_facts(message.facts, rows.counts)
-    columns = (rows.tasks, rows.indices, rows.attempts, message.tokens, facts)
-    groups = [
-        PackedGroup(
-            task=task,
-            indices=indices,
-            attempts=attempts,
-            token=token,
-            frame=bytes(next_frame(frames)),
-            facts=of_rows,
-        )
-        for task, indices, attempts, token, of_rows in zip(*columns, strict=True)
-    ]
-    _finished(frames)
-    if not message.starts:
-        return groups
-    every = per_group(message.starts, rows.counts, "starts")
-    return [
-        ProgressGroup(**vars(group), starts=starts)
-        for group, starts in zip(groups, every, strict=True)
-    ]
+    header = _header([bulk.message for bulk in messages])
+    written: list[PackedGroup] = []
+    for bulk in messages:
+        message, frames = bulk.message, bulk.frames
+        rows = named_rows(message.rows)
+        if not len(message.tokens) == len(frames) == len(rows.tasks):
+            counts = f"{len(message.tokens)} tokens, {len(frames)} frames"
+            malformed(f"{len(rows.tasks)} groups with {counts}")
+        facts: list[tuple[RowFacts, ...]] = [()] * len(frames)
+        if message.HasField("facts"):
+            facts = decode_facts(message.facts, rows.counts)
+        groups = [
+            PackedGroup(
+                task=task,
+                indices=indices,
+                attempts=attempts,
+                token=token,
+                frame=bytes(frame),
+                facts=of_rows,
+            )
+            for task, indices, attempts, token, frame, of_rows in zip(
+                *(rows.tasks, rows.indices, rows.attempts, message.tokens, frames, facts),
+                strict=True,
+            )
+        ]
+        if message.starts:
+            starts = per_group(message.starts, rows.counts, "starts")
+            written += [
+                ProgressGroup(**vars(group), starts=of_rows)
+                for group, of_rows in zip(groups, starts, strict=True)
+            ]
+        else:
+            written += groups
+    if len(written) != header.num_groups:
+        malformed(f"{header.num_groups} groups were announced, {len(written)} came")
+    return WriteCall(run=header.run, stage=header.stage, groups=tuple(written))
 
 
 def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    for number, page in enumerate(pages_by(_payload_bytes, groups)):
+    for number, page in enumerate(pages(lambda group: _frame_bytes(group.parts), groups)):
         message = pb.FetchRowsResponse(
             num_groups=0 if number else len(groups),
             rows=encode_rows(page),
@@ -234,17 +234,24 @@ def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRows
         yield Bulk(message, [part.frame for group in page for part in group.parts])
 
 
-def _payload_bytes(group: PayloadGroup) -> int:
-    return sum([len(part.frame) for part in group.parts])
-
-
 @decoder
 def decode_fetched(
     messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[GroupRows]
 ) -> list[PayloadGroup]:
     """The payload of `asked`, in order; raises UserError when the answer holds other rows."""
-    found = list(chain.from_iterable(map(_decode_payload, messages)))
-    _count("groups", messages[0].message.num_groups if messages else 0, len(found))
+    found: list[PayloadGroup] = []
+    for bulk in messages:
+        rows = named_rows(bulk.message.rows)
+        every = decode_parts(bulk.message.parts, bulk.frames, rows)
+        found += [
+            PayloadGroup(task=task, indices=indices, attempts=attempts, parts=parts)
+            for task, indices, attempts, parts in zip(
+                *(rows.tasks, rows.indices, rows.attempts, every), strict=True
+            )
+        ]
+    announced = messages[0].message.num_groups if messages else 0
+    if len(found) != announced:
+        malformed(f"{announced} groups were announced, {len(found)} came")
     for group, wanted in zip(found, asked, strict=True):
         if (group.task, group.indices, group.attempts) != (
             wanted.task,
@@ -255,23 +262,12 @@ def decode_fetched(
     return found
 
 
-def _decode_payload(bulk: Bulk[pb.FetchRowsResponse]) -> Iterator[PayloadGroup]:
-    message, frames = bulk.message, iter(bulk.frames)
-    rows = named_rows(message.rows)
-    every = decode_parts(message.parts, frames, rows)
-    _finished(frames)
-    for task, indices, attempts, parts in zip(
-        *(rows.tasks, rows.indices, rows.attempts, every), strict=True
-    ):
-        yield PayloadGroup(task=task, indices=indices, attempts=attempts, parts=parts)
+def _frame_bytes(*parts: Sequence[Part]) -> int:
+    """Bytes of the frames of several sequences of parts."""
+    return sum([len(part.frame) for part in chain.from_iterable(parts)])
 
 
-def _header(messages: Sequence[Bulk[Any]]) -> Any:
-    if not messages or not messages[0].message.HasField("header"):
+def _header(messages: Sequence[Any]) -> Any:
+    if not messages or not messages[0].HasField("header"):
         malformed("the first message has no header")
-    return messages[0].message.header
-
-
-def _finished(frames: Iterator[Frame]) -> None:
-    if next(frames, None) is not None:
-        malformed("more frames than groups speak of")
+    return messages[0].header

@@ -1,25 +1,191 @@
-"""Versions, uids, tasks, and what else every service shares, to messages and back."""
+"""Single values to messages and back: versions, uids, tasks, arrays, enums, JSON; a mistake becomes a UserError.
+
+Arrays travel as little-endian bytes with a dtype and a shape; decoding copies nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import Any, Final, Generic, Never, ParamSpec, Protocol, TypeVar
 
-from google.protobuf.message import DecodeError
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import message as protobuf
 
-from meshrl.contract.codec.arrays import decode_array, encode_array
-from meshrl.contract.codec.checks import (
-    EnumCodec,
-    decoder,
-    encoder,
-    from_json,
-    json_object,
-    lossless_json,
-    malformed,
-    require,
+from meshrl.contract.errors import CorruptError, MeshError, UserError
+from meshrl.contract.types import (
+    Json,
+    Message,
+    Outcome,
+    PackedTask,
+    SamplingParams,
+    Task,
+    Uid,
+    Version,
 )
-from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.types import Message, Outcome, PackedTask, SamplingParams, Task, Uid, Version
 from meshrl.v1 import trajectory_pb2 as pb
+
+P = ParamSpec("P")
+R = TypeVar("R")
+TypeEnum = TypeVar("TypeEnum", bound=StrEnum)
+ProtoNumber = TypeVar("ProtoNumber", bound=int)
+K = TypeVar("K")
+V = TypeVar("V")
+ProtoEnumOut = TypeVar("ProtoEnumOut", bound=int, covariant=True)
+
+MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What Python, numpy, json and protobuf raise for a value that does not fit."""
+
+
+def encoder(function: Callable[P, R]) -> Callable[P, R]:
+    """`encode_<type>`: a value that does not fit into the message raises UserError naming the type."""
+    name = function.__name__.removeprefix("encode_").replace("_", " ")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except MeshError:
+            raise
+        except MISTAKES as error:
+            raise UserError(f"this {name} cannot be sent: {error}") from error
+
+    return checked
+
+
+def decoder(function: Callable[P, R]) -> Callable[P, R]:
+    """`decode_<type>`: a message that makes no sense raises UserError naming the type."""
+    name = function.__name__.removeprefix("decode_").replace("_", " ")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except MeshError:
+            raise
+        except MISTAKES as error:
+            raise UserError(f"malformed {name}: {error}") from error
+
+    return checked
+
+
+def malformed(why: str) -> Never:
+    """Called inside a decoder, which adds the type's name."""
+    raise ValueError(why)
+
+
+def require(message: protobuf.Message, *fields: str) -> None:
+    """Raises ValueError naming the first of the sub-messages `fields` that is absent."""
+    for field in fields:
+        if not message.HasField(field):
+            malformed(f"{field} is missing")
+
+
+def lossless_json(value: Json) -> str:
+    """JSON text; null is the empty text. NaN and infinities are written as Python's json does."""
+    return "" if value is None else json.dumps(value)
+
+
+def from_json(text: str) -> Json:
+    """The inverse of `lossless_json`."""
+    return json.loads(text) if text else None
+
+
+def json_object(text: str) -> Mapping[str, Json]:
+    """A JSON object; the empty text is {}."""
+    value = from_json(text)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        malformed(f"want a JSON object, not {type(value).__name__}")
+    return value
+
+
+def printable(text: str) -> str:
+    """Free text, with what UTF-8 cannot encode replaced, so that no report is lost because of its reason."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class _ProtoEnum(Protocol[ProtoEnumOut]):
+    """What the generated code offers of an enum."""
+
+    def Value(self, name: str, /) -> ProtoEnumOut: ...
+
+
+class _Table(dict[K, V]):
+    """Raises ValueError for a key that it lacks; looking up the others costs no call."""
+
+    def __init__(self, kind: str, entries: Mapping[K, V]) -> None:
+        super().__init__(entries)
+        self._kind = kind
+
+    def __missing__(self, key: object) -> Never:
+        malformed(f"{key!r} is no {self._kind}")
+
+
+class EnumCodec(Generic[TypeEnum, ProtoNumber]):
+    """One enum of the contract and its protobuf enum, whose names begin with `prefix`."""
+
+    number_of: Mapping[TypeEnum, ProtoNumber]
+    """Raises ValueError for a value that is no member."""
+    member_of: Mapping[int, TypeEnum]
+    """Raises ValueError for an unknown number, UNSPECIFIED included."""
+
+    def __init__(self, kind: type[TypeEnum], enum: _ProtoEnum[ProtoNumber], prefix: str) -> None:
+        numbers = {member: enum.Value(f"{prefix}_{member.name}") for member in kind}
+        self.number_of = _Table(kind.__name__, numbers)
+        self.member_of = _Table(kind.__name__, {int(n): member for member, n in numbers.items()})
+
+
+DTYPES: Final = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+        *("float16", "float32", "float64"),
+    )
+}
+"""The dtypes that can be sent, by numpy's names."""
+MAX_AXES: Final = 8
+
+
+@encoder
+def encode_array(array: npt.NDArray[Any]) -> pb.Array:
+    """Any array of a known dtype."""
+    name = array.dtype.name
+    if name not in DTYPES:
+        malformed(f"dtype {name} is none of {', '.join(DTYPES)}")
+    data = np.asarray(array, DTYPES[name]).tobytes()
+    return pb.Array(dtype=name, shape=array.shape, data=data)
+
+
+@decoder
+def decode_array(
+    message: pb.Array, dtype: str = "", axes: int | None = None, name: str = ""
+) -> npt.NDArray[Any]:
+    """A read-only view of the message's bytes; the caller accepts `dtype` and `axes`; `name` is for errors.
+
+    Raises:
+        UserError: unknown or other dtype, impossible shape, wrong byte count.
+    """
+    what = f"{name}: " if name else ""
+    given, shape, data = message.dtype, message.shape[:], message.data
+    if given not in DTYPES:
+        malformed(f"unknown dtype {given!r} (known: {', '.join(DTYPES)})")
+    if len(shape) > MAX_AXES or min(shape, default=0) < 0:
+        malformed(f"no array has the shape {shape}")
+    wanted = math.prod(shape) * DTYPES[given].itemsize
+    if len(data) != wanted:
+        malformed(f"{what}{given}{shape} takes {wanted} bytes, {len(data)} were sent")
+    if dtype and given != dtype:
+        malformed(f"{what}want {dtype}, got {given}")
+    if axes is not None and len(shape) != axes:
+        malformed(f"{what}want {axes} axes, got shape {shape}")
+    return np.frombuffer(data, DTYPES[given]).reshape(shape)
+
 
 OUTCOMES = EnumCodec(Outcome, pb.Outcome, "OUTCOME")
 
@@ -66,13 +232,13 @@ def decode_uids(messages: Iterable[pb.Uid]) -> list[Uid]:
 @encoder
 def encode_outcome(outcome: Outcome) -> pb.Outcome.ValueType:
     """Every member has a number."""
-    return OUTCOMES.encode(outcome)
+    return OUTCOMES.number_of[outcome]
 
 
 @decoder
 def decode_outcome(number: int) -> Outcome:
     """Raises UserError for an unknown number, UNSPECIFIED included."""
-    return OUTCOMES.decode(number)
+    return OUTCOMES.member_of[number]
 
 
 @encoder
@@ -110,16 +276,6 @@ def decode_sampling(message: pb.SamplingParams) -> SamplingParams:
     )
 
 
-def encode_messages(messages: Iterable[Message]) -> list[pb.Message]:
-    """In order."""
-    return [pb.Message(role=m.role, content=m.content) for m in messages]
-
-
-def decode_messages(messages: Iterable[pb.Message]) -> tuple[Message, ...]:
-    """In order."""
-    return tuple(Message(role=m.role, content=m.content) for m in messages)
-
-
 @encoder
 def encode_task(task: Task) -> pb.Task:
     """Raises UserError when `ground_truth` or `extra_info` is not JSON."""
@@ -127,7 +283,7 @@ def encode_task(task: Task) -> pb.Task:
         run=task.run,
         task_id=task.task_id,
         prompt_ids=encode_array(task.prompt_ids),
-        messages=encode_messages(task.messages),
+        messages=[pb.Message(role=m.role, content=m.content) for m in task.messages],
         data_source=task.data_source,
         ground_truth_json=lossless_json(task.ground_truth),
         extra_info_json=lossless_json(dict(task.extra_info) or None),
@@ -149,7 +305,7 @@ def decode_task(message: pb.Task) -> Task:
         run=message.run,
         task_id=message.task_id,
         prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
-        messages=decode_messages(message.messages),
+        messages=tuple([Message(role=m.role, content=m.content) for m in message.messages]),
         data_source=message.data_source,
         ground_truth=from_json(message.ground_truth_json),
         extra_info=json_object(message.extra_info_json),
@@ -162,18 +318,16 @@ def decode_task(message: pb.Task) -> Task:
 
 
 def pack_task(task: Task) -> PackedTask:
-    """In the bytes in which it came, if it did. Raises UserError when `ground_truth` or `extra_info` is not JSON."""
+    """In the bytes in which it came, if it did; nobody looks into them before the `task` is asked for.
+
+    Raises UserError when `ground_truth` or `extra_info` is not JSON.
+    """
     return PackedTask(task.packed or encode_task(task).SerializeToString(), unpack_task)
-
-
-def packed_task(data: bytes) -> PackedTask:
-    """What `pack_task` has made of a task; nobody looks into it before its `task` is asked for."""
-    return PackedTask(data, unpack_task)
 
 
 def unpack_task(data: bytes) -> Task:
     """The task of packed bytes. Raises CorruptError."""
     try:
         return decode_task(pb.Task.FromString(data))
-    except (DecodeError, UserError) as error:
+    except (protobuf.DecodeError, UserError) as error:
         raise CorruptError(f"{len(data)} bytes are no task: {error}") from error

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshrl.contract.codec.arrays import decode_array, encode_array
-from meshrl.contract.codec.checks import (
+from meshrl.contract.codec.types import (
+    OUTCOMES,
     EnumCodec,
+    decode_array,
+    decode_sampling,
+    decode_uid,
+    decode_version,
     decoder,
+    encode_array,
+    encode_sampling,
+    encode_uid,
+    encode_version,
     encoder,
     from_json,
     json_object,
@@ -16,27 +24,17 @@ from meshrl.contract.codec.checks import (
     printable,
     require,
 )
-from meshrl.contract.codec.types import (
-    OUTCOMES,
-    decode_messages,
-    decode_sampling,
-    decode_uid,
-    decode_version,
-    encode_messages,
-    encode_sampling,
-    encode_uid,
-    encode_version,
-)
 from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,
+    Message,
     Sample,
     Score,
     TrainerPhase,
     TrainerStatus,
 )
-from meshrl.v1 import reward_pb2, rollout_pb2, trainer_pb2
+from meshrl.v1 import reward_pb2, rollout_pb2, trainer_pb2, trajectory_pb2
 
 PHASES = EnumCodec(TrainerPhase, trainer_pb2.TrainerPhase, "TRAINER_PHASE")
 
@@ -129,7 +127,7 @@ def encode_sample(sample: Sample) -> reward_pb2.Sample:
         solution=printable(sample.solution),
         ground_truth_json=lossless_json(sample.ground_truth),
         extra_info_json=lossless_json(dict(sample.extra_info) or None),
-        messages=encode_messages(sample.messages),
+        messages=[trajectory_pb2.Message(role=m.role, content=m.content) for m in sample.messages],
     )
 
 
@@ -142,7 +140,7 @@ def decode_sample(message: reward_pb2.Sample) -> Sample:
         solution=message.solution,
         ground_truth=from_json(message.ground_truth_json),
         extra_info=json_object(message.extra_info_json),
-        messages=decode_messages(message.messages),
+        messages=tuple([Message(role=m.role, content=m.content) for m in message.messages]),
     )
 
 
@@ -152,7 +150,7 @@ def encode_score(score: Score) -> reward_pb2.Score:
     tokens = score.token_rewards
     return reward_pb2.Score(
         uid=encode_uid(score.uid),
-        outcome=OUTCOMES.encode(score.outcome),
+        outcome=OUTCOMES.number_of[score.outcome],
         score=score.score,
         components=score.components,
         reason=printable(score.reason),
@@ -170,7 +168,7 @@ def decode_score(message: reward_pb2.Score) -> Score:
         tokens = tuple(array.tolist())
     return Score(
         uid=decode_uid(message.uid),
-        outcome=OUTCOMES.decode(message.outcome),
+        outcome=OUTCOMES.member_of[message.outcome],
         score=message.score,
         components=dict(message.components),
         reason=message.reason,
@@ -186,7 +184,7 @@ def encode_trainer_status(status: TrainerStatus) -> trainer_pb2.TrainerStatus:
         step=status.step,
         total_steps=status.total_steps,
         version=encode_version(status.version),
-        phase=PHASES.encode(status.phase),
+        phase=PHASES.number_of[status.phase],
         reward_mean=status.reward_mean,
         held_out_score=status.held_out_score,
         tokens_per_s=status.tokens_per_s,
@@ -206,7 +204,7 @@ def decode_trainer_status(message: trainer_pb2.TrainerStatus) -> TrainerStatus:
         step=message.step,
         total_steps=message.total_steps,
         version=decode_version(message.version),
-        phase=PHASES.decode(message.phase),
+        phase=PHASES.member_of[message.phase],
         reward_mean=message.reward_mean if message.HasField("reward_mean") else None,
         held_out_score=message.held_out_score if message.HasField("held_out_score") else None,
         tokens_per_s=message.tokens_per_s,

@@ -72,10 +72,10 @@ class QueueClient(GrpcClient, RowMethods):
             codec.parser(pb.LeaseResponse),
         )
         self._write = channel.stream_unary(
-            "/meshrl.v1.Queue/Write", codec.serialize, Ack.FromString
+            "/meshrl.v1.Queue/Write", codec.Bulk.SerializeToString, Ack.FromString
         )
         self._append = channel.stream_unary(
-            "/meshrl.v1.Queue/Append", codec.serialize, Ack.FromString
+            "/meshrl.v1.Queue/Append", codec.Bulk.SerializeToString, Ack.FromString
         )
         self._fetch = channel.unary_stream(
             "/meshrl.v1.Queue/Fetch",

@@ -10,6 +10,7 @@ from meshrl.contract.types import Float32, Int32
 from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient
 from meshrl.v1 import reference_pb2 as pb
 from meshrl.v1 import reference_pb2_grpc as rpc
+from meshrl.v1.trajectory_pb2 import Array
 
 
 class LogProbsClient(GrpcClient):
@@ -40,6 +41,6 @@ class LogProbsClient(GrpcClient):
 
 
 def _requests(rows: Sequence[Int32], temperature: float) -> Iterator[pb.LogProbsRequest]:
-    for headers in codec.pages(codec.encode_array(row) for row in rows):
+    for headers in codec.pages(Array.ByteSize, map(codec.encode_array, rows)):
         if headers:
             yield pb.LogProbsRequest(rows=headers, temperature=temperature)

@@ -66,6 +66,6 @@ class JudgeClient(GrpcClient):
 
 
 def _requests(samples: Sequence[Sample], reward_hash: str) -> Iterator[pb.ScoreRequest]:
-    for headers in codec.pages(codec.encode_sample(sample) for sample in samples):
+    for headers in codec.pages(pb.Sample.ByteSize, map(codec.encode_sample, samples)):
         if headers:
             yield pb.ScoreRequest(samples=headers, reward_hash=reward_hash)

@@ -28,7 +28,7 @@ class QueueServicer(rpc.QueueServicer):
 
     service: Final = full_name(pb.DESCRIPTOR, "Queue")
     waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
-    serializers: Final = {"Lease": codec.serialize, "Fetch": codec.serialize}
+    serializers: Final = dict.fromkeys(("Lease", "Fetch"), codec.Bulk.SerializeToString)
 
     def __init__(self, queue: HeartbeatQueue) -> None:
         self._queue = queue

@@ -191,7 +191,7 @@ class PayloadReader:
         task = self._tasks.get(each.task_key)
         if task is None and value is not None:
             what = f"task {each.task}"
-            task = codec.packed_task(bytes(strip_checksum(value, what)))
+            task = PackedTask(bytes(strip_checksum(value, what)), codec.unpack_task)
             if task.task.task_id != each.task:
                 raise CorruptError(f"{what}: the store returns {task.task.task_id}")
             self.remember(each.task_key, task)
