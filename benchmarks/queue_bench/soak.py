@@ -22,7 +22,7 @@ from work import GROUP
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
 from meshrl.rpc.clients import QueueClient
-from meshrl.transferqueue.model.run_records import REMEMBERED
+from meshrl.transferqueue.model.records import REMEMBERED
 
 RUN = "soak"
 SEED = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.transferqueue.model import run_records
+from meshrl.transferqueue.model import records
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -26,7 +26,7 @@ async def trained(actors: Actors, start: int, steps: int) -> None:
 async def test_tasks_that_left_long_ago_are_forgotten_also_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_records, "REMEMBERED", 4)
+    monkeypatch.setattr(records, "REMEMBERED", 4)
     store = MemoryStore()
     actors = Actors(await TransferQueue.open(store))
     await actors.start()

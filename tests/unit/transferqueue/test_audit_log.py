@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from meshrl.contract.types import Outcome
-from meshrl.transferqueue.model import audit_log
-from meshrl.transferqueue.model.audit_log import AuditLog
+from meshrl.transferqueue.model import records
+from meshrl.transferqueue.model.records import AuditLog
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -41,7 +41,7 @@ async def test_it_adds_up_to_the_ledger_also_after_a_restart(
 ) -> None:
     wanted = {"admitted": 12, "trained": 8, "dead_lettered": 1, "filtered": 1}
     for limit in (1024, 2):
-        monkeypatch.setattr(audit_log, "MAX_RECORDS", limit)
+        monkeypatch.setattr(records, "MAX_RECORDS", limit)
         store = MemoryStore()
         queue = (await lived(store)).queue
         assert isinstance(queue, TransferQueue)

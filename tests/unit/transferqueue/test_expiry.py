@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from meshrl.transferqueue.model.group import Grant, Group, TaskMetadata
+from meshrl.transferqueue.model.group import Grant, Group
+from meshrl.transferqueue.model.records import TaskMetadata
 from meshrl.transferqueue.model.waiting import SWEPT_GRANTS, Expiry
 
 

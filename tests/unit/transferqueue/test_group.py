@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from meshrl.contract.types import Outcome, RowFacts, Version
-from meshrl.transferqueue.model.group import Grant, Group, StoredFrame, TaskMetadata
+from meshrl.transferqueue.model.group import Grant, Group, StoredFrame
+from meshrl.transferqueue.model.records import TaskMetadata
 from meshrl.transferqueue.store import decode_record
 
 FACTS = RowFacts(Outcome.OK, 7, Version(1, 2), Version(1, 3), "length")

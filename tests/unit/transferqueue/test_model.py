@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import meshrl.transferqueue.model
-from meshrl.transferqueue.model.batch import TakenBatch
-from meshrl.transferqueue.model.dead_letters import DeadRow
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.group import Grant, Group
+from meshrl.transferqueue.model.records import DeadRow, TakenBatch
 from meshrl.transferqueue.model.run import Run
 
 MODEL = Path(meshrl.transferqueue.model.__path__[0])

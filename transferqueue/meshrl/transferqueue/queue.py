@@ -45,10 +45,10 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.group import Grant
+from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.run_records import check_spec, compare_specs, encode_spec
+from meshrl.transferqueue.model.specs import check_spec, compare_specs, encode_spec
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry, Signal, Wait, Waits, any_signal
 from meshrl.transferqueue.operations import (

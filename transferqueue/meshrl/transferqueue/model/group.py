@@ -10,15 +10,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
-from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.masks import bits, hexed
+from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
 from meshrl.transferqueue.store import encode_record, to_json
 
 _GROUP = struct.Struct(">IQ")
@@ -26,21 +25,13 @@ _FRAME = struct.Struct(">I")
 OUTCOMES = tuple(Outcome)
 
 Counts = tuple[int, int, int, int, int, int]
-"""Rows by state, in the order of ledger.State."""
+"""Rows by state, in the order of records.State."""
 NONE: Counts = (0, 0, 0, 0, 0, 0)
 
 
 def task_key(run_number: int, number: int) -> bytes:
     """The key of a task's payload, which outlives its group while a dead letter needs it."""
     return b"t" + _GROUP.pack(run_number, number)
-
-
-class TaskMetadata(NamedTuple):
-    """The properties of a task that decide in which order its rows are leased and taken."""
-
-    priority: int = 0
-    data_source: str = ""
-    difficulty: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

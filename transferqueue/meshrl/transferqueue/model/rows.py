@@ -13,12 +13,11 @@ from typing import Final
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.model.audit_log import ADMITTED, AuditLog
 from meshrl.transferqueue.model.fair_share import FairShare
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame
-from meshrl.transferqueue.model.ledger import Exit, RunLedger, State
 from meshrl.transferqueue.model.masks import bits
 from meshrl.transferqueue.model.ready import CompleteGroups, ReadyRows
+from meshrl.transferqueue.model.records import ADMITTED, AuditLog, Exit, RunLedger, State
 from meshrl.transferqueue.model.stages import Stage, Stages
 from meshrl.transferqueue.model.waiting import Expiry, Signal
 from meshrl.transferqueue.store import CommitLog, Table

@@ -11,12 +11,18 @@ from typing import Final
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import DeadLetter, Json, Outcome, RunSpec, RunState, Uid, Version
-from meshrl.transferqueue.model.batch import TakenBatch
-from meshrl.transferqueue.model.dead_letters import DeadLetters, DeadRow
-from meshrl.transferqueue.model.group import Group, TaskMetadata
-from meshrl.transferqueue.model.ledger import Exit, RunLedger
+from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.records import (
+    DeadLetters,
+    DeadRow,
+    Exit,
+    KnownTasks,
+    RunLedger,
+    RunRecord,
+    TakenBatch,
+    TaskMetadata,
+)
 from meshrl.transferqueue.model.rows import Rows
-from meshrl.transferqueue.model.run_records import KnownTasks, RunRecord
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.store import CommitLog, Durations, Table, encode_record
@@ -331,7 +337,7 @@ class Run(Rows):
         del self._groups[group.number]
         del self._by_task[group.task_id]
         self._commit_log.delete(Table.META, group.key)
-        dead = self._dead.of_group(group.number)
+        dead = self._dead.by_group.get(group.number, [])
         for row in dead:
             row.attempts = list(group.attempts)
             self._commit_log.touch(row)

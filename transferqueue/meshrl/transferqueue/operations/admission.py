@@ -19,7 +19,8 @@ import numpy as np
 from meshrl.contract import codec
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.types import PackedTask, RunSpec, Task
-from meshrl.transferqueue.model.group import Group, TaskMetadata
+from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.records import TaskMetadata
 from meshrl.transferqueue.model.run import Run
 
 TASK_ID_BYTES = 400

@@ -4,7 +4,7 @@
                                    PAYLOAD ──checksums──▶ stored payload ────────────────────┴─▶ problems
 
 Three records that no code derives from each other must agree: the ledger (counters), the resident rows, and the audit
-log (each transition with its task; see model/audit_log.py).
+log (each transition with its task; see model/records.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Ledger, RunSpec
-from meshrl.transferqueue.model.audit_log import ADMITTED
 from meshrl.transferqueue.model.group import task_key
 from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.operations.recovery import restore

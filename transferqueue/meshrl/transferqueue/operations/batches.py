@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
 from meshrl.contract.types import Batch, BatchGroup, Json, Outcome, Uid, Version
-from meshrl.transferqueue.model.batch import TakenBatch
 from meshrl.transferqueue.model.group import Group
-from meshrl.transferqueue.model.ledger import Exit
 from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations import group_policies
 from meshrl.transferqueue.store import decode_record, encode_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshrl.contract.types import GroupPolicy, StalePolicy
 from meshrl.transferqueue.model.group import Group
-from meshrl.transferqueue.model.ledger import Exit, State
+from meshrl.transferqueue.model.records import Exit, State
 from meshrl.transferqueue.model.run import Run
 
 INCOMPLETE = "group_incomplete"

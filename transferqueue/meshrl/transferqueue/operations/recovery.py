@@ -13,11 +13,10 @@ from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Json, RunSpec
-from meshrl.transferqueue.model.batch import TakenBatch
-from meshrl.transferqueue.model.dead_letters import DeadRow
 from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.records import DeadRow, TakenBatch
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.run_records import decode_spec
+from meshrl.transferqueue.model.specs import decode_spec
 from meshrl.transferqueue.operations import group_policies
 from meshrl.transferqueue.store import decode_record
 

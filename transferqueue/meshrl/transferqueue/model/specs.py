@@ -1,0 +1,60 @@
+"""A run's spec: checked and stored once, and compared when the run is opened again."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy
+
+RUN_BYTES = 200
+"""A run's name has at most so many bytes."""
+
+
+def check_spec(spec: RunSpec) -> None:
+    """Refuse a spec that cannot work. Stages and sampler are checked where they are built. Raises UserError."""
+    problem = ""
+    if not spec.run or "/" in spec.run or len(spec.run.encode()) > RUN_BYTES:
+        problem = f"a run's name has 1 to {RUN_BYTES} bytes and no '/'"
+    elif spec.group_size < 1 or spec.batch_groups < 1 or spec.resident_batches < 1:
+        problem = "group_size, batch_groups and resident_batches are at least 1"
+    elif not spec.max_staleness >= 0:
+        problem = f"max_staleness is {spec.max_staleness}, want 0 or more"
+    elif spec.max_attempts < 1 or not spec.lease_ttl_s > 0:
+        problem = "max_attempts is at least 1, lease_ttl_s more than 0"
+    elif spec.group_policy is GroupPolicy.K_OF_N and not 1 <= spec.group_k <= spec.group_size:
+        problem = f"group_k is {spec.group_k}, k_of_n wants 1 to {spec.group_size}"
+    if problem:
+        raise UserError(f"run {spec.run!r}: {problem}")
+
+
+def compare_specs(old: RunSpec, new: RunSpec) -> None:
+    """Raises ConflictError naming the first field that differs."""
+    for field in dataclasses.fields(RunSpec):
+        had, wants = getattr(old, field.name), getattr(new, field.name)
+        if had != wants:
+            raise ConflictError(
+                f"run {old.run} is open with {field.name} = {had}, not {wants}", field=field.name
+            )
+
+
+def encode_spec(spec: RunSpec) -> Json:
+    """As JSON; an infinite staleness is null."""
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(RunSpec)}
+    fields["stages"] = [[stage.name, stage.reads, stage.writes] for stage in spec.stages]
+    fields["max_staleness"] = None if spec.max_staleness == float("inf") else spec.max_staleness
+    return fields
+
+
+def decode_spec(stored: Json) -> RunSpec:
+    """The inverse of `encode_spec`."""
+    fields = dict(stored)
+    fields["stages"] = tuple(
+        StageSpec(name=name, reads=tuple(reads), writes=tuple(writes))
+        for name, reads, writes in fields["stages"]
+    )
+    staleness = fields["max_staleness"]
+    fields["max_staleness"] = float("inf") if staleness is None else staleness
+    fields["group_policy"] = GroupPolicy(fields["group_policy"])
+    fields["stale_policy"] = StalePolicy(fields["stale_policy"])
+    return RunSpec(**fields)
