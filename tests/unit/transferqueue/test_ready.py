@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from meshrl.contract.types import Version
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.model.group import Group
-from meshrl.transferqueue.model.masks import bits, lowest
+from meshrl.transferqueue.model.group import Group, bits, lowest
 from meshrl.transferqueue.model.ready import ReadyRows
 from meshrl.transferqueue.model.records import TaskMetadata
 from meshrl.transferqueue.sampling import CompleteGroup

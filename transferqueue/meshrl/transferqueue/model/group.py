@@ -10,15 +10,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
 from meshrl.transferqueue.model.fair_share import Holder
-from meshrl.transferqueue.model.masks import bits, hexed
 from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
 from meshrl.transferqueue.store import encode_record, to_json
+
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")
@@ -27,6 +28,36 @@ OUTCOMES = tuple(Outcome)
 Counts = tuple[int, int, int, int, int, int]
 """Rows by state, in the order of records.State."""
 NONE: Counts = (0, 0, 0, 0, 0, 0)
+
+
+@lru_cache(maxsize=4096)
+def bits(mask: int) -> tuple[int, ...]:
+    """The indices in `mask`, lowest first. Cached, since nearly all masks are of complete groups."""
+    indices = []
+    while mask:
+        low = mask & -mask
+        indices.append(low.bit_length() - 1)
+        mask ^= low
+    return tuple(indices)
+
+
+@lru_cache(maxsize=4096)
+def hexed(mask: int) -> str:
+    """`mask` as it is stored. Cached for the same reason."""
+    return f"{mask:x}"
+
+
+def lowest(mask: int, count: int) -> int:
+    """The `count` lowest bits of `mask`; all of them if it has fewer."""
+    if mask.bit_count() <= count:
+        return mask
+    result = 0
+    for _ in range(count):
+        low = mask & -mask
+        result |= low
+        mask ^= low
+    return result
+
 
 
 def task_key(run_number: int, number: int) -> bytes:

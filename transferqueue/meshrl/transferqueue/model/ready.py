@@ -5,8 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import TypeAlias
 
-from meshrl.transferqueue.model.group import Group
-from meshrl.transferqueue.model.masks import lowest
+from meshrl.transferqueue.model.group import Group, lowest
 from meshrl.transferqueue.sampling import CompleteGroup, Sampler
 
 Key: TypeAlias = tuple[float, ...]

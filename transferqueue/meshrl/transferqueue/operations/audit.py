@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Ledger, RunSpec
-from meshrl.transferqueue.model.group import task_key
-from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.group import bits, task_key
 from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry

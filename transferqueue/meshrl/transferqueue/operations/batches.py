@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError
 from meshrl.contract.types import Batch, BatchGroup, Json, Outcome, Uid, Version
-from meshrl.transferqueue.model.group import Group
-from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.group import Group, bits
 from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations import group_policies

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.types import Outcome, PackedGroup, RowFacts, Uid, Version
-from meshrl.transferqueue.model.group import Grant, Group
-from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import admission, columns, dead_letters, group_policies

@@ -10,8 +10,7 @@ from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError
 from meshrl.contract.frames import Frame, checksum_of, strip_checksum
 from meshrl.contract.types import GroupRows, LeasedGroup, PackedTask, Part, PayloadGroup
-from meshrl.transferqueue.model.group import Group, StoredFrame
-from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.group import Group, StoredFrame, bits
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.store import Store
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from meshrl.contract.types import Uid, Waiting
-from meshrl.transferqueue.model.group import Grant, Group
-from meshrl.transferqueue.model.masks import bits
+from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Wait
 from meshrl.transferqueue.operations import admission
