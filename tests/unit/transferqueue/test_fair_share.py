@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, Version
-from meshrl.transferqueue.model import fair_share
-from meshrl.transferqueue.model.fair_share import FairShare, divide
+from meshrl.transferqueue.model import stages
+from meshrl.transferqueue.model.stages import FairShare, divide
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -121,7 +121,7 @@ async def test_nobody_waits_for_rows_that_another_worker_has_a_claim_to(
 async def test_a_claim_ends_by_itself_and_order_is_as_before(
     queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl.transferqueue.model.ready.CLAIM_S", 0.0)
+    monkeypatch.setattr("meshrl.transferqueue.model.waiting.CLAIM_S", 0.0)
     await admit(queue, 2)
     await lease(queue, "a", 1)
     assert groups_of(await lease(queue, "b", 1)) == [("t0", 1)]
@@ -137,7 +137,7 @@ async def test_rows_that_came_back_need_not_go_to_where_they_failed(queue: Trans
 async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
     queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fair_share, "WEIGHT", 0.0)  # the speeds below are the last word
+    monkeypatch.setattr(stages, "WEIGHT", 0.0)  # the speeds below are the last word
     await admit(queue, 3)
     run = queue.open_runs[0]
     for name, tokens in (("fast", 400), ("slow", 1)):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from meshrl.contract.types import Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Group, bits, lowest
-from meshrl.transferqueue.model.ready import ReadyRows
 from meshrl.transferqueue.model.records import TaskMetadata
+from meshrl.transferqueue.model.waiting import ReadyRows
 from meshrl.transferqueue.sampling import CompleteGroup
 
 

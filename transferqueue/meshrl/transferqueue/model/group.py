@@ -16,10 +16,9 @@ from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
-from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
+from meshrl.transferqueue.model.stages import Holder
 from meshrl.transferqueue.store import encode_record, to_json
-
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")
@@ -57,7 +56,6 @@ def lowest(mask: int, count: int) -> int:
         result |= low
         mask ^= low
     return result
-
 
 
 def task_key(run_number: int, number: int) -> bytes:

@@ -13,12 +13,10 @@ from typing import Final
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.model.fair_share import FairShare
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, bits
-from meshrl.transferqueue.model.ready import CompleteGroups, ReadyRows
 from meshrl.transferqueue.model.records import ADMITTED, AuditLog, Exit, RunLedger, State
-from meshrl.transferqueue.model.stages import Stage, Stages
-from meshrl.transferqueue.model.waiting import Expiry, Signal
+from meshrl.transferqueue.model.stages import FairShare, Stage, Stages
+from meshrl.transferqueue.model.waiting import CompleteGroups, Expiry, ReadyRows, Signal
 from meshrl.transferqueue.store import CommitLog, Table
 
 

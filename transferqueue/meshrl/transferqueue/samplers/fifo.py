@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.samplers._ordered import OrderedSampler
+from meshrl.transferqueue.sampling import OrderedSampler
 
 
 class Sampler(OrderedSampler):

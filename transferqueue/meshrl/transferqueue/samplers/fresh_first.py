@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.model.ready import Key
-from meshrl.transferqueue.samplers._ordered import OrderedSampler
-from meshrl.transferqueue.sampling import CompleteGroup
+from meshrl.transferqueue.sampling import CompleteGroup, Key, OrderedSampler
 
 
 class Sampler(OrderedSampler):

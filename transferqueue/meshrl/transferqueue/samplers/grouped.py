@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.model.ready import OrderedNumbers
-from meshrl.transferqueue.sampling import CompleteGroup
+from meshrl.transferqueue.sampling import CompleteGroup, OrderedNumbers
 
 
 class Sampler:
@@ -16,7 +15,7 @@ class Sampler:
     def add(self, group: CompleteGroup) -> None:
         """A group became complete."""
         self._source_of[group.number] = group.data_source
-        self._by_source.setdefault(group.data_source, OrderedNumbers()).add(
+        self._by_source.setdefault(group.data_source, OrderedNumbers()).put(
             group.number, (group.number,)
         )
 

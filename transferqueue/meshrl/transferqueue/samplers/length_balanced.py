@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.transferqueue.model.ready import OrderedNumbers
-from meshrl.transferqueue.sampling import CompleteGroup
+from meshrl.transferqueue.sampling import CompleteGroup, OrderedNumbers
 
 
 class Sampler:
@@ -18,7 +17,7 @@ class Sampler:
 
     def add(self, group: CompleteGroup) -> None:
         """A group became complete."""
-        self._numbers.add(group.number, (group.number,))
+        self._numbers.put(group.number, (group.number,))
         self._tokens[group.number] = sum(group.num_tokens)
 
     def discard(self, number: int) -> None:
