@@ -304,7 +304,6 @@ class ScoringPool:
         elif not slot.worker.concurrent and slot.in_flight:
             slot.since[next(iter(slot.in_flight))] = now  # the next one has just begun
         slot.mean_s += 0.1 * (took_s - slot.mean_s)
-        slot.worker.reset_output()
         _finish(item, answer[1])
         return True
 

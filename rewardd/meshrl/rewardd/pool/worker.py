@@ -1,9 +1,15 @@
-"""The service's end of one scoring process: start, send, receive, find its current line, kill."""
+"""The service's end of one scoring process: its pipes, start, send, receive, find its current line, kill.
+
+The pipes work on any event loop, and we close their file descriptors ourselves, exactly once: the transports of
+asyncio and uvloop disagree on who closes the descriptor of a pipe whose other end has closed, and closing a number
+twice may close another file that has got it since.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -12,17 +18,20 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import IO
 
 from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rewardd.pool.messages import HEADER, FrameDecoder, encode_frame
-from meshrl.rewardd.pool.pipes import PipeReader, PipeWriter
+from meshrl.rewardd.pool.messages import HEADER, encode_frame
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.sandbox.sandbox import Isolation, Launch, Sandbox
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")
 
+CHUNK = 1 << 16
+MAX_REPLY_BYTES = 1 << 20
+"""Replies are small: a longer one did not come from our code."""
 TAIL_BYTES = 16_384
 """Bytes of a process's output that are remembered."""
 LINES_PER_S = 20
@@ -33,6 +42,110 @@ WHERE_WAIT_S = 2.0
 """Usually the answer takes a millisecond; on a busy machine a signal can take longer."""
 WHERE_SIGNAL = signal.SIGUSR2
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+
+
+class PipeReader:
+    """Calls `on_data` with each chunk that arrives and once, with an empty one, at the end."""
+
+    def __init__(self, file: IO[bytes], on_data: Callable[[bytes], None]) -> None:
+        self._file = file
+        self._fd = file.fileno()
+        self._on_data = on_data
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        os.set_blocking(self._fd, False)
+        self._loop.add_reader(self._fd, self._readable)
+
+    def _readable(self) -> bool:
+        """Read one chunk; False when there is none, now or ever."""
+        try:
+            data = os.read(self._fd, CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._fd)
+        self._on_data(data)
+        return bool(data)
+
+    def close(self, drain: int = 16) -> None:
+        """Read at most `drain` chunks that have arrived already, then close. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.remove_reader(self._fd)
+        while drain > 0 and self._readable():
+            drain -= 1
+        self._loop.remove_reader(self._fd)
+        self._file.close()
+
+
+class PipeWriter:
+    """Buffers what the pipe does not accept at once. Ignores a closed other end: the reader notices it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._fd = file.fileno()
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        self._buffer = bytearray()
+        os.set_blocking(self._fd, False)
+
+    def write(self, data: bytes) -> None:
+        """Never blocks."""
+        if self._open:
+            waiting = bool(self._buffer)
+            self._buffer += data
+            if not waiting:
+                self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._buffer:
+                del self._buffer[: os.write(self._fd, self._buffer[: 4 * CHUNK])]
+        except BlockingIOError:
+            self._loop.add_writer(self._fd, self._flush)
+        except BrokenPipeError:
+            self.close()
+        else:
+            self._loop.remove_writer(self._fd)
+
+    def close(self) -> None:
+        """Drop the rest of the buffer. Idempotent."""
+        if self._open:
+            self._open = False
+            self._loop.remove_writer(self._fd)
+            self._buffer.clear()
+            self._file.close()
+
+
+class FrameDecoder:
+    """Reads frames from chunks of any size."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, chunk: bytes) -> list[Json]:
+        """The frames that `chunk` completes.
+
+        Raises:
+            CorruptError: the bytes are not frames.
+        """
+        self._buffer += chunk
+        frames, start = [], 0
+        while len(self._buffer) - start >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer, start)
+            if size > MAX_REPLY_BYTES:
+                raise CorruptError(f"a scoring process announced a reply of {size} bytes")
+            end = start + HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            try:
+                frames.append(json.loads(self._buffer[start + HEADER.size : end]))
+            except (ValueError, RecursionError) as error:
+                raise CorruptError(f"a scoring process sent no JSON: {error}") from error
+            start = end
+        del self._buffer[:start]
+        return frames
 
 
 class _Output:
@@ -166,9 +279,13 @@ class Worker:
         if self.breach:
             return
         try:
-            self._messages.extend(self._decoder.feed(data) if data else [None])
+            messages = self._decoder.feed(data) if data else [None]
         except CorruptError as error:
             self.kill_for(f"wrote into the pipe of the scoring process: {error}")
+        else:
+            if data and messages:
+                self._output.printed = 0  # a sample is done
+            self._messages.extend(messages)
         self._wake.set()
 
     def _on_stderr(self, data: bytes) -> None:
@@ -192,14 +309,11 @@ class Worker:
             self._messages.append(None)
             self._wake.set()
 
-    def reset_output(self) -> None:
-        """A sample is done: count its output from 0 again."""
-        self._output.printed = 0
-
     @property
     def orphans(self) -> int:
         """Number of processes that a function started and that still run."""
-        return self._sandbox.orphans(self.pid)
+        assert self._process is not None
+        return self._sandbox.orphans(self._process.pid)
 
     def _send(self, message: Json) -> None:
         assert self._requests is not None
