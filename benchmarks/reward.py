@@ -43,7 +43,7 @@ from reward_bench.services import measure
 
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judge import PoolJudge
+from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.rewards import gsm8k

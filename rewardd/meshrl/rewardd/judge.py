@@ -1,101 +1,22 @@
-"""Builds the judge of a recipe; `PoolJudge` scores samples with a pool of scoring processes."""
+"""Builds the judge of a recipe: its functions and its other judges, with their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import load
-from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.config import JudgeConfig, RewardConfig
 from meshrl.rewardd.judges._composite import CompositeJudge, Part, StartableJudge
-from meshrl.rewardd.pool.pool import ScoringPool
+from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import Rule, read_rule
-from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
 
 JUDGES = "meshrl.rewardd.judges"
 OTHER_PACKAGES: Mapping[str, str] = {"model": "meshrl.trainer.model.reward_model"}
 """Kinds that live in another package and are imported by name, because this package imports no torch."""
-
-
-class PoolJudge:
-    """Implements the Judge port for one rule."""
-
-    def __init__(
-        self,
-        rule: Rule,
-        config: RewardConfig,
-        *,
-        reward_hash: str = "",
-        sandbox: Sandbox | None = None,
-    ) -> None:
-        """Keep the parts; `reward_hash` names a submitted version, else the rule's own hash counts.
-
-        Without a `sandbox` the functions are the recipe's own, and `reward.recipe_sandbox` sets their isolation.
-
-        Raises:
-            ConfigError: this machine cannot give the wanted isolation.
-        """
-        self._hash = reward_hash or rule.reward_hash
-        self._pool = ScoringPool(rule, config, sandbox or _recipe_sandbox(rule, config))
-
-    @property
-    def reward_hash(self) -> str:
-        """Content hash of sources, names, arguments and weights."""
-        return self._hash
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the scoring processes."""
-        return self._pool.pids
-
-    async def start(self) -> None:
-        """Start the scoring processes and load the functions; otherwise the first `score` does so.
-
-        Raises:
-            ConfigError: a function cannot be loaded or called; says what is wanted.
-        """
-        await self._pool.start()
-
-    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """One Score per sample, in order. A sample that cannot be scored comes back with its fault."""
-        results = await self._pool.score(
-            [
-                {
-                    "data_source": sample.data_source,
-                    "solution_str": sample.solution,
-                    "ground_truth": sample.ground_truth,
-                    "extra_info": dict(sample.extra_info),
-                }
-                for sample in samples
-            ]
-        )
-        return [
-            Score(
-                uid=sample.uid,
-                outcome=result.outcome,
-                score=result.score,
-                components=result.components,
-                reason=result.reason,
-                reward_hash=self._hash,
-                token_rewards=result.token_rewards,
-            )
-            for sample, result in zip(samples, results, strict=True)
-        ]
-
-    async def close(self) -> None:
-        """End every scoring process; idempotent."""
-        await self._pool.close()
-
-
-def _recipe_sandbox(rule: Rule, config: RewardConfig) -> Sandbox:
-    """At level `strict` functions see the folders of their files, so that they can import from them."""
-    folders = {Path(function.path).parent for function in rule.functions if function.source}
-    return open_sandbox(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
 
 
 def build_judge(config: RewardConfig) -> PoolJudge | CompositeJudge:

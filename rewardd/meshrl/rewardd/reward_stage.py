@@ -21,8 +21,6 @@ from meshrl.contract.types import (
     LeasedRow,
     Outcome,
     Sample,
-    Score,
-    Uint8,
 )
 from meshrl.rewardd.posted_rewards import POSTED
 
@@ -94,22 +92,24 @@ class RewardStage:
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         samples = [sample_of(row, self._token_ends) for row in rows]
         scores = await self._judge.score(samples)
-        masks = [row.columns.get("loss_mask") for row in rows]
-        return [self._result(*each) for each in zip(samples, scores, masks, strict=True)]
-
-    def _result(self, sample: Sample, score: Score, mask: Uint8 | None) -> StageResult:
-        """A row with an infrastructure fault goes back to the queue: the fault never becomes a reward."""
-        if not score.outcome.trainable:
-            return Failure(uid=score.uid, outcome=score.outcome, reason=score.reason)
-        per_token = score.uid.run in self._token_rewards
-        try:
-            written = reward_write(score, loss_mask=mask if per_token else None)
-        except UserError as error:
-            return Failure(uid=score.uid, outcome=Outcome.INFRA_FAULT, reason=error.message)
-        if score.uid.run not in self._keep_inputs:
-            return written
-        columns = {**written.columns, REWARD_INPUTS: reward_inputs(sample)}
-        return replace(written, columns=columns)
+        results: list[StageResult] = []
+        for row, sample, score in zip(rows, samples, scores, strict=True):
+            if not score.outcome.trainable:
+                # The row goes back to the queue: an infrastructure fault never becomes a reward.
+                results.append(Failure(uid=score.uid, outcome=score.outcome, reason=score.reason))
+                continue
+            mask = row.columns.get("loss_mask") if row.uid.run in self._token_rewards else None
+            try:
+                written = reward_write(score, loss_mask=mask)
+            except UserError as error:
+                reason = error.message
+                results.append(Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason))
+                continue
+            if row.uid.run in self._keep_inputs:
+                columns = {**written.columns, REWARD_INPUTS: reward_inputs(sample)}
+                written = replace(written, columns=columns)
+            results.append(written)
+        return results
 
 
 def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:

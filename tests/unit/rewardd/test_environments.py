@@ -15,7 +15,7 @@ import pytest
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judge import PoolJudge
+from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.rewardd.sandbox.environment import Environment, environment_of, missing

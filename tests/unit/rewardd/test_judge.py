@@ -14,7 +14,8 @@ import uvloop
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
-from meshrl.rewardd.judge import PoolJudge, build_judge
+from meshrl.rewardd.judge import build_judge
+from meshrl.rewardd.pool.pool import PoolJudge
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
 ASYNC_HEAD = "import asyncio\nasync " + HEAD

@@ -13,7 +13,8 @@ import pytest
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judge import PoolJudge, build_judge
+from meshrl.rewardd.judge import build_judge
+from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.rewards import code, regex_match, tool_use
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 

@@ -30,7 +30,8 @@ from meshrl.contract.types import (
     reward_stage,
 )
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
-from meshrl.rewardd.judge import PoolJudge, build_judge
+from meshrl.rewardd.judge import build_judge
+from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.reward_stage import RewardStage, sample_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

@@ -1,11 +1,11 @@
-"""A pool of scoring processes: one result per sample, whatever the functions do.
+"""The judge on a pool of scoring processes: one score per sample, whatever the functions do.
 
     score() ──▶ pending ──▶ slot 1 ⇄ process        a slot takes samples when its process has room,
                    ▲   └──▶ slot 2 ⇄ process        watches the deadline of the oldest one,
                    └── other samples of a dead one  and starts a fresh process when this one ends
 
-consumes: samples. waits for: a process with room, a result. unblocked by: a result, the end of a process, a deadline.
-produces: exactly one result per sample.
+consumes: samples. waits for: a process with room, an answer. unblocked by: an answer, the end of a process, a
+deadline. produces: exactly one score per sample.
 
 Which sample ended a process? Plain functions run in order, so it was the oldest unanswered sample; with `async def`
 it may be any that ran. These suspects are scored again, each alone in a process. A suspect whose process ends again
@@ -21,15 +21,16 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from meshrl.contract.errors import MeshError, UnavailableError
-from meshrl.contract.types import Json, Outcome
+from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.pool.worker import MAX_REASON, Worker
-from meshrl.rewardd.sandbox.sandbox import Sandbox
+from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
 
 log = logging.getLogger(__name__)
 
@@ -42,25 +43,14 @@ START_TRIES = 5
 OVERDUE_GRACE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Result of one sample."""
-
-    outcome: Outcome
-    score: float = 0.0
-    components: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
-    token_rewards: tuple[float, ...] | None = None
-    """One per response token, if the function returns them."""
-
-
 @dataclass(slots=True, eq=False)
 class _Item:
     """One sample in the pool."""
 
     number: int
-    encoded: bytes
-    done: asyncio.Future[Result]
+    uid: Uid
+    done: asyncio.Future[Score]
+    encoded: bytes = b""
     deaths: int = 0
     """Processes that ended while this sample was a suspect."""
 
@@ -81,13 +71,29 @@ class _Slot:
         """Seconds per sample, moving average."""
 
 
-class ScoringPool:
-    """Scores with one rule in `config.workers` processes, each in a sandbox of its own."""
+class PoolJudge:
+    """Implements the Judge port for one rule: `config.workers` processes, each in a sandbox of its own."""
 
-    def __init__(self, rule: Rule, config: RewardConfig, sandbox: Sandbox) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        config: RewardConfig,
+        *,
+        reward_hash: str = "",
+        sandbox: Sandbox | None = None,
+    ) -> None:
+        """Keep the parts; `reward_hash` names a submitted version, else the rule's own hash counts.
+
+        Without a `sandbox` the functions are the recipe's own, and `reward.recipe_sandbox` sets their isolation.
+
+        Raises:
+            ConfigError: this machine cannot give the wanted isolation.
+        """
+        self.reward_hash = reward_hash or rule.reward_hash
+        """Content hash of sources, names, arguments and weights."""
         self._rule = rule
         self._config = config
-        self._sandbox = sandbox
+        self._sandbox = sandbox = sandbox or _recipe_sandbox(rule, config)
         self._deadline_s = sandbox.limits.deadline_s
         self._pending: deque[_Item] = deque()
         self._suspects: deque[_Item] = deque()
@@ -99,14 +105,14 @@ class ScoringPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the current processes."""
+        """Of the current scoring processes."""
         return [slot.worker.pid for slot in self._slots]
 
     async def start(self) -> None:
-        """Start every process; idempotent.
+        """Start the processes and load the functions; otherwise the first `score` does so. Idempotent.
 
         Raises:
-            ConfigError: a function cannot be loaded.
+            ConfigError: a function cannot be loaded or called; says what is wanted.
             UnavailableError: the pool is closed.
         """
         async with self._starting:
@@ -131,14 +137,32 @@ class ScoringPool:
             for slot in slots:
                 self._start_serving(slot, fresh=True)
 
-    async def score(self, samples: Sequence[Mapping[str, Json]]) -> list[Result]:
-        """One result per sample, in order.
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """One Score per sample, in order. A sample that cannot be scored comes back with its fault.
 
         Raises:
             ConfigError, UnavailableError: as `start`.
         """
         await self.start()
-        items = [self._admit(sample) for sample in samples]
+        items: list[_Item] = []
+        for sample in samples:
+            self._number += 1
+            item = _Item(self._number, sample.uid, asyncio.get_running_loop().create_future())
+            items.append(item)
+            arguments = {
+                "id": self._number,
+                "data_source": sample.data_source,
+                "solution_str": sample.solution,
+                "ground_truth": sample.ground_truth,
+                "extra_info": dict(sample.extra_info),
+            }
+            try:
+                item.encoded = json.dumps(arguments).encode()
+            except (TypeError, ValueError) as error:
+                reason = f"ground_truth or extra_info is not JSON: {error}"
+                self._fail(item, Outcome.INFRA_FAULT, reason)
+            else:
+                self._pending.append(item)
         for slot in self._slots:
             slot.wake.set()
         try:
@@ -146,19 +170,6 @@ class ScoringPool:
         finally:
             for item in items:
                 item.done.cancel()  # no effect on a finished one; a cancelled one is not sent any more
-
-    def _admit(self, sample: Mapping[str, Json]) -> _Item:
-        self._number += 1
-        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        item = _Item(self._number, b"", done)
-        try:
-            item.encoded = json.dumps({"id": self._number, **sample}).encode()
-        except (TypeError, ValueError) as error:
-            reason = f"ground_truth or extra_info is not JSON: {error}"
-            done.set_result(Result(outcome=Outcome.INFRA_FAULT, reason=reason))
-        else:
-            self._pending.append(item)
-        return item
 
     async def close(self) -> None:
         """Kill and reap every process; waiting samples are answered as cancelled. Idempotent."""
@@ -170,12 +181,19 @@ class ScoringPool:
             await slot.worker.kill()
             self._pending.extend(slot.in_flight.values())
             slot.in_flight.clear()
-        self._answer_all(Result(outcome=Outcome.CANCELLED, reason="the judge was closed"))
+        self._fail_all(Outcome.CANCELLED, "the judge was closed")
 
-    def _answer_all(self, result: Result) -> None:
+    def _fail_all(self, outcome: Outcome, reason: str) -> None:
         for waiting in (self._pending, self._suspects):
             while waiting:
-                _finish(waiting.popleft(), result)
+                self._fail(waiting.popleft(), outcome, reason)
+
+    def _fail(self, item: _Item, outcome: Outcome, reason: str) -> None:
+        if not item.done.done():
+            fault = Score(
+                uid=item.uid, outcome=outcome, reason=reason, reward_hash=self.reward_hash
+            )
+            item.done.set_result(fault)
 
     def _start_serving(self, slot: _Slot, *, fresh: bool) -> None:
         task = asyncio.create_task(self._serve(slot, fresh=fresh), name=f"judge-{slot.index}")
@@ -189,7 +207,7 @@ class ScoringPool:
             return
         log.error("a worker slot of the judge crashed; it is started again", exc_info=error)
         for item in slot.in_flight.values():
-            _finish(item, Result(outcome=Outcome.INFRA_FAULT, reason=f"judge: {error}"))
+            self._fail(item, Outcome.INFRA_FAULT, f"judge: {error}")
         slot.in_flight.clear()
         slot.since.clear()
         if not self._closed:
@@ -216,7 +234,7 @@ class ScoringPool:
                 log.warning("scoring process did not start (%d): %s", failures, error)
                 if failures >= START_TRIES:
                     reason = f"no scoring process can be started: {error}"
-                    self._answer_all(Result(outcome=Outcome.INFRA_FAULT, reason=reason))
+                    self._fail_all(Outcome.INFRA_FAULT, reason)
                 await asyncio.sleep(min(0.1 * 2**failures, 5.0))
             except BaseException:
                 await slot.worker.kill()
@@ -233,7 +251,7 @@ class ScoringPool:
                 if message is None:
                     await self._on_exit(slot)
                     return
-                if not self._record_answer(slot, _answer(message)):
+                if not self._record_answer(slot, message):
                     slot.worker.kill_for("wrote into the pipe of the scoring process")
             if not slot.in_flight and slot.sent and (orphans := slot.worker.orphans) > 0:
                 slot.sent = 0
@@ -262,29 +280,26 @@ class ScoringPool:
         """Send as many samples as the process should hold; a suspect only when it holds none."""
         if any(item.deaths for item in slot.in_flight.values()):
             return
-        if not slot.in_flight:
-            while self._suspects:
-                item = self._suspects.popleft()
-                if not item.done.done():
-                    self._send(slot, [item])
-                    return
-        config = self._config
-        if slot.worker.concurrent:
-            free = config.concurrency - len(slot.in_flight)
-        elif slot.in_flight:
-            return  # samples sent behind a slow one would wait for it, although another process may be idle
-        else:
-            free = min(config.batch_size, max(1, int(TARGET_S / max(slot.mean_s, 1e-6))))
-        share = math.ceil(len(self._pending) / len(self._slots))
         batch: list[_Item] = []
-        while self._pending and len(batch) < min(free, share):
-            item = self._pending.popleft()
+        while self._suspects and not slot.in_flight and not batch:
+            item = self._suspects.popleft()
             if not item.done.done():
                 batch.append(item)
-        if batch:
-            self._send(slot, batch)
-
-    def _send(self, slot: _Slot, batch: list[_Item]) -> None:
+        if not batch:
+            config = self._config
+            if slot.worker.concurrent:
+                free = config.concurrency - len(slot.in_flight)
+            elif slot.in_flight:
+                return  # samples sent behind a slow one would wait for it, although another process may be idle
+            else:
+                free = min(config.batch_size, max(1, int(TARGET_S / max(slot.mean_s, 1e-6))))
+            share = math.ceil(len(self._pending) / len(self._slots))
+            while self._pending and len(batch) < min(free, share):
+                item = self._pending.popleft()
+                if not item.done.done():
+                    batch.append(item)
+        if not batch:
+            return
         now = time.monotonic()
         slot.sent = len(batch)
         for item in batch:
@@ -292,19 +307,25 @@ class ScoringPool:
             slot.since[item.number] = now
         slot.worker.score([item.encoded for item in batch])
 
-    def _record_answer(self, slot: _Slot, answer: tuple[int, Result] | None) -> bool:
-        """Finish a sample; False for an answer to no sample in flight."""
-        item = slot.in_flight.pop(answer[0], None) if answer is not None else None
-        if answer is None or item is None:
+    def _record_answer(self, slot: _Slot, message: Json) -> bool:
+        """Finish a sample; False for bytes that a function wrote into the pipe itself."""
+        try:
+            item = slot.in_flight[int(message["id"])]
+        except (KeyError, TypeError, ValueError, OverflowError):
             return False
+        score = _score(message, item.uid, self.reward_hash)
+        if score is None:
+            return False
+        del slot.in_flight[item.number]
         now = time.monotonic()
-        took_s = now - slot.since.pop(answer[0])
+        took_s = now - slot.since.pop(item.number)
         if slot.worker.batched:
             took_s /= slot.sent
         elif not slot.worker.concurrent and slot.in_flight:
             slot.since[next(iter(slot.in_flight))] = now  # the next one has just begun
         slot.mean_s += 0.1 * (took_s - slot.mean_s)
-        _finish(item, answer[1])
+        if not item.done.done():
+            item.done.set_result(score)
         return True
 
     def _remaining(self, slot: _Slot) -> float:
@@ -322,7 +343,7 @@ class ScoringPool:
         suspects = self._suspects_of(slot)
         if len(suspects) == 1:
             reason = f"no score after {self._deadline_s:g} s{line}"
-            _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
+            self._fail(suspects.pop(), Outcome.TIMEOUT, reason)
         self._requeue(slot, suspects)
 
     async def _on_exit(self, slot: _Slot) -> None:
@@ -334,10 +355,10 @@ class ScoringPool:
             log.warning("a scoring process ended (%s) with %d samples", why, len(slot.in_flight))
         if code == -signal.SIGXCPU and len(suspects) == 1:
             reason = f"more than {self._sandbox.limits.cpu_s} s of CPU time"
-            _finish(suspects.pop(), Result(outcome=Outcome.TIMEOUT, reason=reason))
+            self._fail(suspects.pop(), Outcome.TIMEOUT, reason)
         elif len(suspects) == 1 and suspects[0].deaths:
             reason = f"the function ended its process: {why}"
-            _finish(suspects.pop(), Result(outcome=Outcome.INFRA_FAULT, reason=reason))
+            self._fail(suspects.pop(), Outcome.INFRA_FAULT, reason)
         self._requeue(slot, suspects)
 
     def _suspects_of(self, slot: _Slot) -> list[_Item]:
@@ -361,13 +382,14 @@ class ScoringPool:
             other.wake.set()
 
 
-def _answer(message: Json) -> tuple[int, Result] | None:
-    """The sample's number and its result; None for bytes that a function wrote into the pipe itself."""
+def _score(message: Json, uid: Uid, reward_hash: str) -> Score | None:
+    """The score that an answer of a scoring process gives; None for bytes that a function wrote itself."""
     try:
-        number = int(message["id"])
         if "score" not in message:
             fault, reason = Outcome(message["fault"]), str(message["reason"])[:MAX_REASON]
-            return None if fault.trainable else (number, Result(outcome=fault, reason=reason))
+            if fault.trainable:
+                return None
+            return Score(uid=uid, outcome=fault, reason=reason, reward_hash=reward_hash)
         score = float(message["score"])
         outcome = Outcome(message.get("outcome", Outcome.OK))
         components = {str(key): float(value) for key, value in message["components"].items()}
@@ -378,11 +400,17 @@ def _answer(message: Json) -> tuple[int, Result] | None:
     numbers = (score, *components.values(), *(token_rewards or ()))
     if not outcome.trainable or not all(map(math.isfinite, numbers)):
         return None
-    return number, Result(
-        outcome=outcome, score=score, components=components, token_rewards=token_rewards
+    return Score(
+        uid=uid,
+        outcome=outcome,
+        score=score,
+        components=components,
+        reward_hash=reward_hash,
+        token_rewards=token_rewards,
     )
 
 
-def _finish(item: _Item, result: Result) -> None:
-    if not item.done.done():
-        item.done.set_result(result)
+def _recipe_sandbox(rule: Rule, config: RewardConfig) -> Sandbox:
+    """At level `strict` functions see the folders of their files, so that they can import from them."""
+    folders = {Path(function.path).parent for function in rule.functions if function.source}
+    return open_sandbox(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))
