@@ -1,6 +1,6 @@
 """Maps exceptions to gRPC statuses, and carries exceptions to the caller in the trailing metadata.
 
-    servicer raises ──▶ `as_status` (server) ──ErrorDetail──▶ `from_rpc` (client) ──▶ the same class and details
+    servicer raises ──▶ interceptors.as_status ──ErrorDetail──▶ `from_rpc` (client) ──▶ the same class and details
 
 An error of a proxy, a lost connection or gRPC itself has no ErrorDetail; `from_rpc` chooses a class by its status.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -32,7 +32,6 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
     from_detail,
 )
-from meshrl.rpc.interceptors import Behavior, Context
 from meshrl.v1 import errors_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -84,28 +83,6 @@ def to_detail(error: MeshError) -> bytes:
     }
     message = printable(error.message[:MAX_TEXT])
     return pb.ErrorDetail(code=error.code, message=message, details=details).SerializeToString()
-
-
-def as_status(method: str, behavior: Behavior) -> Behavior:
-    """Interceptor: converts errors of a handler to statuses. The only place that catches every exception."""
-
-    async def run(request: Any, context: Context) -> Any:
-        try:
-            return await behavior(request, context)
-        except grpc.aio.BaseError:
-            raise  # gRPC's own: already aborted, or the caller left during a write
-        except MeshError as error:
-            await _abort(context, error)
-        except Exception as error:
-            log.exception("%s failed", method)
-            await _abort(context, InfraError(f"{method}: {type(error).__name__}: {error}"))
-
-    return run
-
-
-async def _abort(context: Context, error: MeshError) -> None:
-    message = printable(error.message[:MAX_TEXT])
-    await context.abort(status_of(error), message, ((DETAIL_KEY, to_detail(error)),))
 
 
 def from_rpc(error: grpc.RpcError, service: str) -> MeshError:

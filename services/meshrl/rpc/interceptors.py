@@ -9,19 +9,42 @@ UNKNOWN.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from meshrl.contract.errors import CapacityError, UserError
+from meshrl.contract.codec import printable
+from meshrl.contract.errors import (
+    CapacityError,
+    InfraError,
+    MeshError,
+    UnavailableError,
+    UserError,
+)
+from meshrl.rpc.errors import DETAIL_KEY, MAX_TEXT, status_of, to_detail
 from meshrl.rpc.transport import MAX_STREAM_BYTES, MAX_WAIT_S, SizedMessage
+
+log = logging.getLogger(__name__)
 
 # In quotes: generic to the type checker only.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -82,7 +105,7 @@ class InterceptedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         if parse is not None:
             parse = _parse_or_refuse(parse, method)
         read = None if handler.request_streaming else parse
-        run = _parse_request(_write_answers(getattr(handler, arity)), read)
+        run = _innermost(getattr(handler, arity), read)
         for interceptor in reversed(self._interceptors):
             run = interceptor(method, run)
         serialize = self._serializers.get(method, handler.response_serializer)
@@ -107,29 +130,138 @@ def _parse_or_refuse(parse: Parse, method: str) -> Parse:
     return parsed
 
 
-def _parse_request(behavior: Behavior, parse: Parse | None) -> Behavior:
-    """Parses a single request inside the interceptors. gRPC parses the requests of a stream as they are read."""
-    if parse is None:
-        return behavior
+def _innermost(behavior: Callable[[Any, Context], Any], parse: Parse | None) -> Behavior:
+    """Parses a single request, and writes what a generator yields; closes the generator when the caller has left.
 
-    async def run(data: bytes, context: Context) -> Any:
-        return await behavior(parse(data), context)
+    gRPC parses the requests of a stream as they are read.
+    """
+    writes = inspect.isasyncgenfunction(behavior)
 
-    return run
-
-
-def _write_answers(behavior: Callable[[Any, Context], Any]) -> Behavior:
-    """Writes what a generator yields inside the interceptors, and closes it when the caller has left."""
-    if not inspect.isasyncgenfunction(behavior):
-        return behavior
-
-    async def run(request: Any, context: Context) -> None:
+    async def run(request: Any, context: Context) -> Any:
+        if parse is not None:
+            request = parse(request)
+        if not writes:
+            return await behavior(request, context)
         answers: AsyncGenerator[Any, None] = behavior(request, context)
         async with aclosing(answers):
             async for answer in answers:
                 await context.write(answer)
+        return None
 
     return run
+
+
+# From a write on loopback to a long poll.
+LATENCY_BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+_STATUS_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class CallMetrics:
+    """Counts and times the calls of one server. Each has its own registry: a process may have several."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._calls = Counter(
+            "meshrl_rpc_total", "Calls ended.", ["method", "status"], registry=registry
+        )
+        self._latency = Histogram(
+            "meshrl_rpc_seconds",
+            "Seconds from the start of a call to its end.",
+            ["method"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._running = Gauge(
+            "meshrl_rpc_running", "Calls running now.", ["method"], registry=registry
+        )
+
+    def interceptor(self, method: str, behavior: Behavior) -> Behavior:
+        """The outermost interceptor, so that it sees the status that the others have set."""
+        running, latency = self._running.labels(method), self._latency.labels(method)
+        ended = cache(partial(self._calls.labels, method))
+
+        async def run(request: Any, context: Context) -> Any:
+            start = time.perf_counter()
+            status = "CANCELLED"
+            running.inc()
+            try:
+                answer = await behavior(request, context)
+                status = "OK"
+                return answer
+            except grpc.aio.AbortError:
+                status = _status_name(context)
+                raise
+            finally:
+                running.dec()
+                latency.observe(time.perf_counter() - start)
+                ended(status).inc()
+
+        return run
+
+
+def _status_name(context: Context) -> str:
+    # grpc.aio returns the number, although its type stubs promise the enum.
+    code: object = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else _STATUS_NAMES.get(code, "UNKNOWN")
+
+
+def as_status(method: str, behavior: Behavior) -> Behavior:
+    """Interceptor: converts errors of a handler to statuses. The only place that catches every exception."""
+
+    async def run(request: Any, context: Context) -> Any:
+        try:
+            return await behavior(request, context)
+        except grpc.aio.BaseError:
+            raise  # gRPC's own: already aborted, or the caller left during a write
+        except MeshError as error:
+            await _abort(context, error)
+        except Exception as error:
+            log.exception("%s failed", method)
+            await _abort(context, InfraError(f"{method}: {type(error).__name__}: {error}"))
+
+    return run
+
+
+async def _abort(context: Context, error: MeshError) -> None:
+    message = printable(error.message[:MAX_TEXT])
+    await context.abort(status_of(error), message, ((DETAIL_KEY, to_detail(error)),))
+
+
+class LongPolls:
+    """The calls of `methods`, which may wait long: they end with UnavailableError as soon as the server drains."""
+
+    def __init__(self, methods: Collection[str]) -> None:
+        self._methods = methods
+        self._waiting: set[asyncio.Timeout] = set()
+        self._ended = False
+
+    def end(self) -> None:
+        """End those that wait now and refuse others."""
+        self._ended = True
+        now = asyncio.get_running_loop().time()
+        for scope in self._waiting:
+            scope.reschedule(now)
+
+    def interceptor(self, method: str, behavior: Behavior) -> Behavior:
+        """Wraps only `methods`."""
+        if method not in self._methods:
+            return behavior
+
+        async def run(request: Any, context: Context) -> Any:
+            if self._ended:
+                raise UnavailableError(f"{method}: the service is draining")
+            try:
+                async with asyncio.timeout(None) as scope:
+                    self._waiting.add(scope)
+                    try:
+                        return await behavior(request, context)
+                    finally:
+                        self._waiting.discard(scope)
+            except TimeoutError as error:
+                if not scope.expired():
+                    raise
+                raise UnavailableError(f"{method}: the service is draining") from error
+
+        return run
 
 
 Item = TypeVar("Item")

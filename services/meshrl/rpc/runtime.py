@@ -20,31 +20,38 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
+from wsgiref.simple_server import WSGIServer
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
-from prometheus_client import CollectorRegistry
+from prometheus_client import (
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
 from pydantic import Field, NonNegativeFloat
 
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
-from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError
+from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.rpc import tls
-from meshrl.rpc.errors import PortInUseError, as_status
+from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.interceptors import (
-    Behavior,
-    Context,
+    CallMetrics,
     InterceptedHandlers,
     Interceptor,
+    LongPolls,
+    as_status,
 )
-from meshrl.rpc.metrics import CallMetrics, MetricsEndpoint
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
 
@@ -120,12 +127,8 @@ class GrpcServer:
         self.registry = CollectorRegistry()
         """The Prometheus registry. Services register their own metrics here."""
         self._servicers = tuple(servicers)
-        self._waits = {
-            f"/{servicer.service}/{name}" for servicer in servicers for name in servicer.waits
-        }
-        self._waits.add(HEALTH_WATCH)
-        self._waiting: set[asyncio.Timeout] = set()
-        self._draining = False
+        waits = {f"/{servicer.service}/{name}" for servicer in servicers for name in servicer.waits}
+        self._long_polls = LongPolls(waits | {HEALTH_WATCH})
         self._stopping = asyncio.Event()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
         self._grpc: grpc.aio.Server | None = None
@@ -155,7 +158,7 @@ class GrpcServer:
         interceptors = (
             CallMetrics(self.registry).interceptor,
             as_status,
-            self._end_when_draining,
+            self._long_polls.interceptor,
             *self._interceptors,
         )
         handlers = InterceptedHandlers(
@@ -223,10 +226,7 @@ class GrpcServer:
         if self._grpc is None:
             return
         await self._health.enter_graceful_shutdown()
-        self._draining = True
-        now = asyncio.get_running_loop().time()
-        for scope in self._waiting:
-            scope.reschedule(now)
+        self._long_polls.end()
         await self._grpc.stop(self.settings.drain_grace_s)
 
     def _on_signal(self, number: int) -> None:
@@ -241,26 +241,43 @@ class GrpcServer:
         for name in ("", *(servicer.service for servicer in self._servicers)):
             await self._health.set(name, status)
 
-    def _end_when_draining(self, method: str, behavior: Behavior) -> Behavior:
-        if method not in self._waits:
-            return behavior
 
-        async def run(request: Any, context: Context) -> Any:
-            if self._draining:
-                raise UnavailableError(f"{method}: the service is draining")
-            try:
-                async with asyncio.timeout(None) as scope:
-                    self._waiting.add(scope)
-                    try:
-                        return await behavior(request, context)
-                    finally:
-                        self._waiting.discard(scope)
-            except TimeoutError as error:
-                if not scope.expired():
-                    raise
-                raise UnavailableError(f"{method}: the service is draining") from error
+class MetricsEndpoint:
+    """Serves `/metrics` over HTTP while the context is open."""
 
-        return run
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self.port = port
+        """The port in use, once the context is entered. 0 picks a free one."""
+        self._registry = registry
+        self._host = host
+        self._http: tuple[WSGIServer, threading.Thread] | None = None
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+
+    def __enter__(self) -> Self:
+        try:
+            self._http = start_http_server(self.port, self._host, self._registry)
+        except OSError as error:
+            kind = PortInUseError if error.errno == errno.EADDRINUSE else UserError
+            raise kind(
+                f"cannot serve metrics on {self._host}:{self.port}: {error.strerror or error}",
+                port=self.port,
+            ) from error
+        self.port = self._http[0].server_port
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._http is not None:
+            server, thread = self._http
+            server.shutdown()
+            thread.join()
+            server.server_close()
+            self._http = None
 
 
 def join_address(host: str, port: int) -> str:

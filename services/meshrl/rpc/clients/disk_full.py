@@ -3,7 +3,7 @@
     call ── refused: no space ── pause, 0.1 to 2 s ──▶ call …   until it is accepted, or the call's wait is over
 
 consumes: refusals. waits for: space, which nobody announces. unblocked by: the service's next answer, the end of the
-call's own wait, `DiskFullPolicy.stop_waiting`, cancellation. A refused call has done discard, so it is repeated
+call's own wait, `DiskFullPolicy.stop_waiting`, cancellation. A refused call has changed nothing, so it is repeated
 unchanged. Meanwhile another thread renews the leases (lease_renewer.py).
 """
 
