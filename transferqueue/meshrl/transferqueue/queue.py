@@ -52,10 +52,9 @@ from meshrl.transferqueue.model.specs import check_spec, compare_specs, encode_s
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry, Signal, Wait, Waits, any_signal
 from meshrl.transferqueue.operations import (
-    admission,
-    batches,
     dead_letters,
     leases,
+    lifecycle,
     payload,
     progress,
     why_waiting,
@@ -192,18 +191,18 @@ class TransferQueue(RowMethods):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be processed, CapacityError for a full disk."""
         state = self._run(run)
-        packed = admission.packed(state.spec, state.known_tasks, tasks)
+        packed = lifecycle.packed(state.spec, state.known_tasks, tasks)
         if packed:
             self._space.check(run, "feeder", sum(len(task.data) for task in packed.values()))
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
-            return admission.waits_for(self._run(run))
+            return lifecycle.waits_for(self._run(run))
 
         with self._waits.tracked(self._wait("admit", (run,), "feeder", reason)):
             while True:
                 state = self._run(run)
-                count = admission.admit(state, tasks, packed, cursor)
+                count = lifecycle.admit(state, tasks, packed, cursor)
                 if count or not tasks:
                     for task in tasks[:count]:
                         new = packed.get(task.task_id)
@@ -365,7 +364,9 @@ class TransferQueue(RowMethods):
                 taken = state.batches.get(batch_id)
                 if taken is not None:
                     return await self._taken_before(run, taken, step)
-                batch = batches.take(state, epoch=epoch, step=step, count=groups, batch_id=batch_id)
+                batch = lifecycle.take(
+                    state, epoch=epoch, step=step, count=groups, batch_id=batch_id
+                )
                 if batch is not None:
                     await self._commit_log.flush()
                     return batch
@@ -393,28 +394,28 @@ class TransferQueue(RowMethods):
         """See the port."""
         state = self._run(run)
         state.check_epoch(epoch)
-        batches.filter_rows(state, uids, reason)
+        lifecycle.filter_rows(state, uids, reason)
         await self._commit_log.flush()
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         """See the port. Raises NotFoundError, ConflictError (taken for another step), FencedError."""
         state = self._run(run)
         state.check_epoch(epoch)
-        batches.settle(state, step=step, batch_id=batch_id)
+        lifecycle.settle(state, step=step, batch_id=batch_id)
         await self._commit_log.flush()
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See the port. Raises FencedError."""
         state = self._run(run)
         state.check_epoch(epoch)
-        batches.commit(state, step)
+        lifecycle.commit(state, step)
         await self._commit_log.flush()
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
         """See the port. Raises FencedError, and ConflictError when rows of that step were committed."""
         state = self._run(run)
         state.check_epoch(epoch)
-        rows = batches.rewind(state, step)
+        rows = lifecycle.rewind(state, step)
         await self._commit_log.flush()
         return rows
 
@@ -506,7 +507,7 @@ class TransferQueue(RowMethods):
             if self._run(run).batches.get(taken.batch_id) is taken:
                 raise CorruptError(f"the store has lost the manifest of batch {taken.batch_id}")
             raise FencedError(f"batch {taken.batch_id} was given back while it was read")
-        return batches.read_manifest(run, taken, value)
+        return lifecycle.read_manifest(run, taken, value)
 
     def _check_left(self, run: Run, rows: GroupRows) -> None:
         """The store lacks the payload of `rows`: they must have left. Raises CorruptError if they are resident."""

@@ -311,7 +311,7 @@ class TakenBatch:
     epoch: int
     settled: bool = False
     consumed: bool = False
-    """Its groups hold no admission credit any more; derived, not stored (see operations/admission.py)."""
+    """Its groups hold no admission credit any more; derived, not stored (see operations/lifecycle.py)."""
     groups: list[int] = field(default_factory=list)
     """Numbers of the groups that `filter` left in it; stored with the groups."""
     key: bytes = field(init=False)

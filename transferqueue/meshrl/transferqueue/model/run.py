@@ -110,7 +110,7 @@ class Run(Rows):
 
     @property
     def unconsumed(self) -> int:
-        """Groups that are admitted and not consumed: they hold admission credit (see operations/admission.py)."""
+        """Groups that are admitted and not consumed: they hold admission credit (see operations/lifecycle.py)."""
         return len(self._groups) - self._consumed
 
     def groups_of(self, batch: TakenBatch) -> list[Group]:

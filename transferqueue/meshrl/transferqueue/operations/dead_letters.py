@@ -8,7 +8,7 @@ from meshrl.contract.types import Outcome, Uid
 from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.operations import group_policies
+from meshrl.transferqueue.operations import lifecycle
 
 
 def dead_letter(
@@ -16,7 +16,7 @@ def dead_letter(
 ) -> None:
     """The row leaves as a dead letter, and its group does what the policy says."""
     run.dead_letter(group, index, stage, outcome, reason)
-    group_policies.after_dead_letter(run, group, index)
+    lifecycle.after_dead_letter(run, group, index)
     run.save([group])
 
 

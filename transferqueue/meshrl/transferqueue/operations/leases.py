@@ -12,7 +12,7 @@ from meshrl.contract.types import Outcome, PackedGroup, RowFacts, Uid, Version
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.operations import admission, columns, dead_letters, group_policies
+from meshrl.transferqueue.operations import dead_letters, lifecycle, payload
 from meshrl.transferqueue.operations.payload import Extract, located
 
 EXPIRED = "lease expired"
@@ -80,7 +80,7 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
     if available == 0 or available >= at_least or not run.spec.gated:
         return available > 0
     upstream = 0 if stage.first else run.ledger.unstarted
-    return not upstream and not admission.can_grow(run)
+    return not upstream and not lifecycle.can_grow(run)
 
 
 def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
@@ -141,7 +141,7 @@ def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[Check
     for write in writes:
         group, mask = _rows_to_write(run, stage, write)
         frame = read_frame(run, write)
-        columns.check(run, write, frame, stage, group)
+        payload.check(run, write, frame, stage, group)
         if group is None or not mask:
             continue
         if named.get(group.number, 0) & mask:
@@ -211,7 +211,7 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
             token=item.token,
             facts=item.facts,
         )
-        group_policies.offer_if_complete(run, item.group)
+        lifecycle.offer_if_complete(run, item.group)
     run.save([item.group for item in writes])
     run.notify_shares(stage)
 

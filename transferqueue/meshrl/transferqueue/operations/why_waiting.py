@@ -10,7 +10,7 @@ from meshrl.contract.types import Uid, Waiting
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Wait
-from meshrl.transferqueue.operations import admission
+from meshrl.transferqueue.operations import lifecycle
 
 UIDS = 16
 """At most so many rows are named in one entry."""
@@ -100,6 +100,6 @@ def take_reason(run: Run, count: int, step: int) -> str:
     if open_groups < count:
         closed = "closed" if run.feed_closed else "open"
         reason += (
-            f"; the feed is {closed}, admission has {admission.free_groups(run)} groups of room"
+            f"; the feed is {closed}, admission has {lifecycle.free_groups(run)} groups of room"
         )
     return reason

@@ -5,12 +5,12 @@
       └▶ capacity = limit - sum of open groups; the longest prefix of unknown tasks that fits
            └▶ admitted on their shards under this turn ──▶ shard 0 last, with the cursor
 
-**The bound is exact.** Let `limit = (max_staleness + 1) x batch_groups` (see ../admission.py). A shard admits under a
-turn only while no other turn has begun there, and a turn admits only after it has begun on *every* shard. So of two
-turns one has, on each shard where it admitted, done so before the other read the number of open groups: the other
-has counted it. Hence open groups over all shards never exceed `limit` by admission. What else opens groups (a
-rewind, a replay) does so without asking, on one queue as on several. A group that leaves is no longer
-counted: credits are stored nowhere, so no restart can leak one.
+**The bound is exact.** Let `limit = (max_staleness + 1) x batch_groups` (see ../operations/lifecycle.py). A shard
+admits under a turn only while no other turn has begun there, and a turn admits only after it has begun on *every*
+shard. So of two turns one has, on each shard where it admitted, done so before the other read the number of open
+groups: the other has counted it. Hence open groups over all shards never exceed `limit` by admission. What else
+opens groups (a rewind, a replay) does so without asking, on one queue as on several. A group that leaves is no
+longer counted: credits are stored nowhere, so no restart can leak one.
 
 **Turns queue up** at shard 0, so that feeders do not fence each other for ever. A turn is over with its
 admission on shard 0, which is its last; that of a feeder that died is over after TURN_S.
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
 from meshrl.contract.types import RunSpec, Task
-from meshrl.transferqueue.operations import admission
+from meshrl.transferqueue.operations import lifecycle
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of, by_key
 from meshrl.transferqueue.sharding.port import RowCounts, Shard, ShardCapacity
 from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
@@ -52,7 +52,7 @@ def free(
     groups: int = 0,
     size: int = 0,
 ) -> int:
-    """Groups that may come in now (`admission.free_groups`, over all shards), beside `groups` of `size` bytes."""
+    """Groups that may come in now (`lifecycle.free_groups`, over all shards), beside `groups` of `size` bytes."""
     limit = spec.admission_groups
     if sum(one.open_bytes for one in counts) + size >= spec.resident_bytes:
         limit = min(limit, spec.batch_groups)
@@ -61,7 +61,7 @@ def free(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedAdmission:
-    """One run's admission."""
+    """One run's lifecycle."""
 
     shards: Sequence[Shard]
     members: RunShards
@@ -117,7 +117,7 @@ class ShardedAdmission:
             UserError: a task can never be answered. ConflictError: the feed is closed and a task is unknown.
         """
         known = set().union(*(capacity.known for capacity in capacities))
-        packed = admission.packed(self.spec, known, tasks)
+        packed = lifecycle.packed(self.spec, known, tasks)
         new: dict[str, Task] = {}
         size = 0
         for count, task in enumerate(tasks):

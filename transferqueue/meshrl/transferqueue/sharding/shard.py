@@ -12,7 +12,7 @@ from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Signal, any_signal
-from meshrl.transferqueue.operations import batches, leases
+from meshrl.transferqueue.operations import leases, lifecycle
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.batch_plan import ROUND_BITS, parse_batch_name
 from meshrl.transferqueue.sharding.port import GroupCounts, RowCounts, ShardCapacity, ShardNote
@@ -77,7 +77,7 @@ class ShardQueue(TransferQueue):
             run.begin_epoch(state.epoch, owner)
         if state.published > run.published:
             run.publish(state.published)
-        batches.commit(run, state.committed_step)
+        lifecycle.commit(run, state.committed_step)
         if state.feed_closed:
             run.close_feed()
         run.save()
@@ -301,7 +301,7 @@ def _plan(run: Run, batch_id: str) -> str:
 
 def _groups(run: Run, step: int, count: int, plan: str, members: str) -> GroupCounts:
     """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
-    found = [] if plan else batches.fresh_enough(run, step, count)
+    found = [] if plan else lifecycle.fresh_enough(run, step, count)
     replays = Counter(group.position >> ROUND_BITS for group in found if group.position >= 0)
     return GroupCounts(
         plan=plan,

@@ -1,0 +1,343 @@
+"""The life of a group: admission, completeness, take, filter, settle, commit, rewind.
+
+    admitted ──every row complete──▶ ready ──take──▶ taken ──settle(step)──▶ settled ──commit──▶ trained
+                                       ▲               │ acquire by another      │
+                                       └───────────────┴──────── rewind(step) ───┘  back in the order of their takes
+
+Admission: credits bound staleness, and there is a budget of bytes and tokens. At most
+`admission_groups = (max_staleness + 1) x batch_groups` groups are admitted and not consumed. A group is
+consumed when it left, or when its batch was settled at a step before the published one. So when a group is admitted
+under published step p, at most `max_staleness` batches are ahead of it, and it is trained at a step
+<= p + max_staleness: staleness is bounded where rows come in, and the check in `take` only finds rows that redelivery
+or reordering made late. With `max_staleness = 0` nothing of the next batch comes in before the next version is out.
+
+A run that is not gated (evaluation) follows no versions: there every settled group is consumed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+
+import numpy as np
+
+from meshrl.contract import codec
+from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError, UserError
+from meshrl.contract.types import (
+    Batch,
+    BatchGroup,
+    GroupPolicy,
+    Json,
+    Outcome,
+    PackedTask,
+    RunSpec,
+    StalePolicy,
+    Task,
+    Uid,
+    Version,
+)
+from meshrl.transferqueue.model.group import Group, bits
+from meshrl.transferqueue.model.records import Exit, State, TakenBatch, TaskMetadata
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.store import decode_record, encode_record
+
+TASK_ID_BYTES = 400
+"""A task id is part of a key, and LMDB's keys have at most 511 bytes."""
+
+
+def free_groups(run: Run) -> int:
+    """Groups that may come in now."""
+    spec = run.spec
+    limit = spec.admission_groups
+    if run.open_bytes >= spec.resident_bytes or 0 < spec.resident_tokens <= run.open_tokens:
+        # The budget never holds up the batch that is being filled: the run would wait for itself.
+        limit = min(limit, spec.batch_groups)
+    return max(0, math.floor(limit) - run.unconsumed)
+
+
+def waits_for(run: Run) -> str:
+    """What admission waits for, with the numbers."""
+    spec = run.spec
+    return (
+        f"room: {run.unconsumed} of {spec.admission_groups:g} groups are admitted and not consumed"
+        f" (published {run.published}), {run.open_bytes} of {spec.resident_bytes} bytes"
+        + (f", {run.open_tokens} of {spec.resident_tokens} tokens" if spec.resident_tokens else "")
+    )
+
+
+def can_grow(run: Run) -> bool:
+    """True when admission could add rows now."""
+    return not run.feed_closed and free_groups(run) > 0
+
+
+def packed(spec: RunSpec, known: Container[str], tasks: Sequence[Task]) -> dict[str, PackedTask]:
+    """The tasks that are not `known`, checked and packed, by id. Raises UserError, with `task`."""
+    frames: dict[str, PackedTask] = {}
+    for task in tasks:
+        problem = ""
+        if task.run != spec.run:
+            problem = f"belongs to run {task.run}, not {spec.run}"
+        elif not task.task_id or len(task.task_id.encode()) > TASK_ID_BYTES:
+            problem = f"wants an id of 1 to {TASK_ID_BYTES} bytes"
+        elif task.group_size < 1:
+            problem = f"wants a group of {task.group_size} rows, at least 1 makes sense"
+        elif task.prompt_ids.ndim != 1 or task.prompt_ids.dtype != np.int32:
+            problem = f"has prompt_ids {task.prompt_ids.dtype}{list(task.prompt_ids.shape)}, want int32[P]"
+        elif spec.group_k > task.group_size:
+            problem = f"has {task.group_size} rows, and the run wants {spec.group_k} finished"
+        if problem:
+            raise UserError(f"task {task.task_id!r} {problem}", task=task.task_id)
+        if task.task_id not in known and task.task_id not in frames:
+            try:
+                frames[task.task_id] = codec.pack_task(task)
+            except UserError as error:
+                raise UserError(
+                    f"task {task.task_id!r}: {error.message}", task=task.task_id
+                ) from error
+    return frames
+
+
+def admit(run: Run, tasks: Sequence[Task], frames: Mapping[str, PackedTask], cursor: str) -> int:
+    """Admit the longest prefix of `tasks` that fits, and return its length; `cursor` moves when everything fits.
+
+    `frames` is what `packed` returned; a task that it lacks was known then, and is packed here if it is not any more.
+
+    Raises:
+        ConflictError: the feed is closed and a task is not known.
+    """
+    added: list[Group] = []
+    count = 0
+    for task in tasks:
+        if task.task_id not in run.known_tasks:
+            if run.feed_closed:
+                raise ConflictError(
+                    f"run {run.name}: the feed is closed, {task.task_id} is too late"
+                )
+            if free_groups(run) == 0:
+                break
+            added.append(_add(run, task, frames.get(task.task_id) or codec.pack_task(task)))
+        count += 1
+    if count == len(tasks) and cursor != run.cursor:
+        run.move_cursor(cursor)
+        run.save()
+    if added:
+        run.forget_tasks()
+        run.save(added)
+        run.notify_stages()
+    return count
+
+
+def _add(run: Run, task: Task, frame: PackedTask) -> Group:
+    metadata = TaskMetadata(task.priority, task.data_source, _difficulty(task))
+    return run.admit(task.task_id, metadata, frame.data, task.group_size)
+
+
+def _difficulty(task: Task) -> float:
+    value = task.extra_info.get("difficulty", 0.0)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+INCOMPLETE = "group_incomplete"
+"""The reason with which siblings of a dead row leave."""
+SPARE = "k_of_n"
+"""The reason with which unfinished rows leave when the k rows that were asked for are taken."""
+REISSUED, DROPPED = "reissued", "dropped"
+
+READY = list(State).index(State.READY)
+
+
+def is_complete(run: Run, group: Group) -> bool:
+    """True when a group that is in no batch may be taken.
+
+    `all` and `replace_sibling` need every row. `k_of_n` needs k; the unfinished rows go on until the group is taken.
+    """
+    wanted = group.size
+    if run.spec.group_policy is GroupPolicy.K_OF_N:
+        wanted = run.spec.group_k
+    return group.counts[READY] >= wanted
+
+
+def offer_if_complete(run: Run, group: Group) -> None:
+    """Rows of the group got a column, maybe their last."""
+    if not group.complete and group.batch is None and is_complete(run, group):
+        run.offer(group)
+
+
+def after_dead_letter(run: Run, group: Group, index: int) -> None:
+    """The row at `index` of an open group was dead-lettered: replace it, go on without it, or drop the group."""
+    policy = run.spec.group_policy
+    replacements = group.replacements[index]
+    if policy is GroupPolicy.REPLACE_SIBLING and replacements < run.spec.max_attempts:
+        run.start_attempts(group, [index], replacements=replacements + 1)
+        return
+    run.mark_dead(group, index)
+    if policy is not GroupPolicy.K_OF_N or group.present.bit_count() < run.spec.group_k:
+        run.remove_group(group, Exit.FILTERED, INCOMPLETE)
+
+
+def too_old(run: Run, group: Group, step: int) -> bool:
+    """True when a row of the group was sampled more than `max_staleness` steps before `step`."""
+    oldest = min([facts.oldest.step for facts in group.facts_of(group.present)], default=step)
+    return step - oldest > run.spec.max_staleness
+
+
+def retire(run: Run, group: Group) -> None:
+    """The group is too old: every row leaves as stale; `reissue` samples the task again in its old place."""
+    if run.spec.stale_policy is StalePolicy.DROP:
+        run.remove_group(group, Exit.STALE, DROPPED)
+        run.save()
+        return
+    run.reissue(group, REISSUED)
+    run.save([group])
+
+
+def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch | None:
+    """Take a batch of `count` complete groups; None if there are not enough yet.
+
+    A closed feed ends with one smaller batch.
+
+    Raises:
+        EndOfDataError: the feed is closed and nothing is left to take.
+    """
+    groups = fresh_enough(run, step, count)
+    if len(groups) < count:
+        open_groups = len(run.groups) - run.in_batches
+        if not run.feed_closed or len(run.complete) < open_groups:
+            return None
+        if not groups:
+            raise EndOfDataError(
+                f"run {run.name}: the feed is closed and every group is taken or has left"
+            )
+    for group in groups:
+        run.withdraw(group)
+        if group.unfinished:
+            run.remove_rows(group, group.unfinished, Exit.FILTERED, SPARE)
+    batch = run.open_batch(batch_id, step, epoch, groups)
+    manifest = tuple(map(_manifest, groups))
+    run.store_manifest(batch, encode_record(list(map(_stored, manifest))))
+    run.save(groups)
+    return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
+
+
+def fresh_enough(run: Run, step: int, count: int) -> list[Group]:
+    """The next `count` complete groups in order (fewer if there are fewer); groups that are too old leave first."""
+    while True:
+        groups = [run.groups[number] for number in run.complete.first(count)]
+        stale = [group for group in groups if too_old(run, group, step)]
+        if not stale:
+            return groups
+        for group in stale:
+            retire(run, group)
+
+
+def _manifest(group: Group) -> BatchGroup:
+    indices = bits(group.present)
+    outcomes, num_tokens, oldest, newest, _ = zip(*group.facts_of(group.present), strict=True)
+    return BatchGroup(
+        task=group.task_id,
+        indices=indices,
+        attempts=group.attempts_at(indices),
+        size=group.size,
+        num_tokens=num_tokens,
+        oldest=oldest,
+        newest=newest,
+        outcomes=outcomes,
+    )
+
+
+def _stored(group: BatchGroup) -> Json:
+    return (
+        *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
+        # Plain tuples: orjson takes no others.
+        *(list(map(tuple, group.oldest)), list(map(tuple, group.newest))),
+        group.outcomes,
+    )
+
+
+def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
+    """The batch as `take` answered it. Raises CorruptError."""
+    groups = tuple(
+        BatchGroup(
+            task=task,
+            indices=tuple(indices),
+            attempts=tuple(attempts),
+            size=size,
+            num_tokens=tuple(num_tokens),
+            oldest=tuple(Version(*version) for version in oldest),
+            newest=tuple(Version(*version) for version in newest),
+            outcomes=tuple(map(Outcome, outcomes)),
+        )
+        for task, indices, attempts, size, num_tokens, oldest, newest, outcomes in decode_record(
+            value, f"manifest of batch {batch.batch_id}"
+        )
+    )
+    return Batch(batch_id=batch.batch_id, run=run, step=batch.step, groups=groups)
+
+
+def filter_rows(run: Run, uids: Sequence[Uid], reason: str) -> None:
+    """Taken rows leave as filtered. Rows that left before are skipped, so filtering twice is filtering once.
+
+    Raises:
+        NotFoundError: with `uid`; the task was never admitted.
+        ConflictError: with `uid`; the row is resident and not taken.
+    """
+    rows: dict[int, tuple[Group, int]] = {}
+    for uid in uids:
+        group = run.find(uid)
+        if group is None and uid.task not in run.known_tasks:
+            raise NotFoundError(f"no row {uid} in run {run.name}", uid=uid)
+        if group is None:
+            continue
+        if group.batch is None or group.batch.settled:
+            state = run.state_of(group, uid.index)
+            raise ConflictError(f"row {uid} is {state}, only taken rows are filtered", uid=uid)
+        _, mask = rows.get(group.number, (group, 0))
+        rows[group.number] = (group, mask | 1 << uid.index)
+    for group, mask in rows.values():
+        run.remove_rows(group, mask, Exit.FILTERED, reason)
+        if not group.present:
+            run.remove_group(group, Exit.FILTERED, reason)
+    run.save([group for group, _ in rows.values()])
+
+
+def settle(run: Run, *, step: int, batch_id: str) -> None:
+    """The batch went into optimizer step `step`; settling twice is settling once.
+
+    Raises:
+        NotFoundError: no such batch. ConflictError: it was taken for another step.
+    """
+    batch = run.batches.get(batch_id)
+    if batch is None:
+        if step < run.committed_step:
+            return  # settled and committed: the call is a repetition
+        raise NotFoundError(f"run {run.name} has no batch {batch_id!r}", batch_id=batch_id)
+    if batch.step != step:
+        raise ConflictError(f"batch {batch_id} was taken for step {batch.step}, not {step}")
+    if batch.settled:
+        return
+    run.settle(batch)
+    run.save()
+
+
+def commit(run: Run, step: int) -> None:
+    """Rows settled before `step` are trained for good and leave; committing twice is committing once."""
+    if step >= run.committed_step:
+        run.commit(step)
+        run.save()
+
+
+def rewind(run: Run, step: int) -> int:
+    """Rows settled at `step` or later are ready again, and `step` is the published version; returns the rows.
+
+    Raises:
+        ConflictError: rows of that step were committed and have left.
+    """
+    if step < run.committed_step:
+        raise ConflictError(
+            f"run {run.name} cannot go back to step {step}: rows before step"
+            f" {run.committed_step} were committed and have left",
+            committed_step=run.committed_step,
+        )
+    rows = run.rewind(step)
+    run.save()
+    return rows
