@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.transferqueue.sharding.batch_plan import BatchPlan
 from meshrl.transferqueue.sharding.batches import ShardedBatches
+from meshrl.transferqueue.sharding.shard import BatchPlan
 
 from ..contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 

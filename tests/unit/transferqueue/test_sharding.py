@@ -15,9 +15,9 @@ from meshrl.contract.errors import FencedError, UnavailableError, UserError, Wai
 from meshrl.contract.types import Lease, RunSpec
 from meshrl.transferqueue.sharding import GroupCounts, ShardedQueue, ShardQueue
 from meshrl.transferqueue.sharding import admission as feeding
-from meshrl.transferqueue.sharding.batch_plan import BatchPlan, parse_batch_name
 from meshrl.transferqueue.sharding.batches import plan_batch
 from meshrl.transferqueue.sharding.run_shards import RunShards, owner
+from meshrl.transferqueue.sharding.shard import BatchPlan, parse_batch_name
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -1,4 +1,4 @@
-"""Takes batches from several shards, by a plan (batch_plan.py) that is recorded with the groups of each shard.
+"""Takes batches from several shards, by a plan (shard.py) that is recorded with the groups of each shard.
 
     shards count their complete groups ──▶ enough? ──▶ plan ──▶ shard 0 takes its share under it, then the others
 
@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, BatchGroup
-from meshrl.transferqueue.sharding.batch_plan import BatchPlan
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of
 from meshrl.transferqueue.sharding.port import GroupCounts, Shard
 from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
+from meshrl.transferqueue.sharding.shard import BatchPlan
 from meshrl.transferqueue.sharding.watcher import ShardWatcher
 
 PLANS = 64
