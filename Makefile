@@ -98,6 +98,12 @@ STORE ?= disk
 chaos: venv
 	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE)
 
+# Connections of every kind on which nothing is said for ten minutes: `make soak SOAK_S=3600`.
+SOAK_S ?= 600
+.PHONY: soak
+soak: venv
+	SOAK_S=$(SOAK_S) $(BIN)/pytest tests/integration/test_silent_connections.py
+
 # Rewrite the client without `await` from the one with it.
 .PHONY: sync
 sync: venv

@@ -41,8 +41,8 @@ SERVER_OPTIONS: Final = (
     *_KEEPALIVE,
     # Without this a second server can start on a taken port, and the two share its calls at random.
     ("grpc.so_reuseport", 0),
-    # By default the server answers a client's keepalive with "too_many_pings" and closes the connection.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # By default a client may ping a silent connection every five minutes: the third ping too many closes it.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
