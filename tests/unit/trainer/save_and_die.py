@@ -60,6 +60,7 @@ async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
     checkpointer = AsyncCheckpointer(
         settings, learner, compute, cast(Queue, Committed(pipe)), step=0
     )
+    await checkpointer.open()
     for step in range(1, 10_000):
         fill(policy, step)
         state = TrainerState(

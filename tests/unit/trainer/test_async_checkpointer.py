@@ -152,3 +152,10 @@ def test_an_index_that_is_refused_is_named_by_who_loads(
     monkeypatch.setattr(checkpoint, "read_state", lambda path: state(1))  # its hashes are right
     with pytest.raises(CorruptError, match=r"tensors/\.metadata: not an index that DCP wrote"):
         checkpoint.load(path, learner.policy, learner.optimizers)
+
+
+def test_two_ranks_save_while_the_fleet_takes_a_version_slowly(
+    tmp_path: Path, tiny_path: Path, ranks: Ranks
+) -> None:
+    ranks.run("publish_slowly.py", [tiny_path, tmp_path / "run"], tmp_path / "output", ranks=2)
+    assert (tmp_path / "output").read_text().splitlines() == ["1 2"]

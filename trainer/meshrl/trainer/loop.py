@@ -204,6 +204,7 @@ class Trainer:
                 await self._source.keep_ranks_waiting(self._publisher.publish(snapshot))
 
     async def _begin(self) -> None:
+        await self._checkpointer.open()
         self._status.resumed(Version(self._state.epoch, self.step), self._state.rows_trained)
         if self._metrics:
             self._metrics.resume_at(self.step)

@@ -58,8 +58,15 @@ class AsyncCheckpointer:
         self._running: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    async def open(self) -> None:
+        """Make the writer's group. Every rank calls this where no rank waits for another one's broadcast.
+
+        A group is made by all ranks together: at the first save, rank 0 may be in a broadcast instead.
+        """
+        self._world = await self._compute.run(self._learner.world.with_own_group)
+
     async def begin(self, state: TrainerState) -> None:
-        """Copy weights and optimizer state and start to write them; waits for the write before.
+        """Copy weights and optimizer state and start to write them; waits for the write before. After `open`.
 
         Does nothing when this step is saved already. Raises the error of the write before.
         """
@@ -71,9 +78,8 @@ class AsyncCheckpointer:
         tensors = await self._compute.run(
             lambda: checkpoint.freeze(learner.policy, learner.optimizers, learner.beside)
         )
-        if self._world is None:
-            self._world = await self._compute.run(learner.world.with_own_group)
         self._last_step = state.step
+        assert self._world is not None
         self._running = asyncio.create_task(self._write(tensors, state, self._world))
         self._running.add_done_callback(self._ended)
 
