@@ -310,6 +310,18 @@ async def test_without_a_reward_service_a_mixture_is_refused_in_one_line(run: Ru
         await run.take(1)
 
 
+async def test_without_a_reward_service_a_refill_of_another_version_is_refused_in_one_line(
+    run: Run,
+) -> None:
+    run.rewards = RewardVersionGuard(run.queue, None)
+    await run.scored(2)
+    await run.take(0, 2)
+    run.versions.reward_hash = "v2"
+    await run.scored(2)
+    with pytest.raises(UserError, match=r"another reward version than v1.*--reward HOST:PORT"):
+        await run.take(0, 2, part=".1")
+
+
 def test_a_uid_survives_the_way_to_other_ranks() -> None:
     uid = Uid("r", "a/b", 3, 2)
     assert Uid.parse(str(uid)) == uid

@@ -202,14 +202,18 @@ class RewardVersionGuard:
             return await self._versions.current()
         if len(distinct) == 1:
             return distinct.pop()
-        raise UserError(
-            f"the batch of step {self._step} has rows of {len(distinct)} reward versions, and this trainer knows no "
-            "reward service to score them again: give --reward HOST:PORT, or set reward.mixed_versions=allow"
+        raise self._refused(f"{len(distinct)} reward versions")
+
+    def _refused(self, found: str) -> UserError:
+        return UserError(
+            f"the batch of step {self._step} has rows of {found}, and this trainer knows no reward service to score"
+            " them again: give --reward HOST:PORT, or set reward.mixed_versions=allow"
         )
 
     async def _score_again(self, run: str, uids: Sequence[Uid], current: str) -> Collection[Uid]:
         """Fill the overlay; returns the rows that could not be scored."""
-        assert self._versions is not None
+        if self._versions is None:  # a take of a step whose earlier takes were of another version
+            raise self._refused(f"another reward version than {current}, the step's")
         names = ("response_text", REWARD_INPUTS, *("loss_mask",) * self._token_rewards)
         rows = dict(zip(uids, await self._queue.fetch(run, uids, names), strict=True))
         unscored = {uid: sample_again(uid, columns) for uid, columns in rows.items()}
