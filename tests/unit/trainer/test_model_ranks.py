@@ -180,3 +180,17 @@ async def test_a_rank_that_died_during_a_collective_is_one_line(world: World) ->
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         await compute.run(lambda: backward("mat1 and mat2 shapes cannot be multiplied"))
     compute.close()
+
+
+def test_each_file_of_a_checkpoint_is_hashed_by_one_rank_and_all_find_the_same_one(
+    tiny_path: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    ranks.run("hash_shares.py", [tiny_path, tmp_path / "saved"], tmp_path / "output", ranks=2)
+    lines = (tmp_path / "output").read_text().splitlines()
+    saved, loaded, steps = zip(*(map(int, line.split()) for line in lines), strict=True)
+    tensors = next(path for _, path in checkpoint.complete(tmp_path / "saved")) / "tensors"
+    sizes = {file.name: file.stat().st_size for file in tensors.iterdir()}
+    shares = [sizes["__1_0.distcp"], sum(sizes.values()) - sizes["__1_0.distcp"]]
+    assert sorted(saved) == sorted(loaded) == sorted(shares)
+    # The rank that did not see the damage passes the damaged one over as well.
+    assert steps == (1, 1)

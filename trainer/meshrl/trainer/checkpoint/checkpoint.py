@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -47,6 +48,7 @@ from meshrl.trainer.model.policy import Policy
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp$")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
 
@@ -188,12 +190,12 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
         storage_writer=PlainWriter(writing / "tensors"),
         process_group=world.group,
     )
+    files = _hash_together(writing, world)
     if world.is_main:
-        record = {"state": dataclasses.asdict(state), "files": _fingerprints(writing)}
+        record = {"state": dataclasses.asdict(state), "files": files}
         (writing / "state.json").write_text(json.dumps(record, indent=1, sort_keys=True))
-        for path in (writing / "state.json", *(p for p in writing.rglob("*"))):
+        for path in (writing / "state.json", writing / "tensors", writing):
             sync(path)
-        sync(writing)
         if final.exists():  # the same Version: the same weights, already durable
             shutil.rmtree(writing)
         else:
@@ -223,7 +225,7 @@ def load(
     """Fill the model (and optimizer) from a checkpoint; any world size reads what any other wrote.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint; `newest` or `read_state` has compared its hashes.
         policy: The model to fill.
         optimizers: Its optimizer; None leaves that out.
         beside: The other models to fill, by name; what else the checkpoint has is left out.
@@ -232,7 +234,7 @@ def load(
         CorruptError: the directory is not what was written.
         UserError: it has no such other model, or another adapter.
     """
-    state, beside = read_state(path), beside or {}
+    state, beside = peek(path), beside or {}
     missing = sorted(set(beside) - set(state.beside))
     if missing:
         raise UserError(
@@ -262,19 +264,35 @@ def peek(path: Path) -> TrainerState:
     return _facts(path)[0]
 
 
-def read_state(path: Path) -> TrainerState:
-    """The state of a checkpoint, after every file's hash was compared.
+def read_state(path: Path, world: World | None = None) -> TrainerState:
+    """The state of a checkpoint, after every file's hash was compared; each rank of `world` reads its share of them.
+
+    Every rank calls this, and gets the same answer.
 
     Raises:
         CorruptError: a file is missing or differs.
     """
-    state, expected = _facts(path)
-    present = _fingerprints(path)
-    for name, digest in expected.items():
-        if present.get(name) != digest:
-            what = "differs from" if name in present else "is missing beside"
-            raise CorruptError(f"checkpoint {path}: {name} {what} what state.json says")
+    problem = ""
+    try:
+        state, files = _facts(path)
+        problem = _damage(path, {n: d for n, d in files.items() if _is_own(n, world)})
+    except CorruptError as error:
+        problem = str(error)
+    if found := next(filter(None, _gathered(problem, world)), ""):
+        raise CorruptError(found)
     return state
+
+
+def _damage(path: Path, expected: Mapping[str, str]) -> str:
+    """What is wrong with the files of `expected`, file name to hash; empty if nothing is."""
+    for name, digest in expected.items():
+        try:
+            present = _hash(path / name)
+        except FileNotFoundError:
+            return f"checkpoint {path}: {name} is missing beside what state.json says"
+        if present != digest:
+            return f"checkpoint {path}: {name} differs from what state.json says"
+    return ""
 
 
 def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
@@ -288,11 +306,17 @@ def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
     return state, files
 
 
-def newest(root: Path) -> tuple[Path, TrainerState] | None:
-    """The newest undamaged checkpoint; damaged ones are logged and skipped."""
-    for _, path in complete(root):
+def newest(root: Path, world: World | None = None) -> tuple[Path, TrainerState] | None:
+    """The newest undamaged checkpoint; damaged ones are logged and skipped.
+
+    Every rank of `world` calls this, reads its share of the files, and gets the same answer.
+    """
+    names = [path.name for _, path in complete(root)]
+    if world is not None:  # rank 0's: a checkpoint may appear between two looks
+        names = json.loads(world.broadcast(json.dumps(names).encode()))
+    for name in names:
         try:
-            return path, read_state(path)
+            return root / name, read_state(root / name, world)
         except CorruptError as error:
             log.warning("%s; trying the one before", error)
     return None
@@ -377,13 +401,36 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _fingerprints(path: Path) -> dict[str, str]:
-    """Relative file name to xxh3-128 of its bytes; state.json, which holds them, is left out."""
-    digests = {}
-    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name != "state.json"):
-        digest = xxhash.xxh3_128()
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-        digests[str(file.relative_to(path))] = digest.hexdigest()
-    return digests
+def _hash_together(path: Path, world: World) -> dict[str, str]:
+    """Relative file name to hash of all files, durable; each rank reads those that it has written."""
+    own = {}
+    for file in sorted(path.rglob("*")):
+        name = str(file.relative_to(path))
+        if file.is_file() and _is_own(name, world):
+            sync(file)
+            own[name] = _hash(file)
+    parts = (json.loads(part) for part in _gathered(json.dumps(own), world))
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _is_own(name: str, world: World | None) -> bool:
+    """Whether a file is of this rank's share: those that a rank of its number wrote; rank 0 has the others too."""
+    writer = _WRITER.search(name)
+    return world is None or (int(writer[1]) if writer else 0) % world.size == world.rank
+
+
+def _gathered(text: str, world: World | None) -> list[str]:
+    """Every rank's text, by rank."""
+    if world is None:
+        return [text]
+    parts = world.all_gather(np.frombuffer(text.encode(), dtype=np.uint8))
+    return [part.tobytes().decode() for part in parts]
+
+
+def _hash(file: Path) -> str:
+    """xxh3-128 of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

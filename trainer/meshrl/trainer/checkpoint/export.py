@@ -101,6 +101,8 @@ def export_checkpoint(
                 f"no checkpoint in {path}: want a directory named step-…, or one that holds some"
             )
         path = good[0]
+    else:
+        checkpoint.read_state(path)
     world = World.start("cpu")
     try:
         adapter = checkpoint.peek(path).adapter or {}

@@ -28,8 +28,11 @@ async def resume(
         UserError: the checkpoints do not go with the queue's history.
     """
     world = learner.world
-    opening = await _acquire(settings, queue) if world.is_main else {}
+    found = await _newest(settings, learner, compute)
+    opening = await _acquire(settings, queue, found) if world.is_main else {}
     opening = json.loads(await compute.run(lambda: world.broadcast(json.dumps(opening).encode())))
+    if opening["look_again"]:
+        found = await _newest(settings, learner, compute)
     state = TrainerState(
         run=settings.run,
         step=0,
@@ -38,8 +41,8 @@ async def resume(
         world_size=world.size,
         kl_coef=learner.kl_coef,
     )
-    if opening["checkpoint"] is not None:
-        path = Path(opening["checkpoint"])
+    if found is not None:
+        path = found[0]
         state = await compute.run(
             lambda: checkpoint.load(path, learner.policy, learner.optimizers, beside=learner.beside)
         )
@@ -57,8 +60,19 @@ async def resume(
     return state
 
 
-async def _acquire(settings: TrainerSettings, queue: Queue) -> dict[str, Json]:
-    """A new epoch, and the checkpoint to start from.
+async def _newest(
+    settings: TrainerSettings, learner: Learner, compute: Compute
+) -> tuple[Path, TrainerState] | None:
+    """The checkpoint to start from, the same on every rank; each reads its share of the files."""
+    if settings.trainer.resume_mode != "auto":
+        return None
+    return await compute.run(lambda: checkpoint.newest(settings.checkpoints, learner.world))
+
+
+async def _acquire(
+    settings: TrainerSettings, queue: Queue, newest: tuple[Path, TrainerState] | None
+) -> dict[str, Json]:
+    """A new epoch, and whether there is a newer checkpoint than `newest` by now.
 
     Raises:
         UserError: the queue has released rows that the newest checkpoint was not trained on.
@@ -66,7 +80,6 @@ async def _acquire(settings: TrainerSettings, queue: Queue) -> dict[str, Json]:
     run = settings.run
     run_state = await queue.run_state(run)
     root = settings.checkpoints
-    newest = checkpoint.newest(root) if settings.trainer.resume_mode == "auto" else None
     if newest and newest[1].run != run:
         raise UserError(
             f"{newest[0]} belongs to run {newest[1].run!r}, not {run!r}: give each run a directory of its own"
@@ -82,6 +95,6 @@ async def _acquire(settings: TrainerSettings, queue: Queue) -> dict[str, Json]:
     # A predecessor that is fenced now may still be writing: without its directory it can put nothing in place.
     # What it finished between our look and this is newer than what we saw.
     checkpoint.sweep(root)
-    if newest and next(checkpoint.complete(root))[1] != newest[0]:
-        newest = checkpoint.newest(root)
-    return {"epoch": state.epoch, "checkpoint": str(newest[0]) if newest else None}
+    last = next((path for _, path in checkpoint.complete(root)), None)
+    again = settings.trainer.resume_mode == "auto" and last != (newest[0] if newest else None)
+    return {"epoch": state.epoch, "look_again": again}

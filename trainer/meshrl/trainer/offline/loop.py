@@ -93,7 +93,7 @@ def fit(
         run=f"{kind}-{_fingerprint(config, rows)}", step=0, epoch=0, seed=config.seed,
         world_size=world.size, kl_coef=0.0,
     )  # fmt: skip
-    state = _resumed(start, model, optimizers, config)
+    state = _resumed(start, model, optimizers, config, world)
     batches = islice(shuffled(count, config.batch_rows, config.seed), state.step, None)
     begin, tokens = time.monotonic(), 0.0
     progress = Progress(step=state.step, steps=config.steps, numbers={}, tokens_per_s=0, seconds=0)
@@ -138,10 +138,14 @@ def _fingerprint(config: OfflineConfig, rows: Iterable[Int32]) -> str:
 
 
 def _resumed(
-    start: TrainerState, model: Policy, optimizers: Optimizers, config: OfflineConfig
+    start: TrainerState,
+    model: Policy,
+    optimizers: Optimizers,
+    config: OfflineConfig,
+    world: World,
 ) -> TrainerState:
     root = config.checkpoint_dir
-    newest = checkpoint.newest(root) if config.resume_mode == "auto" else None
+    newest = checkpoint.newest(root, world) if config.resume_mode == "auto" else None
     if newest is None:
         return start
     path, saved = newest
