@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.held_leases import HeldLeases
+from meshrl.contract.held_rows import HeldLeases
 from meshrl.rpc.clients import QueueClient, lease_renewer
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer

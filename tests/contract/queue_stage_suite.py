@@ -16,7 +16,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.held_leases import Held, HeldLeases
+from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     REFERENCE_STAGE,

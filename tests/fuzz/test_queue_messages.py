@@ -15,7 +15,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.held_leases import HeldLeases
+from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings

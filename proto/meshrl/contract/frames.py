@@ -67,40 +67,10 @@ def strip_checksum(value: bytes | memoryview, what: str) -> memoryview:
     Raises:
         CorruptError: the checksum does not fit; names `what`.
     """
-    body = _body(value)
-    if body is None:
+    body = memoryview(value)[_SUM.size :]
+    if value[: _SUM.size] != _SUM.pack(xxhash.xxh3_64_intdigest(body)):
         raise CorruptError(f"{what}: {len(value)} bytes do not match their checksum")
     return body
-
-
-def intact(value: bytes | memoryview) -> bool:
-    """Whether a value begins with its checksum."""
-    return _body(value) is not None
-
-
-def _body(value: bytes | memoryview) -> memoryview | None:
-    """None where the checksum does not fit."""
-    if len(value) < _SUM.size:
-        return None
-    body = memoryview(value)[_SUM.size :]
-    return body if _SUM.unpack_from(value)[0] == xxhash.xxh3_64_intdigest(body) else None
-
-
-def storable(array: object) -> bool:
-    """True for an array of a dtype and rank that a frame can hold."""
-    return (
-        isinstance(array, np.ndarray)
-        and _little(array.dtype).str in _CODES
-        and array.ndim <= MAX_RANK
-    )
-
-
-def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.str in _CODES else dtype.newbyteorder("<")
-
-
-def _padded(size: int) -> bytes:
-    return _PADDING[size % 8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +81,6 @@ class Flat:
     """[sum(lengths), *axes after the first]; of rank-0 columns [n]."""
     lengths: npt.NDArray[np.uint32] | None
     """uint32[n]: entries of each row; None for a column of rank 0."""
-
-    @property
-    def rank(self) -> int:
-        """Axes of one row's array."""
-        return 0 if self.lengths is None else self.values.ndim
 
 
 class Entry(NamedTuple):
@@ -203,12 +168,13 @@ def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
     bodies: list[bytes | memoryview] = []
     for name, column in columns.items():
         values = column.values
-        dtype = values.dtype if values.dtype.str in _CODES else _little(values.dtype)
-        values = np.ascontiguousarray(values, dtype)
-        entries.append(_encoded_entry(name, dtype.str, column.rank, values.shape[1:]))
+        if values.dtype.str not in _CODES or not values.flags.c_contiguous:
+            values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+        rank = 0 if column.lengths is None else values.ndim
+        entries.append(_encoded_entry(name, values.dtype.str, rank, values.shape[1:]))
         if column.lengths is not None:
             lengths.append(np.ascontiguousarray(column.lengths, "<u4").tobytes())
-        bodies += (values.reshape(-1).view(np.uint8).data, _padded(values.nbytes))
+        bodies += (values.reshape(-1).view(np.uint8).data, _PADDING[values.nbytes % 8])
     return _frame(rows, entries, lengths, bodies)
 
 
@@ -220,9 +186,9 @@ def _frame(
 ) -> bytes:
     """A frame of its parts; `bodies` are padded."""
     head, sizes = b"".join(entries), b"".join(lengths)
-    size = len(head) + -len(head) % 8
-    start = _HEAD.pack(rows, len(entries), size) + head + _padded(len(head)) + sizes
-    return with_checksum(start + _padded(len(sizes)), *bodies)
+    head += _PADDING[len(head) % 8]
+    start = _HEAD.pack(rows, len(entries), len(head)) + head + sizes
+    return with_checksum(start + _PADDING[len(sizes) % 8], *bodies)
 
 
 def pack(rows: Sequence[Columns]) -> bytes:
@@ -245,10 +211,13 @@ def signature(columns: Columns) -> tuple[tuple[str, str, int, tuple[int, ...]], 
     Raises:
         UserError: an array that no frame can hold; names the column.
     """
+    found: list[tuple[str, str, int, tuple[int, ...]]] = []
     for name, array in columns.items():
-        if not storable(array) or len(name.encode()) > 255:
+        dtype = array.dtype.newbyteorder("<").str if isinstance(array, np.ndarray) else ""
+        if dtype not in _CODES or array.ndim > MAX_RANK or len(name.encode()) > 255:
             raise UserError(f"column {name} is {described(array)}, which cannot be stored")
-    return tuple((n, _little(a.dtype).str, a.ndim, a.shape[1:]) for n, a in columns.items())
+        found.append((name, dtype, array.ndim, array.shape[1:]))
+    return tuple(found)
 
 
 def described(array: object) -> str:
@@ -305,20 +274,18 @@ class Frame:
         whole = positions is None or list(positions) == list(range(self.rows))
         if whole and len(selected) == len(self.columns):
             return bytes(self.value)
-        if whole or positions is None:
-            return self._of_columns([self.columns[name] for name in selected])
-        split = {name: self.split(name) for name in selected}
-        return pack([{name: arrays[row] for name, arrays in split.items()} for row in positions])
-
-    def _of_columns(self, columns: Sequence[Column]) -> bytes:
-        """A frame of some columns: their bytes as they lie here."""
-        lengths, bodies = [], []
-        for entry, own, total, body, at, lengths_at in columns:
+        if positions is not None and not whole:
+            split = {name: self.split(name) for name in selected}
+            return pack([{name: of[row] for name, of in split.items()} for row in positions])
+        # Whole columns: their bytes as they lie here.
+        heads, lengths, bodies = [], [], []
+        for entry, own, total, body, at, lengths_at in map(self.columns.__getitem__, selected):
+            heads.append(entry.encoded)
             if own is not None:
                 lengths.append(body[lengths_at : lengths_at + 4 * self.rows])
             nbytes = total * entry.step
             bodies.append(body[at : at + nbytes + -nbytes % 8])
-        return _frame(self.rows, [column.entry.encoded for column in columns], lengths, bodies)
+        return _frame(self.rows, heads, lengths, bodies)
 
 
 def _read(body: memoryview) -> tuple[int, dict[str, Column]]:

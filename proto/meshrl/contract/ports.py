@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from meshrl.contract.held_leases import HeldLeases
+from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import (
     Batch,
     Columns,

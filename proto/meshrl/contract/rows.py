@@ -1,21 +1,27 @@
-"""Converts between a Trajectory and the columns that the queue stores."""
+"""Rows as the queue stores them: a Trajectory as columns, and the port's row-level methods over those for groups."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.types import (
     REWARD_INPUTS,
     TOKEN_REWARDS,
     Columns,
     Float32,
+    GroupRows,
     Message,
     Outcome,
+    PackedGroup,
+    PayloadGroup,
     PostedReward,
     RowFacts,
     RowWrite,
@@ -26,7 +32,8 @@ from meshrl.contract.types import (
     Uint8,
     Version,
     VersionSpan,
-    oldest_version,
+    group_rows,
+    packed_groups,
 )
 
 
@@ -58,7 +65,7 @@ def rollout_write(
     facts = RowFacts(
         outcome=outcome,
         num_tokens=len(trajectory.tokens),
-        oldest=oldest_version(spans, now),
+        oldest=min((s.version for s in spans), default=now),
         newest=max((s.version for s in spans), default=now),
         finish_reason=finish_reason,
     )
@@ -162,3 +169,35 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         ref_logprobs=columns.get("ref_logprobs"),
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
+
+
+class RowMethods(ABC):
+    """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`: queues and clients."""
+
+    logprob_precision: Precision = "fp32"
+    """What `write` rounds log-probs to; rows that come packed are left as they are."""
+
+    @abstractmethod
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        """See Queue."""
+
+    @abstractmethod
+    async def fetch_packed(
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        """See Queue."""
+
+    async def write(
+        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
+    ) -> None:
+        """See Queue."""
+        if self.logprob_precision != "fp32":
+            rows = [with_rounded_logprobs(row, self.logprob_precision) for row in rows]
+        await self.write_packed(run, stage, packed_groups(token_of, rows))
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        """See Queue."""
+        groups = await self.fetch_packed(run, group_rows(run, uids), columns)
+        return [row for group in groups for row in group.columns()]

@@ -4,7 +4,7 @@
       ▲                  │  ├──────Failure──▶ fail     (redelivered, dead-lettered after max_attempts)
       └── free capacity ─┘  └─────Returned──▶ release  (redelivered, no attempt counted)
     renew_held: held rows are renewed, however busy this loop is; work whose lease is lost is cancelled.
-    write: the results of several calls go together (write_back.py).
+    write: the results of several calls go together (held_rows.py).
 
 consumes: leases of one stage. waits for: rows, free capacity. unblocked by: the queue, a finished call, `wake`,
 `drain`. produces: columns. A stage that dies leaves only leases behind, and those expire.
@@ -20,10 +20,9 @@ from itertools import groupby
 from typing import Protocol, TypeAlias
 
 from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
-from meshrl.contract.held_leases import Held, HeldLeases
+from meshrl.contract.held_rows import Held, HeldLeases, WriteBack
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
-from meshrl.contract.write_back import WriteBack
 
 log = logging.getLogger(__name__)
 

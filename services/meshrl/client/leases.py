@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.contract.errors import FencedError, MeshError, UserError
-from meshrl.contract.held_leases import Held, HeldLeases
+from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, Uid
 

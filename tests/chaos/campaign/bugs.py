@@ -12,7 +12,7 @@ import numpy as np
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import pack
 from meshrl.contract.ports import Queue
-from meshrl.contract.row_methods import RowMethods
+from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     Batch,
     GroupRows,

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from meshrl.contract import write_back
+from meshrl.contract import held_rows
 from meshrl.contract.errors import FencedError, UnavailableError, UserError
+from meshrl.contract.held_rows import Refusal, WriteBack
 from meshrl.contract.types import LeasedRow, PackedGroup, RowWrite, Uid, Version
-from meshrl.contract.write_back import Refusal, WriteBack
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -85,7 +85,7 @@ async def test_results_that_come_while_a_write_is_on_its_way_share_the_next(queu
 async def test_a_result_waits_for_company_until_nobody_is_at_work(
     queue: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_back, "GATHER_S", 3600.0)
+    monkeypatch.setattr(held_rows, "GATHER_S", 3600.0)
     rows = await leased(queue)
     back = Back(queue)
     assert await back.bring(rows[0]) == {}
@@ -100,8 +100,8 @@ async def test_a_result_waits_for_company_until_nobody_is_at_work(
 async def test_a_full_write_waits_for_nobody(
     queue: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_back, "GATHER_S", 3600.0)
-    monkeypatch.setattr(write_back, "MOST_ROWS", 2)
+    monkeypatch.setattr(held_rows, "GATHER_S", 3600.0)
+    monkeypatch.setattr(held_rows, "MOST_ROWS", 2)
     rows = await leased(queue)
     back = Back(queue)
     await back.bring(rows[0])

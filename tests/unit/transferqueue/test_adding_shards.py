@@ -18,7 +18,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.held_leases import HeldLeases
+from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import Version
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue, run_shards, shard_list
 from meshrl.transferqueue.sharding.run_shards import RunShards, owner

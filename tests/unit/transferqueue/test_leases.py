@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.held_leases import HeldLeases
+from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import LeasedRow, Uid
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases

@@ -26,8 +26,8 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.held_leases import HeldLeases, renewing
-from meshrl.contract.row_methods import RowMethods
+from meshrl.contract.held_rows import HeldLeases, renewing
+from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ipaddress
 import struct
 import threading
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Final, Literal, TypeAlias
 
@@ -26,7 +27,7 @@ import numpy.typing as npt
 import zstandard
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import Frame, intact
+from meshrl.contract.frames import Frame, strip_checksum
 
 Array: TypeAlias = npt.NDArray[Any]
 Mode: TypeAlias = Literal["auto", "off", "zstd"]
@@ -152,7 +153,10 @@ def decompressed(frame: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> 
 
     The checksum of an uncompressed frame may happen to begin with `MAGIC`: such a frame is known by that checksum.
     """
-    if frame[:4] != MAGIC or intact(frame):
+    if frame[:4] != MAGIC:
+        return frame
+    with suppress(CorruptError):
+        strip_checksum(frame, "frame")
         return frame
     return _compressor().decompress(frame, limit=limit)
 

@@ -30,27 +30,24 @@ from meshrl.contract.types.judge import (
     Sample,
     Score,
 )
-from meshrl.contract.types.names import (
+from meshrl.contract.types.rows import (
     Columns,
     Float32,
     Int32,
     Json,
-    Outcome,
-    Uid,
-    Uint8,
-    Version,
-)
-from meshrl.contract.types.rows import (
     LeasedRow,
     Message,
+    Outcome,
     PackedTask,
     RowFacts,
     RowWrite,
     SamplingParams,
     Task,
     Trajectory,
+    Uid,
+    Uint8,
+    Version,
     VersionSpan,
-    oldest_version,
 )
 from meshrl.contract.types.runs import (
     POSTED_REWARD,
@@ -146,7 +143,6 @@ __all__ = [
     "WeightManifest",
     "gathered",
     "group_rows",
-    "oldest_version",
     "packed_groups",
     "reward_stage",
     "rollout_stage",

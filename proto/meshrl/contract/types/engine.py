@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshrl.contract.types.names import Float32, Int32, Version
-from meshrl.contract.types.rows import SamplingParams
+from meshrl.contract.types.rows import Float32, Int32, SamplingParams, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@
     PayloadGroup   columns of some rows of one group, as the queue handed them out: frames as they were written
     LeasedGroup    the same with the task and the fencing token
 
-The row-level methods of the port (`write`, `fetch`, `Lease.rows`) take these apart: see row_methods.py.
+The row-level methods of the port (`write`, `fetch`, `Lease.rows`) take these apart: see contract/rows.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.frames import FRAME_BYTES, Array, Column, Flat, Frame, pack, signature
-from meshrl.contract.types.names import Outcome, Uid, Version
-from meshrl.contract.types.rows import LeasedRow, PackedTask, RowFacts, RowWrite, Task
+from meshrl.contract.types.rows import (
+    LeasedRow,
+    Outcome,
+    PackedTask,
+    RowFacts,
+    RowWrite,
+    Uid,
+    Version,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,18 +114,17 @@ def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list
             frames.append(frame)
         frame.append(row)
         filling[key] = (frame, filled + size)
-    return [_packed(frame, token_of[frame[0].uid]) for frame in frames]
-
-
-def _packed(rows: Sequence[RowWrite], token: int) -> PackedGroup:
-    return PackedGroup(
-        task=rows[0].uid.task,
-        indices=tuple(row.uid.index for row in rows),
-        attempts=tuple(row.uid.attempt for row in rows),
-        token=token,
-        frame=pack([row.columns for row in rows]),
-        facts=tuple(row.facts for row in rows if row.facts is not None),
-    )
+    return [
+        PackedGroup(
+            task=rows[0].uid.task,
+            indices=tuple(row.uid.index for row in rows),
+            attempts=tuple(row.uid.attempt for row in rows),
+            token=token_of[rows[0].uid],
+            frame=pack([row.columns for row in rows]),
+            facts=tuple(row.facts for row in rows if row.facts is not None),
+        )
+        for rows in frames
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,36 +208,25 @@ class LeasedGroup(PayloadGroup):
     progress: tuple[Part, ...] = ()
     """What earlier holders of this stage appended, in order."""
 
-    @property
-    def prompt(self) -> Task:
-        """The task. Raises CorruptError."""
-        return self.packed.task
-
-    def prefixes(self) -> list[dict[str, Array]]:
-        """Of each row: what was appended, each column on end; empty where nothing was. Raises CorruptError."""
+    def rows(self) -> list[LeasedRow]:
+        """Taken apart. Raises CorruptError."""
+        task = self.packed.task
         pieces: list[dict[str, list[Array]]] = [{} for _ in self.indices]
         for part in self.progress:
             for name in part.read.columns:
                 for row, array in zip(part.rows, part.read.split(name), strict=True):
                     pieces[row].setdefault(name, []).append(array)
-        return [{name: np.concatenate(found) for name, found in row.items()} for row in pieces]
-
-    def rows(self) -> list[LeasedRow]:
-        """Taken apart. Raises CorruptError."""
-        every = zip(
-            *(self.uids(self.prompt.run), self.columns(), self.deliveries, self.prefixes()),
-            strict=True,
-        )
+        every = zip(self.uids(task.run), self.columns(), self.deliveries, pieces, strict=True)
         return [
             LeasedRow(
                 uid=uid,
                 token=self.token,
-                task=self.prompt,
+                task=task,
                 columns=columns,
                 delivery=delivery,
-                prefix=prefix,
+                prefix={name: np.concatenate(found) for name, found in appended.items()},
             )
-            for uid, columns, delivery, prefix in every
+            for uid, columns, delivery, appended in every
         ]
 
 
@@ -245,25 +240,6 @@ class BatchGroup(GroupRows):
     oldest: tuple[Version, ...]
     newest: tuple[Version, ...]
     outcomes: tuple[Outcome, ...]
-
-    def taken_apart(self, run: str) -> list[BatchRow]:
-        """Its rows, each by itself."""
-        every = zip(
-            *(self.uids(run), self.num_tokens, self.oldest, self.newest, self.outcomes),
-            strict=True,
-        )
-        return [
-            BatchRow(
-                uid=uid,
-                group=self.task,
-                group_size=self.size,
-                num_tokens=num_tokens,
-                oldest=oldest,
-                newest=newest,
-                outcome=outcome,
-            )
-            for uid, num_tokens, oldest, newest, outcome in every
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +269,25 @@ class Batch:
     @cached_property
     def rows(self) -> tuple[BatchRow, ...]:
         """The rows of all groups, in order."""
-        return tuple(row for group in self.groups for row in group.taken_apart(self.run))
+        return tuple(
+            [
+                BatchRow(
+                    uid=uid,
+                    group=group.task,
+                    group_size=group.size,
+                    num_tokens=num_tokens,
+                    oldest=oldest,
+                    newest=newest,
+                    outcome=outcome,
+                )
+                for group in self.groups
+                for uid, num_tokens, oldest, newest, outcome in zip(
+                    *(group.uids(self.run), group.num_tokens, group.oldest, group.newest),
+                    group.outcomes,
+                    strict=True,
+                )
+            ]
+        )
 
     @classmethod
     def of_rows(cls, rows: Sequence[BatchRow], *, batch_id: str, run: str, step: int) -> Batch:
@@ -333,7 +327,7 @@ class Lease:
     @property
     def run(self) -> str:
         """The run of all its rows; empty where it has none."""
-        return self.groups[0].prompt.run if self.groups else ""
+        return self.groups[0].packed.task.run if self.groups else ""
 
     @property
     def num_rows(self) -> int:

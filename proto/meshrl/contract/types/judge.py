@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshrl.contract.types.names import Json, Outcome, Uid
-from meshrl.contract.types.rows import Message
+from meshrl.contract.types.rows import Json, Message, Outcome, Uid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshrl.contract.types.names import Outcome, Uid, Version
+from meshrl.contract.types.rows import Outcome, Uid, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

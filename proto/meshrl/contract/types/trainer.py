@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from meshrl.contract.types.names import Version
+from meshrl.contract.types.rows import Version
 
 
 class TrainerPhase(StrEnum):

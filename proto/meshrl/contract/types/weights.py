@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.contract.types.names import Version
+from meshrl.contract.types.rows import Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import MeshError, UnavailableError, WaitTimeoutError
-from meshrl.contract.held_leases import Held, HeldLeases
+from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.rpc import tls
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.transport import CHANNEL_OPTIONS

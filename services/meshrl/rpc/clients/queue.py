@@ -7,8 +7,8 @@ from typing import TypedDict, Unpack
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode, wanted
-from meshrl.contract.held_leases import HeldLeases
-from meshrl.contract.row_methods import RowMethods
+from meshrl.contract.held_rows import HeldLeases
+from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,

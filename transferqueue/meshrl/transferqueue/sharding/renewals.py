@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from meshrl.contract.held_leases import Held, HeldLeases
+from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.contract.types import Uid
 
 

@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from meshrl.contract.errors import EndOfDataError, UserError
-from meshrl.contract.held_leases import HeldLeases
-from meshrl.contract.row_methods import RowMethods
+from meshrl.contract.held_rows import HeldLeases
+from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
