@@ -342,7 +342,9 @@ async def test_a_loader_that_raises_ends_the_server_and_the_next_one_says_so(
     await commit(engine, 1)
     await engine.stage_weights(*weights(Version(1, 2)))
     lose_newest_file(tmp_path)
-    with pytest.raises(InfraError, match=r"loading weights 1\.2 failed in SGLang.*exit code 1: .*no \*.safetensors"):
+    with pytest.raises(
+        InfraError, match=r"loading weights 1\.2 failed in SGLang.*exit code 1: .*no \*.safetensors"
+    ):
         await engine.commit_weights(Version(1, 2), OnUpdate.IN_FLIGHT)
     await commit(engine, 3)
     assert mislabelled(await sample(engine, ask("b"))) == 0
@@ -355,7 +357,9 @@ async def test_a_staged_file_that_is_gone_fails_a_broadcast_like_any_other_load(
     await commit(engine, 1)
     await engine.stage_weights(*weights(Version(1, 2)))
     lose_newest_file(tmp_path)
-    with pytest.raises(InfraError, match=r"loading weights 1\.2 failed in SGLang.*model.safetensors"):
+    with pytest.raises(
+        InfraError, match=r"loading weights 1\.2 failed in SGLang.*model.safetensors"
+    ):
         await engine.commit_weights(Version(1, 2), OnUpdate.IN_FLIGHT)
     await commit(engine, 3)
     assert mislabelled(await sample(engine, ask("b"))) == 0

@@ -309,9 +309,9 @@ class Routes:
     async def _fault(self, body: Body) -> Response:
         """Set a fault.
 
-        `{"route", "status", "message", "times", "streamed"}`: the route answers with it; `{"die_at": tokens}`; `{"stalled":
-        bool}`; `{"partial": bool}`: the next load stops halfway; `{"holds": [[tokens, label], …]}`: after so many
-        more tokens no step runs until the label is that; `{"says_mark": bool}`: tokens equal the mark.
+        `{"route", "status", "message", "times", "streamed"}`: the route answers so; `{"die_at": tokens}`;
+        `{"stalled": bool}`; `{"partial": bool}`: the next load stops halfway; `{"holds": [[tokens, label], …]}`:
+        after so many more tokens no step runs until the label is that; `{"says_mark": bool}`: tokens equal the mark.
         """
         scheduler = self._scheduler
         if "route" in body:
