@@ -20,11 +20,8 @@ class Stage:
     writes: tuple[str, ...]
     after: tuple[int, ...]
     """Numbers of the stages that write what this one reads."""
-
-    @property
-    def first(self) -> bool:
-        """True for a stage that reads nothing: it samples, so it follows the policy's version."""
-        return not self.reads
+    first: bool
+    """It reads nothing: it samples, so it follows the policy's version."""
 
 
 class Stages:
@@ -46,7 +43,9 @@ class Stages:
         for number, spec in enumerate(specs):
             self._check(spec, number)
             after = tuple(sorted({self._of_column[column] for column in spec.reads}))
-            self._by_name[spec.name] = Stage(number, spec.name, spec.reads, spec.writes, after)
+            self._by_name[spec.name] = Stage(
+                number, spec.name, spec.reads, spec.writes, after, first=not spec.reads
+            )
         self._ordered = tuple(self._by_name.values())
         self.writes = tuple(stage.writes for stage in self._ordered)
         """By stage number: the columns that it writes."""
