@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.rewards import code, regex_match, tool_use
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 
-HUMANEVAL = Path("/work/shared/data/humaneval/HumanEval.jsonl.gz")
+HUMANEVAL = os.environ.get("MESHRL_HUMANEVAL", "")
+"""The file HumanEval.jsonl.gz of https://github.com/openai/human-eval, which the repository does not hold."""
 
 
 @pytest.mark.parametrize(
@@ -181,11 +183,11 @@ async def test_a_truth_without_tests_is_a_fault_of_the_data(judge: PoolJudge) ->
 
 
 def humaneval(count: int) -> list[Any]:
-    lines = gzip.decompress(HUMANEVAL.read_bytes()).splitlines()
+    lines = gzip.decompress(Path(HUMANEVAL).read_bytes()).splitlines()
     return [json.loads(line) for line in lines[:count]]
 
 
-@pytest.mark.skipif(not HUMANEVAL.exists(), reason="needs the HumanEval data")
+@pytest.mark.skipif(not HUMANEVAL, reason="MESHRL_HUMANEVAL names no HumanEval.jsonl.gz")
 async def test_solutions_of_humaneval_pass_and_wrong_ones_do_not(judge: PoolJudge) -> None:
     problems = humaneval(8)
     right = [(p["canonical_solution"], p) for p in problems]
