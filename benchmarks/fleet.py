@@ -38,37 +38,39 @@ PARTS: dict[str, Callable[[float], Awaitable[dict[str, Any]]]] = {
 }
 
 
-def show(name: str, told: dict[str, Any]) -> None:
+def show(name: str, report: dict[str, Any]) -> None:
     """For people."""
     if name == "failing":
         for side in ("ours", "least_in_flight"):
-            one = told[side]
+            one = report[side]
             print(
                 f"{side:>16}: {one['broken_share']:7.2%} of the prompts to the broken replica, "
                 f"{one['finished_per_s']:.0f} of {one['possible_per_s']:.0f} finished a second"
             )
     elif name == "elastic":
-        by_phase = ", ".join(f"{p['replicas']}: {p['share_of_ideal']:.2f}" for p in told["phases"])
-        print(f"         elastic: area {told['area']:.3f} of ideal ({by_phase})")
+        by_phase = ", ".join(
+            f"{p['replicas']}: {p['share_of_ideal']:.2f}" for p in report["phases"]
+        )
+        print(f"         elastic: area {report['area']:.3f} of ideal ({by_phase})")
     elif name == "modes":
-        for one in told["modes"]:
+        for one in report["modes"]:
             print(
                 f"{one['mode']:>32}: {one['samples_per_hour']:8,.0f} samples/h, trainer waits "
                 f"{one['trainer_waits']:.0%}, staleness {one['mean_staleness']:.1f} (max {one['max_staleness']})"
             )
         print(
-            f"fully asynchronous over synchronous: {told['full_over_synchronous']:.2f} on the same split, "
-            f"{told['full_over_synchronous_colocated']:.2f} over colocated"
+            f"fully asynchronous over synchronous: {report['full_over_synchronous']:.2f} on the same split, "
+            f"{report['full_over_synchronous_colocated']:.2f} over colocated"
         )
     elif name == "learn":
         print(
-            f"fully asynchronous over synchronous: {told['full_over_synchronous']:.2f}, "
-            f"accuracy {told['accuracy_difference']:+.3f}"
+            f"fully asynchronous over synchronous: {report['full_over_synchronous']:.2f}, "
+            f"accuracy {report['accuracy_difference']:+.3f}"
         )
     else:
         print(
-            f"            join: serving after {told['serving_s']:.1f} s, first row {told['first_row_s']:.1f} s, "
-            f"trained after {told['trained_s_at_most']:.1f} s at most"
+            f"            join: serving after {report['serving_s']:.1f} s, first row {report['first_row_s']:.1f} s, "
+            f"trained after {report['trained_s_at_most']:.1f} s at most"
         )
 
 

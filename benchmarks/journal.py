@@ -126,13 +126,13 @@ async def round_of(
     cpu, loop = time.process_time() - cpu, time.thread_time() - loop
     worker.drain()
     await working
-    kept = worker.checkpointer.stats if worker.checkpointer else None
+    saved = worker.checkpointer.stats if worker.checkpointer else None
     return {
         "tokens_per_s": GROUPS * GROUP * tokens / seconds,
         "cpu_s": cpu,
         "loop_cpu_s": loop,
-        "appends": kept.appends if kept else 0,
-        "kept": kept.tokens if kept else 0,
+        "appends": saved.appends if saved else 0,
+        "kept": saved.tokens if saved else 0,
     }
 
 
@@ -149,19 +149,21 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
     with queue_process(folder / "queue", options.store) as (address, pid):
         async with QueueClient(address) as queue:
             for pair in range(options.pairs + 1):
-                for kept in (True, False) if pair % 2 else (False, True):
+                for saved in (True, False) if pair % 2 else (False, True):
                     before = cpu_s(pid)
-                    how = journal if kept else None
-                    one = await round_of(queue, engine, f"r{pair}{kept}", options.tokens, how)
+                    how = journal if saved else None
+                    one = await round_of(queue, engine, f"r{pair}{saved}", options.tokens, how)
                     one["queue_cpu_s"] = cpu_s(pid) - before
                     if pair:
-                        found[kept].append(one)
-                        print(f"{pair:3} {'kept' if kept else 'not '} {told(one)}", flush=True)
+                        found[saved].append(one)
+                        print(
+                            f"{pair:3} {'saved' if saved else 'not '} {pair_text(one)}", flush=True
+                        )
     await engine.close()
     return summary(options, parameters, found)
 
 
-def told(one: dict[str, float]) -> str:
+def pair_text(one: dict[str, float]) -> str:
     """One round, to read."""
     return (
         f"{one['tokens_per_s']:8.0f} tokens/s {one['cpu_s']:6.2f} s CPU here ({one['loop_cpu_s']:.3f} loop)"
@@ -175,8 +177,8 @@ def summary(
     """The JSON line."""
     pairs = list(zip(found[True], found[False], strict=True))
 
-    def median(kept: bool, name: str) -> float:
-        return statistics.median(one[name] for one in found[kept])
+    def median(saved: bool, name: str) -> float:
+        return statistics.median(one[name] for one in found[saved])
 
     speeds = [on["tokens_per_s"] / off["tokens_per_s"] for on, off in pairs]
     costs = [on["cpu_s"] / off["cpu_s"] for on, off in pairs]

@@ -1,14 +1,14 @@
-"""Is the queue's memory flat while rows rush through it, and while nobody takes them?
+"""Measures whether the queue's memory stays flat at full rate, and while nobody takes rows.
 
     python benchmarks/queue_soak.py [--minutes 10] [--stopped-minutes 0.5] [--store disk]
 
 The processes and rows of queue.py, without an end: producers, annotator and consumer at full rate, once the queue
 has seen more tasks than it remembers; then the consumer stops, the producers fill what admission allows and wait.
 
-The memory of the queue's process is looked at ten times a second; a reading is the most that was seen in a sixtieth
-of the time. A part is flat if no reading strays by more than 5 % from their median, and if a line through them rises
-by no more than that. `heap` is anonymous memory, `rss` counts the pages of the store's file as well. `thirds` tells a
-queue that slows down from a machine that does: its processor time per sample would grow. The consumer compares rows
+The memory of the queue's process is read ten times a second; a reading is the most that was seen in a sixtieth of the
+time. A part is flat if no reading deviates by more than 5 % from their median, and if a line through them rises by no
+more than that. `heap` is anonymous memory; `rss` also counts the pages of the store's file. `thirds` separates a queue
+that slows down from a machine that does: the queue's processor time per sample would grow. The consumer compares rows
 with what was made; the ledger must balance. The last line is one JSON object.
 """
 

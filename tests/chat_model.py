@@ -62,25 +62,25 @@ class Scripted:
         if isinstance(response, MeshError):
             raise response
         ids = [*self._tokenizer.encode(response), self._tokenizer.encode("<eos>")[0]]
-        kept = ids[: request.sampling.max_tokens]
+        returned = ids[: request.sampling.max_tokens]
         for stop in request.sampling.stop:
-            for count in range(1, len(kept)):
-                if stop in self._tokenizer.decode(kept[:count]):
-                    kept = kept[:count]
+            for count in range(1, len(returned)):
+                if stop in self._tokenizer.decode(returned[:count]):
+                    returned = returned[:count]
                     break
-        logprobs = [-0.01 * (self._count + i + 1) for i in range(len(kept))]
-        self._count += len(kept)
-        self.sampled.append((kept, logprobs))
-        cut = len(kept) < len(ids) and not any(
-            stop in self._tokenizer.decode(kept) for stop in request.sampling.stop
+        logprobs = [-0.01 * (self._count + i + 1) for i in range(len(returned))]
+        self._count += len(returned)
+        self.sampled.append((returned, logprobs))
+        cut = len(returned) < len(ids) and not any(
+            stop in self._tokenizer.decode(returned) for stop in request.sampling.stop
         )
         try:
-            for start in range(0, len(kept), 3):
+            for start in range(0, len(returned), 3):
                 if start:
                     await self.go.wait()
                 await asyncio.sleep(0)
-                part = kept[start : start + 3]
-                last = start + 3 >= len(kept)
+                part = returned[start : start + 3]
+                last = start + 3 >= len(returned)
                 self.version = FIRST if self._count < self._swap_at else SECOND
                 yield delta(
                     part,

@@ -60,7 +60,7 @@ async def members(mesh: Mesh) -> Members:
     membership = await read_membership(
         MeshAddress(trainer=address_book.address("trainer"), run_dir=mesh.run_dir)
     )
-    return {told["name"]: told for told in membership_json(membership)["members"]}
+    return {member["name"]: member for member in membership_json(membership)["members"]}
 
 
 async def wait_for(

@@ -64,7 +64,7 @@ async def ours(seconds: float) -> dict[str, Any]:
         got = {n: r.worker.stats.leased - before[n] for n, r in replicas.items()}
         done = sum(replica.worker.stats.written for replica in replicas.values()) - written
         broken = replicas["broken"].worker.report()
-        told = shares(got, before, done, seconds) | {
+        measured = shares(got, before, done, seconds) | {
             "dead_lettered": sum((await queue.ledger(RUN)).dead_lettered.values()),
             "attempts_counted": broken.rows.failed,
             "given_back_uncounted": broken.rows.returned,
@@ -73,7 +73,7 @@ async def ours(seconds: float) -> dict[str, Any]:
         replicas["broken"].engine.behave(Behaviour.ANSWER)
         for replica in replicas.values():
             await replica.leave()
-    return told
+    return measured
 
 
 async def least_in_flight(seconds: float) -> dict[str, Any]:
@@ -111,7 +111,7 @@ async def least_in_flight(seconds: float) -> dict[str, Any]:
     await asyncio.sleep(SETTLING_S)
     before, at_start = Counter(got), done
     await asyncio.sleep(seconds)
-    told = shares(
+    measured = shares(
         {name: got[name] - before[name] for name in engines}, before, done - at_start, seconds
     )
     for each in clients:
@@ -119,7 +119,7 @@ async def least_in_flight(seconds: float) -> dict[str, Any]:
     await asyncio.gather(*clients, return_exceptions=True)
     for made in engines.values():
         await made.close()
-    return told
+    return measured
 
 
 def shares(

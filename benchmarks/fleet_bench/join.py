@@ -79,8 +79,8 @@ async def seen(run_dir: Path, met: Callable[[Member], bool]) -> None:
     address = MeshAddress(trainer=address_book.address("trainer"), run_dir=run_dir)
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            told = (await read_membership(address)).members
-            if NAME in told and met(told[NAME]):
+            by_name = (await read_membership(address)).members
+            if NAME in by_name and met(by_name[NAME]):
                 return
             await asyncio.sleep(0.1)
 

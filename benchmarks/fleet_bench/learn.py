@@ -105,7 +105,7 @@ def cpu_s(pid: int) -> float:
     return own + sum(cpu_s(int(child)) for child in children)
 
 
-def told_of(lines: Sequence[Line]) -> dict[str, Any]:
+def report_of(lines: Sequence[Line]) -> dict[str, Any]:
     """What metrics.jsonl says of the steps after the first ones, and of the evaluation at the end."""
     steps = [line for line in lines if "reward/mean" in line]
     timed = steps[WARM_UP_STEPS:]
@@ -142,9 +142,9 @@ def train(mode: Mode, *changes: str) -> dict[str, Any]:
         busy = up(mode, run_dir, *changes)
         whole_s = time.monotonic() - began
         lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    told = told_of(lines)
+    report = report_of(lines)
     in_steps = sum(line["time/step_s"] for line in lines if "reward/mean" in line)
-    return {"mode": mode.name, **told, "busy": busy, "start_and_end_s": whole_s - in_steps}
+    return {"mode": mode.name, **report, "busy": busy, "start_and_end_s": whole_s - in_steps}
 
 
 async def measure(changes: Sequence[str] = ()) -> dict[str, Any]:

@@ -136,7 +136,7 @@ async def train(mode: Mode, seconds: float) -> dict[str, Any]:
             while clock() - began < seconds:  # up to the end of a step: no part of one is counted
                 await trainer.reaches(trainer.steps + 1, training)
             lasted = clock() - began
-            told = {
+            report = {
                 "mode": mode.name,
                 "samples_per_hour": 3600 * (trainer.rows - rows) / lasted,
                 "trainer_waits": (trainer.waited_s - waited) / lasted,
@@ -148,13 +148,13 @@ async def train(mode: Mode, seconds: float) -> dict[str, Any]:
             await asyncio.gather(training, return_exceptions=True)
         for replica in replicas:
             await replica.leave()
-    return told
+    return report
 
 
 async def measure(seconds: float) -> dict[str, Any]:
     """All modes, one after the other, and what each adds."""
     modes = [await train(mode, seconds) for mode in MODES]
-    speed = {told["mode"]: told["samples_per_hour"] for told in modes}
+    speed = {report["mode"]: report["samples_per_hour"] for report in modes}
     full, colocated, apart = (
         speed[MODES[5].name],
         speed[MODES[0].name],

@@ -56,11 +56,11 @@ class Client:
         await self.send(iter((f"{self.name}-{topic}".encode(), *pages)))
 
     async def get(self, topic: str, pages: int, *, part: float = 1.0, last: bool = False) -> Any:
-        asked = {
+        fields = {
             **{"topic": f"{self.name}-{topic}", "by": type(self).__name__},
             **{"count": pages, "part": part, "last": last},
         }
-        return [page async for page in self.receive(json.dumps(asked).encode())]
+        return [page async for page in self.receive(json.dumps(fields).encode())]
 
 
 class Producer(Client):

@@ -30,7 +30,7 @@ class Floor:
     """Messages by run and topic, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._kept: defaultdict[str, list[bytes]] = defaultdict(list)
+        self._rows: defaultdict[str, list[bytes]] = defaultdict(list)
         self._handed: defaultdict[str, int] = defaultdict(int)
         self._came = asyncio.Condition()
 
@@ -50,23 +50,23 @@ class Floor:
         """The first message names the topic."""
         topic, *messages = [message async for message in requests]
         async with self._came:
-            self._kept[topic.decode()] += messages
+            self._rows[topic.decode()] += messages
             self._came.notify_all()
         return b""
 
     async def receive(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """{"topic", "count", "part"}: so many messages once they are there, and that part of each."""
-        asked = json.loads(request)
-        kept, topic = self._kept[asked["topic"]], asked["topic"] + asked["by"]
+        fields = json.loads(request)
+        stored, topic = self._rows[fields["topic"]], fields["topic"] + fields["by"]
         start = self._handed[topic]
-        self._handed[topic] += asked["count"]
+        self._handed[topic] += fields["count"]
         async with self._came:
-            await self._came.wait_for(lambda: len(kept) >= start + asked["count"])
-        for number in range(start, start + asked["count"]):
-            message = kept[number]
-            yield message[: int(len(message) * asked["part"])]
-            if asked["last"]:
-                kept[number] = b""
+            await self._came.wait_for(lambda: len(stored) >= start + fields["count"])
+        for number in range(start, start + fields["count"]):
+            message = stored[number]
+            yield message[: int(len(message) * fields["part"])]
+            if fields["last"]:
+                stored[number] = b""
 
 
 async def main() -> None:

@@ -45,8 +45,8 @@ class Client:
     def verify(self) -> dict[str, Any]:
         return {}
 
-    async def lanes(self, lane: Any) -> None:
-        await asyncio.gather(*(lane(number) for number in range(self.tuning["in_flight"])))
+    async def in_parallel(self, worker_loop: Any) -> None:
+        await asyncio.gather(*(worker_loop(number) for number in range(self.tuning["in_flight"])))
 
 
 class Producer(Client):
@@ -61,7 +61,7 @@ class Producer(Client):
 
     async def work(self) -> None:
         self.began = time.monotonic()
-        await asyncio.gather(self.admit(), self.lanes(self.sample))
+        await asyncio.gather(self.admit(), self.in_parallel(self.sample))
 
     async def admit(self) -> None:
         mine = range(self.number, self.tasks, 2)
@@ -73,9 +73,9 @@ class Producer(Client):
             ]
             at += await self.queue.admit(self.name, given, cursor=str(at), wait_s=WAIT_S)
 
-    async def sample(self, lane: int) -> None:
+    async def sample(self, index: int) -> None:
         limit = self.tuning["groups"] * GROUP
-        worker = f"producer-{self.number}-{lane}"
+        worker = f"producer-{self.number}-{index}"
         while True:
             lease = await self.queue.lease(
                 [self.name],
@@ -96,14 +96,14 @@ class Annotator(Client):
     """Reads the tokens, writes reward and reference log-probs."""
 
     async def work(self) -> None:
-        await self.lanes(self.annotate)
+        await self.in_parallel(self.annotate)
 
-    async def annotate(self, lane: int) -> None:
+    async def annotate(self, index: int) -> None:
         while True:
             lease = await self.queue.lease(
                 [self.name],
                 calls.ANNOTATE.name,
-                worker=f"annotator-{lane}",
+                worker=f"annotator-{index}",
                 limit=self.tuning["groups"] * GROUP,
                 wait_s=WAIT_S,
             )

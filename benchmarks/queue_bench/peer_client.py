@@ -91,12 +91,12 @@ class Producer(Client):
         self.began = time.monotonic()
         waiting = iter(parts)
 
-        async def lane() -> None:
+        async def worker_loop() -> None:
             for part in waiting:
                 with self.time():
                     await self.put(part)
 
-        await asyncio.gather(*(lane() for _ in range(self.in_flight)))
+        await asyncio.gather(*(worker_loop() for _ in range(self.in_flight)))
 
     async def put(self, part: list[Group]) -> None:
         columns = {
@@ -116,14 +116,14 @@ class Annotator(Client):
     async def work(self) -> None:
         left = self.count * GROUP // self.annotated_rows
 
-        async def lane() -> None:
+        async def worker_loop() -> None:
             nonlocal left
             while left > 0:
                 left -= 1
                 meta = await self.ready("annotate", ["tokens"], self.annotated_rows)
                 await self.annotate(meta)
 
-        await asyncio.gather(*(lane() for _ in range(self.in_flight)))
+        await asyncio.gather(*(worker_loop() for _ in range(self.in_flight)))
 
     async def annotate(self, meta: Any) -> None:
         tokens = (await self.client.async_get_data(meta))["tokens"]
@@ -148,7 +148,7 @@ class Consumer(Client):
     async def work(self) -> None:
         left = self.count * GROUP // BATCH
 
-        async def lane() -> None:
+        async def worker_loop() -> None:
             nonlocal left
             while left > 0:
                 left -= 1
@@ -156,7 +156,7 @@ class Consumer(Client):
                     meta = await self.ready("train", COLUMNS, BATCH)
                     self.batches.append(await self.client.async_get_data(meta))
 
-        await asyncio.gather(lane(), lane())
+        await asyncio.gather(worker_loop(), worker_loop())
 
     def verify(self) -> dict[str, Any]:
         arrived = []

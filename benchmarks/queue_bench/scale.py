@@ -25,7 +25,7 @@ from meshrl.rpc.clients import QueueClient
 
 RUN = "scale"
 WAIT_S = 300.0
-LANES = 4
+PARALLEL = 4
 """Calls in flight while the queue is filled."""
 WARM_UP = 20
 """Latencies at each size that are not counted."""
@@ -54,18 +54,18 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> None:
     server, address = await start(section, folder)
     figures: dict[str, Any] = {}
     try:
-        async with QueueClient(address) as wire, QueueClient(address) as consumers:
-            bench = Bench(wire, consumers, arguments)
+        async with QueueClient(address) as producers, QueueClient(address) as consumers:
+            bench = Bench(producers, consumers, arguments)
             await bench.open()
             for rows in map(int, arguments.rows.split(",")):
                 figures[str(rows)] = await at(bench, rows, server)
-            before = await wire.ledger(RUN)
+            before = await producers.ledger(RUN)
         server.kill()
         await server.close()
         began = time.perf_counter()
         server, address = await start(section, folder)
-        async with QueueClient(address) as wire:
-            after = await wire.ledger(RUN)
+        async with QueueClient(address) as producers:
+            after = await producers.ledger(RUN)
         recovery = time.perf_counter() - began
         if (after.admitted, after.resident) != (before.admitted, before.resident):
             raise ChildFailed(f"the queue came back with {after}, it had {before}")
@@ -103,7 +103,7 @@ async def at(bench: Bench, rows: int, server: Child) -> dict[str, Any]:
     began, had = time.perf_counter(), bench.admitted
     await bench.fill(rows // GROUP)
     filled = (bench.admitted - had) * GROUP / (time.perf_counter() - began)
-    resident = sum((await bench.wire.ledger(RUN)).resident.values())
+    resident = sum((await bench.producers.ledger(RUN)).resident.values())
     taken, written = [], []
     for number in range(WARM_UP + bench.probes):
         after_write, after_start = await bench.probe()
@@ -128,23 +128,23 @@ async def at(bench: Bench, rows: int, server: Child) -> dict[str, Any]:
 class Bench:
     """A feeder, a producer, an annotator and a consumer of one run, in this process."""
 
-    def __init__(self, wire: Queue, consumers: Queue, arguments: argparse.Namespace) -> None:
-        self.wire, self.consumers = wire, consumers
+    def __init__(self, producers: Queue, consumers: Queue, arguments: argparse.Namespace) -> None:
+        self.producers, self.consumers = producers, consumers
         self.probes, self.chunk = arguments.probes, arguments.groups
         self.groups = [cut(group(0, number), arguments.tokens) for number in range(32)]
         self.admitted, self.step = 0, 0
         self.epoch = 0
 
     async def open(self) -> None:
-        await self.wire.open_run(
+        await self.producers.open_run(
             dataclasses.replace(
                 calls.run_spec(RUN, group_size=GROUP, batch_groups=1, batches=1 << 30),
                 resident_bytes=1 << 50,
                 lease_ttl_s=600.0,
             )
         )
-        self.epoch = (await self.wire.acquire(RUN, "scale")).epoch
-        await self.wire.publish(RUN, Version(self.epoch, 0))
+        self.epoch = (await self.producers.acquire(RUN, "scale")).epoch
+        await self.producers.publish(RUN, Version(self.epoch, 0))
 
     @property
     def version(self) -> Version:
@@ -155,11 +155,11 @@ class Bench:
         missing = groups - (self.admitted - self.step)
         parts = iter([self.chunk] * (missing // self.chunk) + [missing % self.chunk])
 
-        async def lane() -> None:
+        async def worker_loop() -> None:
             for part in parts:
                 await self.sample(part)
 
-        await asyncio.gather(*(lane() for _ in range(LANES)))
+        await asyncio.gather(*(worker_loop() for _ in range(PARALLEL)))
 
     async def sample(self, count: int) -> None:
         """Admit and roll out so many groups."""
@@ -167,10 +167,10 @@ class Bench:
         self.admitted += count
         tasks = [calls.task(RUN, n, self.groups[n % len(self.groups)]) for n in numbers]
         while tasks:
-            tasks = tasks[await self.wire.admit(RUN, tasks, cursor="", wait_s=WAIT_S) :]
+            tasks = tasks[await self.producers.admit(RUN, tasks, cursor="", wait_s=WAIT_S) :]
         left = count * GROUP
         while left:
-            lease = await self.wire.lease(
+            lease = await self.producers.lease(
                 *([RUN], calls.ROLLOUT.name),
                 worker="producer",
                 limit=left,
@@ -178,24 +178,24 @@ class Bench:
                 wait_s=WAIT_S,
             )
             left -= lease.num_rows
-            await calls.write_rollouts(self.wire, RUN, lease, self.groups, self.version)
+            await calls.write_rollouts(self.producers, RUN, lease, self.groups, self.version)
 
     async def probe(self) -> tuple[float, float]:
         """Milliseconds from a group's last write, its end and its beginning, to the consumer's holding the group."""
         await self.sample(1)
-        lease = await self.wire.lease(
+        lease = await self.producers.lease(
             [RUN], calls.ANNOTATE.name, worker="annotator", limit=GROUP, wait_s=WAIT_S
         )
         taking = asyncio.create_task(self.take())
         await asyncio.sleep(SETTLE_S)
         begun = time.perf_counter()
-        await calls.write_annotations(self.wire, RUN, lease)
+        await calls.write_annotations(self.producers, RUN, lease)
         written = time.perf_counter()
         taken = await taking
-        await self.wire.settle(RUN, epoch=self.epoch, step=self.step, batch_id=str(self.step))
+        await self.producers.settle(RUN, epoch=self.epoch, step=self.step, batch_id=str(self.step))
         self.step += 1
-        await self.wire.publish(RUN, self.version)
-        await self.wire.commit(RUN, epoch=self.epoch, step=self.step)
+        await self.producers.publish(RUN, self.version)
+        await self.producers.commit(RUN, epoch=self.epoch, step=self.step)
         return 1e3 * max(0.0, taken - written), 1e3 * (taken - begun)
 
     async def take(self) -> float:

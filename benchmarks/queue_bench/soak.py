@@ -180,22 +180,23 @@ async def healthy_for(seconds: float, system: System) -> None:
 
 
 def flatness(looks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Of the memory that each reading's time took at most: how far it strays, and how much it grows.
+    """Of the memory that each reading's time took at most: how far it deviates, and how much it grows.
 
-    `strays` is the largest distance from the median, `grows` what a straight line through the readings rises from the
-    first to the last, both in parts of the median. What is seen between the peaks says little: protobuf has malloc
-    give free memory back about once a second, and it is taken again within the next tenth. `lowest_mb` shows it.
+    `deviation` is the largest distance from the median; `grows` is how much a straight line through the readings
+    rises from the first to the last; both are parts of the median. Between the peaks the memory says little: protobuf
+    makes malloc give free memory back about once a second, and takes it again within the next tenth. `lowest_mb`
+    shows it.
     """
     readings = [max(each) for each in looks]
     median = statistics.median(readings)
-    strays = max(abs(value - median) for value in readings) / median
+    deviation = max(abs(value - median) for value in readings) / median
     slope, _ = statistics.linear_regression(range(len(readings)), readings)
     grows = slope * (len(readings) - 1) / median
     return {
         "median_mb": round(median / 1e6, 1),
         "lowest_mb": round(min(min(each) for each in looks) / 1e6, 1),
         "highest_mb": round(max(readings) / 1e6, 1),
-        "strays": round(strays, 3),
+        "deviation": round(deviation, 3),
         "grows": round(grows, 3),
-        "flat": strays <= FLAT and grows <= FLAT,
+        "flat": deviation <= FLAT and grows <= FLAT,
     }

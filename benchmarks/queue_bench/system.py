@@ -160,11 +160,11 @@ class System:
         try:
             for command in servers:
                 self.servers.append(await Child.start("server", command))
-            told = [await server.hear() for server in self.servers]
+            heard = [await server.hear() for server in self.servers]
             for part in ("server", "framework"):
-                pids = [pid for about in told for pid in about.get(part, [])]
+                pids = [pid for about in heard for pid in about.get(part, [])]
                 self.parts[part] = [*self.parts.get(part, []), *pids]
-            self.address = ",".join(about.get("address", "") for about in told)
+            self.address = ",".join(about.get("address", "") for about in heard)
             for role, number in ROLES:
                 where = [self.address if word == "{address}" else word for word in client]
                 rest = [role, str(number), *where[2:], str(self._seed), json.dumps(self._tuning)]

@@ -182,7 +182,7 @@ class Labels:
         self.queue = await TransferQueue.open(MemoryStore())
         await self.queue.open_run(train_spec(loaded))
         self.epoch = (await self.queue.acquire(RUN, "labels")).epoch
-        plane = WeightCoordinator(
+        weights_coordinator = WeightCoordinator(
             loaded.weights,
             run=RUN,
             epoch=self.epoch,
@@ -192,11 +192,11 @@ class Labels:
         began = time.monotonic()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.queue.close)
-            servicers = [QueueServicer(self.queue), WeightsServicer(plane)]
+            servicers = [QueueServicer(self.queue), WeightsServicer(weights_coordinator)]
             server = await stack.enter_async_context(
                 GrpcServer(ServerSettings(drain_grace_s=1), servicers)
             )
-            await stack.enter_async_context(plane)
+            await stack.enter_async_context(weights_coordinator)
             await server.ready()
             self.address = server.address
             self._processes: list[asyncio.subprocess.Process] = []
@@ -210,7 +210,12 @@ class Labels:
             tasks = [
                 asyncio.create_task(work)
                 for work in (
-                    *(self._feed(), self._update(plane, shapes), judge.run(), self._kill()),
+                    *(
+                        self._feed(),
+                        self._update(weights_coordinator, shapes),
+                        judge.run(),
+                        self._kill(),
+                    ),
                     self._ended.wait(),
                 )
             ]
@@ -289,9 +294,11 @@ class Labels:
                 number += admitted
                 del tasks[:admitted]
 
-    async def _update(self, plane: WeightCoordinator, shapes: dict[str, tuple[int, ...]]) -> None:
+    async def _update(
+        self, weights_coordinator: WeightCoordinator, shapes: dict[str, tuple[int, ...]]
+    ) -> None:
         while True:
-            await plane.publish(Saying(Version(self.epoch, self.updates), shapes))
+            await weights_coordinator.publish(Saying(Version(self.epoch, self.updates), shapes))
             self.updates += 1
             await asyncio.sleep(self.update_s)
 

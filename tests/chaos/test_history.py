@@ -18,7 +18,7 @@ from .campaign.bugs import BUGS, planted
 from .campaign.events import EventLog, lines, read
 from .campaign.history import History, Verdict
 from .campaign.plan import ACTORS, CHECKPOINT_EVERY, RUN, Plan
-from .campaign.recorded import RecordedQueue, told_ledger
+from .campaign.recorded import RecordedQueue, ledger_facts
 
 STEPS = 16
 
@@ -56,7 +56,7 @@ async def live(plan: Plan) -> Verdict:
             await lived()
     except (TimeoutError, ExceptionGroup, MeshError):
         assert plan.bug
-    ledger = told_ledger(await queue.ledger(RUN))
+    ledger = ledger_facts(await queue.ledger(RUN))
     cursor = (await queue.run_state(RUN)).cursor
     plan.final.write_text(json.dumps({"ledger": ledger, "cursor": cursor}))
     await real.close()

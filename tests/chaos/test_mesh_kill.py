@@ -215,12 +215,12 @@ async def until_said(mesh: Mesh, said: str) -> str:
     """What `meshrl why-waiting` prints, once it says so."""
     command = [sys.executable, "-m", "meshrl.cli", "why-waiting", "--json"]
     while True:
-        asked = await asyncio.create_subprocess_exec(
+        status_process = await asyncio.create_subprocess_exec(
             *command, "--run-dir", str(mesh.run_dir), stdout=PIPE, stderr=STDOUT
         )
-        told = (await asked.communicate())[0].decode()
-        if said in told:
-            return told
+        status = (await status_process.communicate())[0].decode()
+        if said in status:
+            return status
 
 
 @needs_mounts

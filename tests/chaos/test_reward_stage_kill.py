@@ -77,7 +77,7 @@ async def test_processes_that_are_killed_while_idle_are_replaced(tmp_path: Path)
         before = set(judge.pids)
         for pid in before:
             os.kill(pid, signal.SIGKILL)
-        asked = [
+        samples = [
             Sample(
                 uid=Uid("r", str(n), 0),
                 data_source="",
@@ -87,7 +87,7 @@ async def test_processes_that_are_killed_while_idle_are_replaced(tmp_path: Path)
             )
             for n in range(20)
         ]
-        scores = await judge.score(asked)
+        scores = await judge.score(samples)
         assert [score.outcome for score in scores] == [Outcome.OK] * 20
         assert [score.score for score in scores] == [float(n) for n in range(20)]
         assert not before & set(judge.pids)

@@ -183,11 +183,11 @@ async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) 
     assert ledger.balanced and not ledger.dead_lettered
     assert len(done) == GROUPS * GROUP
     for row in done:
-        asked = task(number_of(row.uid))
-        prompt = asked.prompt_ids.tolist()
+        row_task = task(number_of(row.uid))
+        prompt = row_task.prompt_ids.tolist()
         response = row.tokens[len(prompt) :].tolist()
         assert row.tokens[: len(prompt)].tolist() == prompt
-        assert len(response) == asked.sampling.max_tokens
+        assert len(response) == row_task.sampling.max_tokens
         assert row.loss_mask.tolist() == [0] * len(prompt) + [1] * len(response)
         assert [(s.version, s.start, s.end) for s in row.spans] == [
             (FIRST, len(prompt), len(row.tokens))
@@ -195,6 +195,6 @@ async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) 
         assert row.response_text == Numbers().decode(response)
         want = forced_logprobs(model, prompt, response)
         np.testing.assert_allclose(row.rollout_logprobs[len(prompt) :], want, atol=1e-3)
-        if asked.sampling.temperature == 0:
+        if row_task.sampling.temperature == 0:
             model.generation_config.eos_token_id = None
             assert response == greedy(model, prompt, len(response))

@@ -132,7 +132,7 @@ class LeasePromises:
         actors = Actors(queue)
         await actors.start()
 
-        async def wave() -> list[str]:
+        async def lease_all() -> list[str]:
             lease = await queue.lease(
                 ["run"],
                 "rollout",
@@ -144,14 +144,14 @@ class LeasePromises:
             )
             return uids(lease)
 
-        first = asyncio.ensure_future(wave())
+        first = asyncio.ensure_future(lease_all())
         await actors.feed(tasks(1))
         assert not first.done()
         await actors.feed(tasks(1, start=1))
-        waves = [await first, await wave()]
-        assert [len(rows) for rows in waves] == [3, 1]
+        leased_rows = [await first, await lease_all()]
+        assert [len(rows) for rows in leased_rows] == [3, 1]
         if not self.sharded:
-            assert waves == [["t0.0.0", "t0.1.0", "t1.0.0"], ["t1.1.0"]]
+            assert leased_rows == [["t0.0.0", "t0.1.0", "t1.0.0"], ["t1.1.0"]]
 
     async def test_a_gated_run_gives_rollouts_only_to_engines_fresh_enough(
         self, queue: Queue

@@ -29,7 +29,7 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
         assert "has left already" in fleet(mesh, "drain", "rollout-0")
         done = len(mesh.steps())
         mesh.wait_for_step(process, done + 3)
-        left = {told["name"]: told for told in json.loads(fleet(mesh, "--json"))["members"]}
+        left = {found["name"]: found for found in json.loads(fleet(mesh, "--json"))["members"]}
         assert [left[name]["state"] for name in sorted(left)] == [
             "OUT",
             "OUT",
@@ -52,7 +52,9 @@ async def leave_and_join_by_hand(mesh: Mesh, process: subprocess.Popen[bytes]) -
         await wait_for(mesh, process, working("rollout-4"), "joined by hand")
         assert "hands over" in fleet(mesh, "drain", "rollout-4")
         assert joiner.wait(PATIENCE_S) == 0
-    await wait_for(mesh, process, lambda told: told["rollout-4"]["state"] == "OUT", "left by hand")
+    await wait_for(
+        mesh, process, lambda found: found["rollout-4"]["state"] == "OUT", "left by hand"
+    )
     message = fleet(mesh, "drain", "rollout-9", code=2)
     assert message.count("\n") == 1 and "(it has: rollout-0, rollout-1, rollout-2" in message
 
@@ -66,7 +68,10 @@ async def test_a_member_that_is_killed_or_stopped_costs_no_row(tmp_path: Path) -
         os.kill(stopped, signal.SIGSTOP)
         try:
             out = await wait_for(
-                mesh, process, lambda told: told["rollout-1"]["state"] == "OUT", "rid of rollout-1"
+                mesh,
+                process,
+                lambda found: found["rollout-1"]["state"] == "OUT",
+                "rid of rollout-1",
             )
             assert out["rollout-1"]["answers"] is False
             mesh.wait_for_step(process, len(mesh.steps()) + 2)

@@ -68,9 +68,9 @@ def test_a_run_of_0_1_is_exported(folder: Path) -> None:
 
 def test_a_run_of_0_1_is_resumed_and_ends(folder: Path) -> None:
     before = len((folder / "run" / "metrics.jsonl").read_text().splitlines())
-    told = meshrl(folder, "up", "recipe.yaml", "--plain")
-    assert f"{STEPS} of {STEPS}" in told
-    assert "(balanced)" in told
+    output = meshrl(folder, "up", "recipe.yaml", "--plain")
+    assert f"{STEPS} of {STEPS}" in output
+    assert "(balanced)" in output
     lines = [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]

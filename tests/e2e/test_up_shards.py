@@ -23,7 +23,7 @@ from ..mesh import Mesh, make_mesh
 pytestmark = pytest.mark.slow
 
 
-async def books(mesh: Mesh, shards: int) -> tuple[Ledger, list[Ledger]]:
+async def ledgers_of(mesh: Mesh, shards: int) -> tuple[Ledger, list[Ledger]]:
     """The ledger of the run, and that of each shard."""
     recipe = load_recipe(mesh.run_dir / "recipe.yaml", check=False)
     assert recipe.queue.shards == shards
@@ -59,15 +59,15 @@ def test_a_shard_is_added_while_a_run_goes_on_and_everybody_who_starts_again_fin
     mesh = make_mesh(tmp_path)
     with mesh.up("queue.shards=2", "trainer.total_training_steps=100000") as process:
         mesh.wait_for_step(process, 1)
-        told = meshrl(mesh, "queue", "add-shard")
-        assert told == "queue-2 is added: the queue has 3 shards\n"
+        line = meshrl(mesh, "queue", "add-shard")
+        assert line == "queue-2 is added: the queue has 3 shards\n"
         for victim in ("queue-1", "queue-2", "feeder", "trainer"):
             os.kill(mesh.pid(victim), signal.SIGKILL)
         mesh.wait_for_step(process, len(mesh.steps()) + 8)
         process.send_signal(signal.SIGINT)
         mesh.wait(process, code=128 + signal.SIGINT)
     assert "queue-1 was killed by SIGKILL" in mesh.output
-    whole, parts = asyncio.run(books(mesh, 3))
+    whole, parts = asyncio.run(ledgers_of(mesh, 3))
     assert all(part.trained for part in parts)
     assert counted([whole]) == counted(parts)
     assert f"{whole.admitted:,}" in meshrl(mesh, "ledger")

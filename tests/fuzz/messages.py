@@ -1,4 +1,4 @@
-"""Real requests of a service, kept as bytes, and ways to spoil them."""
+"""Real requests of a service as bytes, and corruptions of them."""
 
 from __future__ import annotations
 
@@ -144,10 +144,12 @@ def _twist(message: Message, dice: random.Random) -> None:
         setattr(message, field.name, dice.choice(EXTREMES[field.cpp_type]))
 
 
-def ways_to_spoil(method: MethodDescriptor) -> list[Spoil]:
+def corruptions_of(method: MethodDescriptor) -> list[Spoil]:
     """All that can be done to a request of the method; twice as often something that stays well-formed."""
     twisted = _one(_twisted(method.input_type))
-    ways = [_one(way) for way in (_truncated, _flipped, _inserted, _garbage, _doubled)]
+    corruptions = [
+        _one(corrupt) for corrupt in (_truncated, _flipped, _inserted, _garbage, _doubled)
+    ]
     if method.client_streaming:
-        ways += [_dropped, _repeated, _reversed]
-    return [*ways, *[twisted] * len(ways)]
+        corruptions += [_dropped, _repeated, _reversed]
+    return [*corruptions, *[twisted] * len(corruptions)]

@@ -29,7 +29,7 @@ from ..contract.queue_actors import Actors, spec, tasks
 
 PAGE = 4096
 GROUPS = 12
-WAYS = ("bit", "bit", "bytes", "zeros", "truncate", "cut", "swap", "stale", "older")
+KINDS = ("bit", "bit", "bytes", "zeros", "truncate", "cut", "swap", "stale", "older")
 """A bit or 16 bytes change; a page is zeroed; the end is cut off, at a page or anywhere; two pages change places; a
 page, or up to eight that lie side by side, are as they were before (a write that the disk lost)."""
 COLUMNS = [*ROLLOUT_STAGE.writes, *REWARD_STAGE.writes]
@@ -62,7 +62,7 @@ async def write_store(folder: Path, early: Path) -> None:
     await actors.queue.close()
 
 
-async def told(folder: Path) -> Mapping[str, str]:
+async def contents(folder: Path) -> Mapping[str, str]:
     """What a queue on the store says of everything in it: a digest, or `error code: message`."""
     try:
         queue = await opened(folder)
@@ -71,9 +71,9 @@ async def told(folder: Path) -> Mapping[str, str]:
     actors = Actors(queue)
     found: dict[str, str] = {"open": ""}
 
-    async def tell(name: str, asked: Any) -> Any:
+    async def tell(name: str, call: Any) -> Any:
         try:
-            answer = await asked
+            answer = await call
         except (EndOfDataError, WaitTimeoutError):
             return None
         except MeshError as error:
@@ -111,42 +111,42 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def spoil(path: Path, dice: random.Random, ways: Sequence[str], early: Path) -> str:
-    """Change the file in one of the ways; how, in words."""
+def spoil(path: Path, dice: random.Random, kinds: Sequence[str], early: Path) -> str:
+    """Change the file in one of the `kinds`; returns a description of the change."""
     data = bytearray(path.read_bytes())
     pages = len(data) // PAGE
     at = dice.randrange(len(data))
     page = dice.randrange(pages) * PAGE
-    way = dice.choice(ways)
-    if way == "bit":
+    kind = dice.choice(kinds)
+    if kind == "bit":
         data[at] ^= 1 << dice.randrange(8)
-    elif way == "bytes":
+    elif kind == "bytes":
         data[at : at + 16] = dice.randbytes(len(data[at : at + 16]))
-    elif way == "zeros":
+    elif kind == "zeros":
         data[page : page + PAGE] = bytes(PAGE)
-    elif way == "swap":
+    elif kind == "swap":
         other = dice.randrange(pages) * PAGE
         one, two = data[page : page + PAGE], data[other : other + PAGE]
         data[page : page + PAGE], data[other : other + PAGE] = two, one
-    elif way in ("stale", "older"):
+    elif kind in ("stale", "older"):
         before = dice.choice(sorted(early.iterdir())).read_bytes()
-        end = page + PAGE * (dice.randint(1, 8) if way == "older" else 1)
+        end = page + PAGE * (dice.randint(1, 8) if kind == "older" else 1)
         data[page:end] = before[page:end].ljust(len(data[page:end]), b"\0")
-    elif way == "truncate":
+    elif kind == "truncate":
         del data[page:]
     else:
         del data[at:]
     path.write_bytes(data)
-    return f"{way} at {at if way in ('bit', 'bytes', 'cut') else page} of {pages * PAGE}"
+    return f"{kind} at {at if kind in ('bit', 'bytes', 'cut') else page} of {pages * PAGE}"
 
 
-def trial(folder: Path, seed: str, ways: Sequence[str]) -> dict[str, Any]:
+def trial(folder: Path, seed: str, kinds: Sequence[str]) -> dict[str, Any]:
     """One spoiled copy, read by one forked process."""
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "good", copy)
-    way = (
-        spoil(copy / "data.mdb", random.Random(seed), ways, folder / "early")
+    kind = (
+        spoil(copy / "data.mdb", random.Random(seed), kinds, folder / "early")
         if seed
         else "untouched"
     )
@@ -155,7 +155,7 @@ def trial(folder: Path, seed: str, ways: Sequence[str]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         try:
-            answer.write_text(json.dumps(asyncio.run(told(copy))))
+            answer.write_text(json.dumps(asyncio.run(contents(copy))))
             code = 0
         except BaseException as error:
             answer.write_text(json.dumps({"open": f"raised {type(error).__name__}: {error}"}))
@@ -163,18 +163,18 @@ def trial(folder: Path, seed: str, ways: Sequence[str]) -> dict[str, Any]:
         os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     said = json.loads(answer.read_text()) if answer.exists() else {}
-    return {"seed": seed, "way": way, "code": code, "told": said}
+    return {"seed": seed, "kind": kind, "code": code, "contents": said}
 
 
 def main() -> None:
     """The untouched store first."""
     folder, seed, trials = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    ways = sys.argv[4:] or WAYS
+    kinds = sys.argv[4:] or KINDS
     (folder / "early").mkdir(parents=True)
     asyncio.run(write_store(folder / "good", folder / "early"))
-    print(json.dumps(trial(folder, "", ways)), flush=True)
+    print(json.dumps(trial(folder, "", kinds)), flush=True)
     for number in range(trials):
-        print(json.dumps(trial(folder, f"{seed}.{number}", ways)), flush=True)
+        print(json.dumps(trial(folder, f"{seed}.{number}", kinds)), flush=True)
 
 
 if __name__ == "__main__":

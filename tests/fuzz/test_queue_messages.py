@@ -28,7 +28,7 @@ from meshrl.v1 import queue_pb2
 from ..contract.queue_actors import Actors, spec, task, tasks
 from ..contract.queue_repeat_suite import more_of
 from ..waiting import until
-from .messages import Recorder, Request, ways_to_spoil
+from .messages import Recorder, Request, corruptions_of
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = int(os.environ.get("FUZZ_CALLS", "60"))
@@ -158,10 +158,10 @@ async def test_a_corrupted_request_gets_a_proper_status_and_changes_nothing(
     scene: Scene, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dice = random.Random(f"{SEED} {method}")
-    ways = ways_to_spoil(METHODS[method])
+    corruptions = corruptions_of(METHODS[method])
     refused = 0
     for _ in range(CALLS):
-        request = dice.choice(ways)(list(dice.choice(scene.requests[method])), dice)
+        request = dice.choice(corruptions)(list(dice.choice(scene.requests[method])), dice)
         before = await scene.ledger()
         with caplog.at_level(logging.ERROR):
             status = await scene.send(method, request)

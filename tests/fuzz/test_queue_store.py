@@ -23,42 +23,42 @@ ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("FUZZ_SEED", "1")
 TRIALS = int(os.environ.get("FUZZ_TRIALS", "30"))
 PART_OF = {"fetch": "take again", "rollout": "lease rollout", "reward": "lease reward"}
-"""What is told only if something else was."""
+"""Contents that are read only if another one was."""
 
 
-def trials(folder: Path, *ways: str) -> tuple[Mapping[str, str], list[dict[str, Any]]]:
+def trials(folder: Path, *kinds: str) -> tuple[Mapping[str, str], list[dict[str, Any]]]:
     """What a queue tells of the sound store, and each trial."""
     command = [sys.executable, "-m", "tests.fuzz.store_reader", str(folder), SEED, str(TRIALS)]
-    ended = subprocess.run([*command, *ways], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run([*command, *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
     sound, *rest = (json.loads(line) for line in ended.stdout.splitlines())
-    assert sound["code"] == 0 and len(sound["told"]) > 15, sound
+    assert sound["code"] == 0 and len(sound["contents"]) > 15, sound
     assert len(rest) == TRIALS
-    return sound["told"], rest
+    return sound["contents"], rest
 
 
-def wrong(sound: Mapping[str, str], told: Mapping[str, str]) -> list[str]:
+def wrong(sound: Mapping[str, str], contents: Mapping[str, str]) -> list[str]:
     """What is neither right nor a clear error: empty when nothing is lost in silence."""
-    if told["open"]:
-        return [] if told["open"].startswith("error corrupt: ") else [told["open"]]
+    if contents["open"]:
+        return [] if contents["open"].startswith("error corrupt: ") else [contents["open"]]
     return [
-        f"{name}: {told.get(name, 'absent')}"
-        for name in {*sound, *told}
-        if told.get(name) != sound.get(name) and not _explained(name, told)
+        f"{name}: {contents.get(name, 'absent')}"
+        for name in {*sound, *contents}
+        if contents.get(name) != sound.get(name) and not _explained(name, contents)
     ]
 
 
-def _explained(name: str, told: Mapping[str, str]) -> bool:
+def _explained(name: str, contents: Mapping[str, str]) -> bool:
     parent = PART_OF.get(name.split()[0], name)
-    return told.get(name if name in told else parent, "").startswith("error corrupt: ")
+    return contents.get(name if name in contents else parent, "").startswith("error corrupt: ")
 
 
-@pytest.mark.parametrize("way", ["bytes", "zeros", "truncate", "cut", "swap", "stale", "older"])
-def test_a_changed_file_is_a_clear_error_or_the_right_data(tmp_path: Path, way: str) -> None:
-    sound, spoiled = trials(tmp_path, way)
+@pytest.mark.parametrize("kind", ["bytes", "zeros", "truncate", "cut", "swap", "stale", "older"])
+def test_a_changed_file_is_a_clear_error_or_the_right_data(tmp_path: Path, kind: str) -> None:
+    sound, spoiled = trials(tmp_path, kind)
     for trial in spoiled:
         assert trial["code"] == 0, trial
-        assert not wrong(sound, trial["told"]), (trial["way"], wrong(sound, trial["told"]))
-    assert any(trial["told"] != sound for trial in spoiled)
+        assert not wrong(sound, trial["contents"]), (trial["kind"], wrong(sound, trial["contents"]))
+    assert any(trial["contents"] != sound for trial in spoiled)
 
 
 def test_a_flipped_bit_is_a_clear_error_or_the_right_data(tmp_path: Path) -> None:
@@ -66,9 +66,12 @@ def test_a_flipped_bit_is_a_clear_error_or_the_right_data(tmp_path: Path) -> Non
     sound, spoiled = trials(tmp_path, "bit")
     for trial in spoiled:
         if trial["code"] == 0:
-            assert not wrong(sound, trial["told"]), (trial["way"], wrong(sound, trial["told"]))
+            assert not wrong(sound, trial["contents"]), (
+                trial["kind"],
+                wrong(sound, trial["contents"]),
+            )
     assert sum(trial["code"] != 0 for trial in spoiled) <= max(1, TRIALS // 500)
-    assert any(trial["told"] != sound for trial in spoiled)
+    assert any(trial["contents"] != sound for trial in spoiled)
 
 
 async def test_payload_that_the_store_has_lost_is_named(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
 if __name__ == "__main__":
     note(f"pid {os.getpid()}")
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "id" not in asked:
+        request = json.loads(line)
+        if "id" not in request:
             continue
-        result = answer(asked["method"], asked.get("params") or {})
+        result = answer(request["method"], request.get("params") or {})
         if result is not None:
             body = result if "error" in result else {"result": result}
-            print(json.dumps({"jsonrpc": "2.0", "id": asked["id"]} | body), flush=True)
+            print(json.dumps({"jsonrpc": "2.0", "id": request["id"]} | body), flush=True)

@@ -35,9 +35,9 @@ async def add(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str
 
     capsys.readouterr()
     code = await asyncio.to_thread(call)
-    told = capsys.readouterr()
-    assert (told.out + told.err).count("\n") == 1
-    return code, (told.out + told.err).strip()
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("\n") == 1
+    return code, (captured.out + captured.err).strip()
 
 
 async def test_a_shard_is_added_and_every_service_finds_it_by_the_addresses_it_always_had(

@@ -93,8 +93,8 @@ async def test_a_signal_drains_and_nothing_is_left(workplace: Path) -> None:
     log = Path("runs/tiny/logs/queue.log")
     await until(lambda: log.exists() and "serving" in log.read_text())
     assert is_up(Path("runs/tiny"))
-    book = json.loads((workplace / "runs/tiny/mesh.json").read_text())
-    assert book["services"]["queue"]["port"] == 20999
+    mesh_file = json.loads((workplace / "runs/tiny/mesh.json").read_text())
+    assert mesh_file["services"]["queue"]["port"] == 20999
     process.send_signal(signal.SIGTERM)
     code, _, err = await ended(process)
     assert (code, err) == (

@@ -79,7 +79,7 @@ def rolling(queue: QueueClient, go: asyncio.Event) -> StageWorker:
     )
 
 
-async def until_told(actors: Actors, what: str) -> None:
+async def until_waits_for(actors: Actors, what: str) -> None:
     """Until `why_waiting` says so."""
     await waiting_entries(actors.queue, lambda wait: what in f"{wait.who}: {wait.what}")
 
@@ -97,7 +97,7 @@ async def test_a_stage_waits_for_space_and_writes_each_row_once(
         store.full = full
         go.set()
         who = "stage rollout" if full == "rows" else "everybody"
-        await until_told(actors, f"{who}: space in the store: no space for")
+        await until_waits_for(actors, f"{who}: space in the store: no space for")
         await asyncio.sleep(2.5)  # longer than a lease: renewals go on
         assert not working.done() and loop.stats.lost == 0
         store.full = ""
@@ -106,10 +106,10 @@ async def test_a_stage_waits_for_space_and_writes_each_row_once(
         await working
         assert loop.stats.written == ROWS and loop.stats.failed == 0
         assert await actors.resident() == {"pending": ROWS}
-        told = [
+        lines = [
             f"{waiting.who}: {waiting.what}" for waiting in await actors.queue.why_waiting("run")
         ]
-        assert not any("space" in line for line in told), told
+        assert not any("space" in line for line in lines), lines
     assert caplog.text.count("waiting for space, for 0 s now") >= 1
     assert "there is space again" in caplog.text
 
@@ -121,7 +121,7 @@ async def test_a_feeder_waits_for_space_no_longer_than_it_asked_to(tmp_path: Pat
         with pytest.raises(WaitTimeoutError, match="waiting for space"):
             await client.admit("run", given, cursor="", wait_s=0.2)
         feeding = asyncio.create_task(client.admit("run", given, cursor="", wait_s=PLENTY_S))
-        await until_told(actors, "feeder: space in the store")
+        await until_waits_for(actors, "feeder: space in the store")
         store.full = ""
         assert await feeding == ROWS
         assert await actors.resident() == {"queued": ROWS}
@@ -138,7 +138,7 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
         loop = rolling(client, go)
         store.full = "rows"
         working = asyncio.create_task(loop.run(grace_s=0.2))
-        await until_told(actors, "stage rollout")
+        await until_waits_for(actors, "stage rollout")
         store.full = "nothing"
         loop.drain()
         async with asyncio.timeout(PLENTY_S):

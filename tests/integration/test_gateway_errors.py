@@ -45,8 +45,8 @@ async def refusals(model: Path, requests: Mapping[str, Mapping[str, Any]]) -> di
 
     async def misuse(client: AsyncOpenAI, task: Any) -> None:
         async with httpx.AsyncClient(timeout=60) as http:
-            for name, asked in requests.items():
-                request = dict(asked)
+            for name, body in requests.items():
+                request = dict(body)
                 url = f"{client.base_url}{request.pop('path', 'chat/completions')}"
                 key = {"Authorization": f"Bearer {client.api_key}"}
                 headers = {**key, **request.pop("headers", {})}

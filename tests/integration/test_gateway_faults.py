@@ -135,10 +135,10 @@ async def test_a_client_that_hangs_up_aborts_its_request(talking_model: Path) ->
                 body = {"messages": [{"role": "user", "content": "x"}], "stream": stream}
                 key = {"Authorization": f"Bearer {client.api_key}"}
                 url = f"{client.base_url}chat/completions"
-                asking = asyncio.create_task(http.post(url, json=body, headers=key))
+                pending = asyncio.create_task(http.post(url, json=body, headers=key))
                 await until(lambda: len(engine.deltas) == count)  # noqa: B023
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
             await until(lambda: len(engine.left) == count)  # noqa: B023
         engine._engine.behave(Behaviour.ANSWER)
         await client.chat.completions.create(

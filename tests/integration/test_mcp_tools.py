@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self.workshop: Any = None
+        self.builder: Any = None
         self.tools: Any = None
 
     async def open(self, **options: Any) -> TaskTools:
@@ -43,8 +43,8 @@ class Bench:
         given = {"command": light} | options
         if "url" in given:
             del given["command"]
-        self.workshop = ToolBuilder(ToolsConfig(tools=[ToolConfig(**given)]))
-        self.tools = (await self.workshop.toolbox()).of(task(TOKENIZER))
+        self.builder = ToolBuilder(ToolsConfig(tools=[ToolConfig(**given)]))
+        self.tools = (await self.builder.toolbox()).of(task(TOKENIZER))
         return self.tools
 
     async def say(self, name: str, row: int = 0, **arguments: Any) -> str:
@@ -63,8 +63,8 @@ class Bench:
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     made = Bench(tmp_path / "log")
     yield made
-    if made.workshop is not None:
-        await made.workshop.close()
+    if made.builder is not None:
+        await made.builder.close()
     async with asyncio.timeout(120):
         for pid in map(int, made.noted("pid") + made.noted("child")):
             while runs(pid):  # noqa: ASYNC110 (not our child: its end has no event)
@@ -97,12 +97,12 @@ async def test_a_server_lists_its_tools_and_answers_calls(bench: Bench) -> None:
 async def test_rows_share_a_server_unless_it_is_stateful(bench: Bench) -> None:
     await bench.open()
     assert [await bench.say("tick", row) for row in (0, 1, 0)] == ["1", "2", "3"]
-    await bench.workshop.close()
+    await bench.builder.close()
     await bench.open(stateful=True)
     ticks = await asyncio.gather(*(bench.say("tick", row) for row in (0, 1)))
     assert ticks == ["1", "1"] and await bench.say("tick", 0) == "2"
     before = bench.noted("pid")
-    bench.workshop.release(Uid("run", "t0", 0))
+    bench.builder.release(Uid("run", "t0", 0))
     assert await bench.say("tick", 0) == "1" and await bench.say("tick", 1) == "2"
     assert len(bench.noted("pid")) == len(before) + 1
 
@@ -126,7 +126,7 @@ async def test_a_hanging_call_is_observed_and_a_hanging_server_is_a_fault(bench:
     await bench.open(timeout_s=0.2)
     assert await bench.say("wait") == "Error: wait timed out after 0.2 s"
     assert len(bench.noted("pid")) == 1  # the same server goes on
-    await bench.workshop.close()
+    await bench.builder.close()
     await bench.open(timeout_s=0.2, start_timeout_s=5)
     with pytest.raises(InfraError, match="does not answer any more"):
         await bench.say("stop")
@@ -245,4 +245,4 @@ async def test_a_server_over_http_may_disappear_and_return(bench: Bench) -> None
         await bench.say("add", a=1, b=2)
     async with http_server(bench.log, port):
         assert await bench.say("add", a=5, b=2) == "7"
-        await bench.workshop.close()
+        await bench.builder.close()

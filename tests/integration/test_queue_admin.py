@@ -16,7 +16,7 @@ from meshrl.cli import main, operator
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
-from meshrl.rpc.clients import queue_admin as wire
+from meshrl.rpc.clients import queue_admin as admin_client
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
@@ -145,7 +145,7 @@ async def test_a_queue_that_was_stopped_is_audited_from_its_store(mesh: Mesh) ->
 async def test_a_queue_of_another_format_is_refused(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "FORMAT", 99)
+    monkeypatch.setattr(admin_client, "FORMAT", 99)
     async with QueueAdminClient(mesh.server.address) as admin:
         with pytest.raises(UserError, match="this meshrl reads format 99"):
             await anext(admin.export())

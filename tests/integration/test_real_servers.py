@@ -205,12 +205,15 @@ class TestContract(EngineSuite):
 async def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: ServerEngine) -> None:
     model = tied(seed=3)  # not the checkpoint's weights: the update is part of what is compared
     await commit(engine, model, Version(1, 0))
-    asked = prompts(8)
+    generate_requests = prompts(8)
     answers = await all_of(
         engine,
-        [request(str(i), p, temperature=0.0, max_tokens=24) for i, p in enumerate(asked)],
+        [
+            request(str(i), p, temperature=0.0, max_tokens=24)
+            for i, p in enumerate(generate_requests)
+        ],
     )
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(generate_requests, answers, strict=True):
         expected = greedy(model, prompt, 24)
         assert answer.tokens.tolist()[: len(expected)] == expected
         forced = forced_logprobs(model, prompt, answer.tokens.tolist())
@@ -229,11 +232,12 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
         pytest.skip(f"{kind.name} cuts top-p before top-k, so it samples another distribution")
     model = tied(seed=3)
     await commit(engine, model, Version(1, 0))
-    asked = prompts(8)
+    generate_requests = prompts(8)
     answers = await all_of(
-        engine, [request(str(i), p, max_tokens=24, **sampling) for i, p in enumerate(asked)]
+        engine,
+        [request(str(i), p, max_tokens=24, **sampling) for i, p in enumerate(generate_requests)],
     )
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(generate_requests, answers, strict=True):
         forced = forced_logprobs(model, prompt, answer.tokens.tolist(), **sampling)
         np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
 
@@ -247,12 +251,14 @@ async def test_the_torch_engine_gives_the_same_greedy_answers(
     try:
         await twin.serve_checkpoint(Version(1, 0))
         await engine.serve_checkpoint(Version(1, 0))
-        asked = [
+        generate_requests = [
             request(str(i), p, temperature=0.0, max_tokens=24)
             for i, p in enumerate(prompts(8, seed=1))
         ]
         for ours, theirs in zip(
-            await all_of(engine, asked), await all_of(twin, asked), strict=True
+            await all_of(engine, generate_requests),
+            await all_of(twin, generate_requests),
+            strict=True,
         ):
             assert ours.tokens.tolist() == theirs.tokens.tolist()
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
@@ -282,7 +288,7 @@ async def test_a_response_ends_with_its_stop_token_or_the_token_that_completes_i
 
 async def _swapped(
     engine: ServerEngine,
-    asked: Sequence[Sequence[int]],
+    generate_requests: Sequence[Sequence[int]],
     models: tuple[Any, Any],
     step: int,
     on_update: OnUpdate,
@@ -291,12 +297,14 @@ async def _swapped(
     first, second = models
     await commit(engine, first, Version(1, step))
     # Answered before the swap, so that its prefixes are cached under the old weights.
-    await all_of(engine, [request(f"c{i}", p, max_tokens=40) for i, p in enumerate(asked)])
+    await all_of(
+        engine, [request(f"c{i}", p, max_tokens=40) for i, p in enumerate(generate_requests)]
+    )
     await engine.stage_weights(*pack(second, Version(1, step + 1)))
     before = engine.stats().tokens_generated
     running = [
         asyncio.create_task(sample(engine, request(str(i), p, temperature=0.0, max_tokens=SWAPPED)))
-        for i, p in enumerate(asked)
+        for i, p in enumerate(generate_requests)
     ]
     while engine.stats().tokens_generated < before + SLOTS * 30:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -309,13 +317,13 @@ async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_we
     engine: ServerEngine, on_update: OnUpdate
 ) -> None:
     first, second = tied(seed=1), tied(seed=2)
-    asked = prompts(SLOTS, seed=5)
+    generate_requests = prompts(SLOTS, seed=5)
     # On a busy machine responses may end before the update begins: they say nothing, and the next ones may.
     for step in range(0, 10, 2):
-        answers = await _swapped(engine, asked, (first, second), step, on_update)
+        answers = await _swapped(engine, generate_requests, (first, second), step, on_update)
         if all(len(answer.spans) > 1 for answer in answers):
             break
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(generate_requests, answers, strict=True):
         versions = [span.version for span in answer.spans]
         assert versions == [Version(1, step), Version(1, step + 1)]
         assert (answer.spans[0].start, answer.spans[-1].end) == (0, SWAPPED)
@@ -329,8 +337,10 @@ async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_we
             assert np.abs(answer.logprobs[:border] - new[:border]).max() > 1e-2
         else:
             assert_goes_on_with_the_old_cache((first, second), prompt, answer)
-    later = await all_of(engine, [request(f"c{i}", p, max_tokens=40) for i, p in enumerate(asked)])
-    for prompt, answer in zip(asked, later, strict=True):
+    later = await all_of(
+        engine, [request(f"c{i}", p, max_tokens=40) for i, p in enumerate(generate_requests)]
+    )
+    for prompt, answer in zip(generate_requests, later, strict=True):
         forced = forced_logprobs(second, prompt, answer.tokens.tolist())
         np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
 

@@ -88,7 +88,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return made
 
 
-def asked(**changes: Any) -> Task:
+def turns_task(**changes: Any) -> Task:
     return replace(one_task(TOKENIZER), run=RUN, program="tools", **changes)
 
 
@@ -118,7 +118,7 @@ async def worker_of(
         await programs.close()
 
 
-async def kept(worker: RolloutWorker, tokens: int) -> None:
+async def until_saved(worker: RolloutWorker, tokens: int) -> None:
     """Wait until the queue has so many."""
     assert worker.checkpointer is not None
     async with asyncio.timeout(120):
@@ -153,7 +153,7 @@ def observed(text: str) -> str:
 async def test_a_row_that_moves_in_a_later_turn_keeps_turns_and_results(
     queue: TransferQueue, gate: Gate
 ) -> None:
-    await open_run(queue, [asked()], max_attempts=1)
+    await open_run(queue, [turns_task()], max_attempts=1)
     first = Policy(FIRST, halt_in="/2")
     async with worker_of(queue, first, "w0") as worker:
         async with asyncio.timeout(120):
@@ -179,7 +179,7 @@ async def test_a_row_that_moves_in_a_later_turn_keeps_turns_and_results(
 async def test_a_row_that_moves_during_a_call_repeats_that_call_and_no_other(
     queue: TransferQueue, gate: Gate
 ) -> None:
-    await open_run(queue, [asked()], max_attempts=1)
+    await open_run(queue, [turns_task()], max_attempts=1)
     gate.open = False
     first = Policy(FIRST)
     async with worker_of(queue, first, "w0"):
@@ -206,7 +206,7 @@ async def test_stateful_tools_are_called_again_and_their_results_decide_whether_
 
     monkeypatch.setattr(some_tools, "add", add)
     tools = [{"function": f"{HERE}.add", "stateful": True}, f"{HERE}.gate"]
-    await open_run(queue, [asked()], max_attempts=1)
+    await open_run(queue, [turns_task()], max_attempts=1)
     first = Policy(FIRST, halt_in="/2")
     async with worker_of(queue, first, "w0", tools=tools):
         async with asyncio.timeout(120):
@@ -230,7 +230,7 @@ async def test_a_row_whose_tools_return_other_results_is_not_saved_any_more(
     queue: TransferQueue, gate: Gate
 ) -> None:
     """A recipe that has changed: the prompt tells of other tools."""
-    await open_run(queue, [asked()], max_attempts=1)
+    await open_run(queue, [turns_task()], max_attempts=1)
     first = Policy(FIRST, halt_in="/2")
     async with worker_of(queue, first, "w0"):
         async with asyncio.timeout(120):
@@ -252,14 +252,14 @@ async def test_versions_change_between_turns(queue: TransferQueue, gate: Gate) -
         return await moved()
 
     some_tools.gate = gate_and_update  # type: ignore[attr-defined]
-    await open_run(queue, [asked()])
+    await open_run(queue, [turns_task()])
     tools = [f"{HERE}.add", {"function": f"{HERE}.gate", "name": "gate"}]
     row = await row_of(queue, policy, tools=tools)
     assert [version for _, version in pieces(row)] == [None, FIRST, None, FIRST, None, NEXT]
 
 
 async def test_a_broken_tool_is_a_fault_of_the_row_and_never_a_reward(queue: TransferQueue) -> None:
-    await open_run(queue, [asked()], max_attempts=2)
+    await open_run(queue, [turns_task()], max_attempts=2)
     policy = Scripted(
         TOKENIZER,
         [f'<tool_call>{{"name": "fail", "arguments": {{"how": "infra"}}}}</tool_call>{END}'],
@@ -275,9 +275,9 @@ async def test_the_echo_engine_runs_the_program_too(queue: TransferQueue, tmp_pa
     engine = echo.build({"tokens_per_s": 100_000}, model=tmp_path, slots=4)
     await engine.start()
     await commit(engine)
-    await open_run(queue, [asked()])
+    await open_run(queue, [turns_task()])
     row = await row_of(queue, engine, tools=[f"{HERE}.add"])
     await engine.close()
     half = row.prompt_length
-    assert half > len(asked().prompt_ids)
+    assert half > len(turns_task().prompt_ids)
     assert row.tokens[half:].tolist() == row.tokens[:half].tolist()[: len(row.tokens) - half]

@@ -298,7 +298,7 @@ class SteppingTrainer:
         self.total = total
         self.step = 0
         self.stopped = ""
-        self.asked: asyncio.Queue[float] = asyncio.Queue()
+        self.deadlines: asyncio.Queue[float] = asyncio.Queue()
         self.at_the_end = asyncio.Event()
         self.saved = asyncio.Event()
 
@@ -328,7 +328,7 @@ class SteppingTrainer:
         self.stopped = reason
 
     async def save_checkpoint(self, *, wait_s: float) -> int:
-        self.asked.put_nowait(wait_s)
+        self.deadlines.put_nowait(wait_s)
         try:
             async with asyncio.timeout(wait_s):
                 await self.saved.wait()
@@ -354,11 +354,11 @@ async def test_a_long_wait_is_cut_into_polls(monkeypatch: pytest.MonkeyPatch) ->
     async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as client:
         with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
             await client.save_checkpoint(wait_s=0.2)
-        polls = trainer.asked.qsize()
+        polls = trainer.deadlines.qsize()
         assert polls > 2
         waiting = asyncio.create_task(client.save_checkpoint(wait_s=60))
         for _ in range(polls + 3):
-            assert await trainer.asked.get() <= 0.05
+            assert await trainer.deadlines.get() <= 0.05
         trainer.saved.set()
         assert await waiting == 0
 

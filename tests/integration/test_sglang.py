@@ -112,8 +112,8 @@ async def test_rows_are_leased_by_the_tokens_that_the_servers_cache_holds(make: 
     assert engine.stats().capacity == 8000 // (2 * LONG)  # nothing is known but what may be asked
     await commit(engine, 1)
     await sample(engine, ask("short", max_tokens=90))
-    asked = len(ask("short", max_tokens=90).prompt_ids) + 90
-    assert engine.stats().capacity == min(64, 8000 // asked)
+    total = len(ask("short", max_tokens=90).prompt_ids) + 90
+    assert engine.stats().capacity == min(64, 8000 // total)
 
 
 async def test_slots_are_the_bound_if_the_server_does_not_report_its_cache(make: Maker) -> None:

@@ -66,9 +66,9 @@ async def test_nonsense_is_answered_with_what_would_be_right(tmp_path: Path, lin
         with short_path(tmp_path) as path:
             reader, writer = await asyncio.open_unix_connection(path)
         writer.write(line)
-        told = json.loads(await reader.readline())
+        answer = json.loads(await reader.readline())
         writer.close()
-    assert told["error"]["code"] == "user" and "echo, refuse" in told["error"]["message"]
+    assert answer["error"]["code"] == "user" and "echo, refuse" in answer["error"]["message"]
 
 
 async def test_a_client_that_leaves_or_says_nothing_holds_up_nobody(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ async def test_an_up_that_ends_in_the_middle_is_unavailable(tmp_path: Path) -> N
         return {}
 
     async with control_socket(tmp_path, {"never": never}):
-        asking = asyncio.create_task(ask_up(tmp_path, "never", timeout_s=30))
+        pending = asyncio.create_task(ask_up(tmp_path, "never", timeout_s=30))
         await begun.wait()
     with pytest.raises(UnavailableError, match="has it ended"):
-        await asking
+        await pending

@@ -78,7 +78,7 @@ async def commit(engine: ServerEngine, model: Any, version: Version, dtype: str)
     await engine.commit_weights(version, OnUpdate.DRAIN)
 
 
-async def told(engine: ServerEngine) -> Any:
+async def plugin_report(engine: ServerEngine) -> Any:
     async with httpx.AsyncClient(trust_env=False) as http:
         return (await http.get(f"{engine.url}/fake")).json()
 
@@ -109,7 +109,7 @@ async def test_every_byte_arrives_in_every_worker_also_after_the_root_was_killed
     for dtype, version in (("float32", FIRST), ("bfloat16", SECOND)):
         await commit(engine, model_of(version.step), version, dtype)
         assert engine.version == version
-        found = await told(engine)
+        found = await plugin_report(engine)
         assert found["hashes"] == hashes(model_of(version.step), dtype)
     start = ["weight_info", "get_world_size", "init_weight_transfer_engine", "models", "metrics"]
     update = ["pause", "start_weight_update", "update_weights", "finish_weight_update"]
@@ -119,7 +119,7 @@ async def test_every_byte_arrives_in_every_worker_also_after_the_root_was_killed
     os.kill(root.pid, signal.SIGKILL)
     await root._process.wait()
     await commit(engine, model_of(2), THIRD, "bfloat16")
-    found = await told(engine)
+    found = await plugin_report(engine)
     assert found["hashes"] == hashes(model_of(2), "bfloat16")
     assert found["calls"] == start + 2 * update + start[1:3] + update
     await engine.close()
@@ -134,7 +134,7 @@ async def test_an_error_of_the_server_ends_a_broadcast_that_waits_for_it(make: A
         await commit(engine, model_of(1), FIRST, "float32")
     # The server is half loaded: its successor, and a communicator of its own, take the next version.
     await commit(engine, model_of(2), SECOND, "float32")
-    assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
+    assert (await plugin_report(engine))["hashes"] == hashes(model_of(2), "float32")
 
 
 async def test_a_server_that_never_answers_is_abandoned_at_the_deadline(make: Any) -> None:
@@ -148,7 +148,7 @@ async def test_a_server_that_dies_between_two_buckets_comes_back(make: Any) -> N
     with pytest.raises(InfraError, match=r"loading weights 1\.0 failed in vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
     await commit(engine, model_of(2), SECOND, "float32")
-    assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
+    assert (await plugin_report(engine))["hashes"] == hashes(model_of(2), "float32")
 
 
 async def test_a_root_that_stops_in_a_broadcast_is_killed_and_the_server_replaced(
@@ -162,7 +162,7 @@ async def test_a_root_that_stops_in_a_broadcast_is_killed_and_the_server_replace
         await commit(engine, model_of(1), FIRST, "float32")
     await gone([int(stopped.read_text())])
     await commit(engine, model_of(2), SECOND, "float32")
-    assert (await told(engine))["hashes"] == hashes(model_of(2), "float32")
+    assert (await plugin_report(engine))["hashes"] == hashes(model_of(2), "float32")
 
 
 async def test_a_server_without_the_backend_is_found_at_the_start(make: Any) -> None:

@@ -155,9 +155,11 @@ async def consume(queue: Queue, plan: Plan, moods: random.Random) -> None:
         except EndOfDataError:
             break
         await queue.fetch(RUN, [row.uid for row in batch.rows], ALL_COLUMNS)
-        kept = await _filter(queue, epoch, batch)
+        remaining = await _filter(queue, epoch, batch)
         with plan.lineage.open("a") as lineage:
-            lineage.write(json.dumps({"step": step, "rows": [str(uid) for uid in kept]}) + "\n")
+            lineage.write(
+                json.dumps({"step": step, "rows": [str(uid) for uid in remaining]}) + "\n"
+            )
         await queue.settle(RUN, epoch=epoch, step=step, batch_id=batch.batch_id)
         step += 1
         await queue.publish(RUN, Version(epoch, step))
@@ -187,14 +189,14 @@ async def _take(queue: Queue, epoch: int, step: int, moods: random.Random) -> Ba
 
 async def _filter(queue: Queue, epoch: int, batch: Batch) -> list[Uid]:
     """The rows that are learned: a task is filtered whenever it comes, or never."""
-    kept: list[Uid] = []
+    remaining: list[Uid] = []
     for task, rows in groupby(batch.rows, key=lambda row: row.group):
         uids = [row.uid for row in rows]
         if zlib.crc32(task.encode()) % FILTERED_OF:
-            kept += uids
+            remaining += uids
         else:
             await queue.filter(RUN, epoch=epoch, uids=uids, reason="unlucky")
-    return kept
+    return remaining
 
 
 async def _save(queue: Queue, plan: Plan, epoch: int, step: int) -> None:

@@ -36,10 +36,10 @@ def _admit(run: str, tasks: Sequence[Task], **rest: Any) -> Facts:
 
 
 def _write(run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> Facts:
-    told = [
+    row_facts = [
         [str(row.uid), token_of[row.uid], content(row.columns, list(row.columns))] for row in rows
     ]
-    return {"stage": stage, "rows": told}
+    return {"stage": stage, "rows": row_facts}
 
 
 def _lease(runs: Sequence[str], stage: str, **rest: Any) -> Facts:
@@ -70,7 +70,7 @@ def _step(run: str, **facts: Any) -> Facts:
     return {name: facts[name] for name in ("epoch", "step", "batch_id") if name in facts}
 
 
-def told_ledger(ledger: Ledger) -> Facts:
+def ledger_facts(ledger: Ledger) -> Facts:
     """A ledger as JSON, without zeros."""
 
     def counts(part: Mapping[str, int]) -> dict[str, int]:
@@ -101,7 +101,7 @@ TOLD: Final[Mapping[str, tuple[Callable[..., Facts], Callable[[Any], Facts]]]] =
     "commit": (_step, _nothing),
     "rewind": (_step, lambda rows: {"rows": rows}),
     "acquire": (_nothing, lambda state: {"epoch": state.epoch}),
-    "ledger": (_nothing, told_ledger),
+    "ledger": (_nothing, ledger_facts),
     "close_feed": (_nothing, _nothing),
 }
 """By verb: what is written down of the question, and of the answer. Other verbs change no row's life."""

@@ -13,7 +13,7 @@ from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue, shard_list
 
 from .bugs import planted
 from .plan import RUN, Plan
-from .recorded import told_ledger
+from .recorded import ledger_facts
 
 
 async def opened(plan: Plan, number: int) -> ShardQueue:
@@ -58,9 +58,9 @@ async def look(plan: Plan) -> None:
         await queue.close()
     for shard in shards:
         await shard.close()
-    told = {
-        "ledger": told_ledger(ledger),
+    report = {
+        "ledger": ledger_facts(ledger),
         "cursor": state.cursor,
         "admitted": [part.admitted for part in parts],
     }
-    plan.final.write_text(json.dumps(told))
+    plan.final.write_text(json.dumps(report))

@@ -158,8 +158,8 @@ def test_the_ledger_of_a_run_that_has_ended_is_read_from_its_queue(run: Run) -> 
 
     (directory / "queue").mkdir()
     asyncio.run(leave_a_row())
-    told = json.loads(run("ledger", "--json").out)["demo"]
-    assert (told["admitted"], told["resident"]["queued"], told["balanced"]) == (8, 8, True)
+    ledger = json.loads(run("ledger", "--json").out)["demo"]
+    assert (ledger["admitted"], ledger["resident"]["queued"], ledger["balanced"]) == (8, 8, True)
     assert run("dead-letters").out == "no row was given up\n"
 
 

@@ -68,8 +68,8 @@ def test_the_supervisor_knows_why_a_worker_went() -> None:
 def test_json_tells_of_members_that_do_not_answer() -> None:
     member = from_coordinator(replica("rollout-0", ReplicaState.SUSPECT))
     view = FleetView(run="r", epoch=1, committed=Version(1, 3), proposed=None, replicas=())
-    told = membership_json(Membership(view=view, members={"rollout-0": member}))
-    assert (told["run"], told["committed"], told["proposed"]) == ("r", "1.3", None)
-    (one,) = told["members"]
+    report = membership_json(Membership(view=view, members={"rollout-0": member}))
+    assert (report["run"], report["committed"], report["proposed"]) == ("r", "1.3", None)
+    (one,) = report["members"]
     assert (one["state"], one["version"], one["answers"]) == ("SUSPECT", "1.3", False)
     assert "breaker" not in one

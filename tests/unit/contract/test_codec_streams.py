@@ -51,8 +51,8 @@ def test_admitted_tasks_come_back(
 
 
 def test_an_admitted_task_is_packed_as_it_came_and_one_made_from_it_is_not() -> None:
-    asked = Task(run="r", task_id="t", prompt_ids=np.arange(3, dtype=np.int32))
-    call = codec.AdmitCall(run="r", tasks=(asked,), cursor="", wait_s=0.0)
+    sent = Task(run="r", task_id="t", prompt_ids=np.arange(3, dtype=np.int32))
+    call = codec.AdmitCall(run="r", tasks=(sent,), cursor="", wait_s=0.0)
     messages = over_the_network(codec.encode_admit(call))
     messages[0].tasks[0].ground_truth_json = '{"a":1}'
     (task,) = codec.decode_admit(messages).tasks
@@ -222,6 +222,6 @@ def test_a_frame_of_rows_that_nobody_asked_for_is_refused() -> None:
 
 def test_fetched_rows_must_be_the_rows_asked_for() -> None:
     group = PayloadGroup(task="t", indices=(0,), attempts=(0,))
-    asked = GroupRows(task="t", indices=(1,), attempts=(0,))
+    sent = GroupRows(task="t", indices=(1,), attempts=(0,))
     with pytest.raises(UserError, match="not the ones"):
-        codec.decode_fetched(list(codec.encode_fetched([group])), [asked])
+        codec.decode_fetched(list(codec.encode_fetched([group])), [sent])

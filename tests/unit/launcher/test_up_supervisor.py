@@ -421,8 +421,8 @@ async def test_lives_in_which_nothing_got_done_are_failures_however_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("meshrl.launcher.supervisor.QUICK_S", 0.0)
-    fruitless = f"import sys; print('error: the engine fails'); sys.exit({Exit.NO_PROGRESS})"
-    verdict = await Supervisor([process("rollout-0", fruitless, fleet="rollout")], Log()).run()
+    no_progress = f"import sys; print('error: the engine fails'); sys.exit({Exit.NO_PROGRESS})"
+    verdict = await Supervisor([process("rollout-0", no_progress, fleet="rollout")], Log()).run()
     assert (verdict.code, verdict.line) == (
         Exit.FAILED,
         "rollout-0 failed 3 times in a row; it last said: error: the engine fails",

@@ -70,10 +70,10 @@ def scores_of(results: Sequence[Score]) -> list[float]:
 
 async def test_scores_come_back_in_order_with_their_uids_and_the_hash(make: Make) -> None:
     judge = make(HEAD + "    return float(solution_str)\n", workers=2)
-    asked = [sample(str(n), n) for n in range(300)]
-    results = await judge.score(asked)
+    batch = [sample(str(n), n) for n in range(300)]
+    results = await judge.score(batch)
     assert scores_of(results) == [float(n) for n in range(300)]
-    assert [r.uid for r in results] == [s.uid for s in asked]
+    assert [r.uid for r in results] == [s.uid for s in batch]
     assert {r.reward_hash for r in results} == {judge.reward_hash}
     assert os.getpid() not in judge.pids
 
@@ -216,8 +216,8 @@ async def test_fast_samples_do_not_wait_for_a_slow_one(make: Make) -> None:
     await asyncio.gather(slow, return_exceptions=True)
 
 
-async def _score(judge: PoolJudge, asked: list[Sample]) -> Sequence[Score]:
-    return await judge.score(asked)
+async def _score(judge: PoolJudge, batch: list[Sample]) -> Sequence[Score]:
+    return await judge.score(batch)
 
 
 async def test_async_functions_run_side_by_side(make: Make) -> None:

@@ -32,7 +32,7 @@ class Server:
 
     def __init__(self) -> None:
         self.handler: Handler = lambda path, body: (200, 1)
-        self.asked: list[tuple[str, Any, dict[str, str]]] = []
+        self.requests: list[tuple[str, Any, dict[str, str]]] = []
         self.url = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,7 +42,7 @@ class Server:
                 headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
                 body = json.loads(await reader.readexactly(int(headers["content-length"])))
                 path = head[0].split()[1]
-                self.asked.append((path, body, headers))
+                self.requests.append((path, body, headers))
                 status, answer = self.handler(path, body)
                 if status == 0:
                     await asyncio.sleep(3600)
@@ -104,7 +104,7 @@ async def test_an_http_judge_gets_the_sample_and_gives_a_score(
     assert (first.outcome, first.score) == (Outcome.OK, 2.0)
     assert first.components == {"http": 2.0, "http.kind": 2.0}
     assert second.score == 2.0
-    path, body, headers = server.asked[0]
+    path, body, headers = server.requests[0]
     assert (path, headers["authorization"]) == ("/judge", "bearer secret")
     assert body["messages"] == [{"role": "user", "content": "3 + 4 = {response}?"}]
     assert body["ground_truth"] == "7"
@@ -128,7 +128,7 @@ async def test_an_answer_that_is_no_score_is_a_fault_and_not_retried(
     (score,) = await scored(config("http", server.url), sample("x"))
     assert score.outcome is Outcome.INFRA_FAULT
     assert expected in score.reason
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 async def test_temporary_failures_are_retried(server: Server) -> None:
@@ -159,7 +159,7 @@ async def test_an_open_circuit_sends_nothing_until_one_probe_succeeds(server: Se
     judge = build_judge(config("http", server.url, guard, concurrency=1))
     try:
         down = await judge.score([sample("x", n) for n in range(10)])
-        assert len(server.asked) == 3
+        assert len(server.requests) == 3
         assert {s.outcome for s in down} == {Outcome.INFRA_FAULT}
         assert "failed 3 times in a row: it is not called for" in down[9].reason
         server.handler = lambda path, body: (200, 1)
@@ -184,7 +184,7 @@ async def test_a_pooling_server_is_asked_as_vllm_wants_it(server: Server) -> Non
     )
     (score,) = await scored(config("pooling", server.url, model="rm"), sample("seven"))
     assert (score.outcome, score.score) == (Outcome.OK, -1.5)
-    path, body, _ = server.asked[0]
+    path, body, _ = server.requests[0]
     assert path == "/classify"
     assert body["messages"][-1] == {"role": "assistant", "content": "seven"}
     assert body["use_activation"] is False
@@ -206,7 +206,7 @@ async def test_a_language_model_grades_and_its_last_score_counts(server: Server)
         config("generative", server.url + "/v1", model="m"), sample("{prompt} 7")
     )
     assert (score.outcome, score.score) == (Outcome.OK, 0.8)
-    path, body, _ = server.asked[0]
+    path, body, _ = server.requests[0]
     assert path == "/v1/chat/completions"
     text = body["messages"][0]["content"]
     assert "Question:\n3 + 4 = {response}?" in text

@@ -272,11 +272,11 @@ async def test_a_version_gets_the_limits_that_it_asks_for(opened: Open) -> None:
     registry = await opened()
     source = "import time\n" + HEAD + "    time.sleep(float(solution_str))\n    return 1\n"
     plain = await registry.submit("ann", constant(1, source=source))
-    asked = await registry.submit("ann", constant(1, source=source, limits={"deadline_s": 0.2}))
-    assert plain.manifest.hash != asked.manifest.hash  # the limits are part of the version
+    limited = await registry.submit("ann", constant(1, source=source, limits={"deadline_s": 0.2}))
+    assert plain.manifest.hash != limited.manifest.hash  # the limits are part of the version
     registry = await opened(restart=True)
     (score,) = await registry.score("reward", "", [sample("30")])
-    assert (score.outcome, score.reward_hash) == (Outcome.TIMEOUT, asked.manifest.hash)
+    assert (score.outcome, score.reward_hash) == (Outcome.TIMEOUT, limited.manifest.hash)
     assert score.reason.startswith("no score after 0.2 s")
     assert await registry.score("reward", plain.manifest.hash, [sample("0.3")])
 

@@ -25,14 +25,14 @@ from .test_torch_engine import Letters
 PROMPT = [3, 4, 5]
 
 
-def after(asked: GenerateRequest, tokens: Sequence[int]) -> GenerateRequest:
+def after(full_request: GenerateRequest, tokens: Sequence[int]) -> GenerateRequest:
     """`asked` once it has `tokens`."""
     delta = GenerateDelta(
         tokens=np.array(tokens, dtype=np.int32),
         logprobs=np.zeros(len(tokens), dtype=np.float32),
         version=FIRST,
     )
-    return continuation(asked, [delta])
+    return continuation(full_request, [delta])
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ async def test_draws_do_not_depend_on_where_a_continuation_began(
 ) -> None:
     first = await make_engine(qwen3.path, eos_token_ids=[])
     second = await make_engine(qwen3.path, eos_token_ids=[])
-    asked = request("a", PROMPT, max_tokens=60, **how)
-    whole = await sample(first, asked)
+    full_request = request("a", PROMPT, max_tokens=60, **how)
+    whole = await sample(first, full_request)
     for cut in (1, 17, 59):
-        rest = await sample(second, after(asked, whole.tokens[:cut]))
+        rest = await sample(second, after(full_request, whole.tokens[:cut]))
         assert rest.tokens.tolist() == whole.tokens[cut:].tolist()
         np.testing.assert_allclose(rest.logprobs, whole.logprobs[cut:], atol=1e-4)
         assert rest.finish_reason == "length"
@@ -62,12 +62,12 @@ async def test_a_stop_string_may_begin_before_the_cut_and_end_after_it(
     text = Letters().decode(free.tokens)
     crossing = text[11:15]  # from the last letter of token 5 to the first of token 7
     end = (text.index(crossing) + 3) // 2 + 1
-    asked = request("a", PROMPT, max_tokens=30, stop=("##", crossing))
+    full_request = request("a", PROMPT, max_tokens=30, stop=("##", crossing))
     for cut in (end - 2, end - 1):
-        rest = await sample(engine, after(asked, free.tokens[:cut]))
+        rest = await sample(engine, after(full_request, free.tokens[:cut]))
         assert rest.tokens.tolist() == free.tokens[cut:end].tolist()
         assert rest.finish_reason == "stop"
-    ended = await sample(engine, after(asked, free.tokens[:end]))
+    ended = await sample(engine, after(full_request, free.tokens[:end]))
     assert (ended.tokens.tolist(), ended.finish_reason) == ([], "stop")
 
 
@@ -75,11 +75,11 @@ async def test_a_response_that_has_ended_already_gets_only_its_finish_reason(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, max_model_len=30, eos_token_ids=[9])
-    asked = request("a", PROMPT, max_tokens=100, stop_token_ids=(11,))
+    full_request = request("a", PROMPT, max_tokens=100, stop_token_ids=(11,))
     ends = {"stop": [[7, 9], [7, 11]], "length": [[7] * 27]}
     for reason, prefixes in ends.items():
         for tokens in prefixes:
-            answer = await sample(engine, after(asked, tokens))
+            answer = await sample(engine, after(full_request, tokens))
             assert (answer.tokens.tolist(), answer.finish_reason) == ([], reason)
     short = request("a", PROMPT, max_tokens=2)
     assert (await sample(engine, after(short, [7, 8]))).finish_reason == "length"
@@ -116,28 +116,28 @@ async def test_continued_and_new_requests_share_a_batch(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, slots=4, eos_token_ids=[])
-    asked = [request(str(i), PROMPT, max_tokens=20 + i, seed=i) for i in range(8)]
-    whole = [await sample(engine, each) for each in asked]
-    some = [after(asked[i], whole[i].tokens[: 5 * (i % 3)]) for i in range(8)]
+    full_request = [request(str(i), PROMPT, max_tokens=20 + i, seed=i) for i in range(8)]
+    whole = [await sample(engine, each) for each in full_request]
+    some = [after(full_request[i], whole[i].tokens[: 5 * (i % 3)]) for i in range(8)]
     answers = await asyncio.gather(*(sample(engine, each) for each in some))
     for i, (answer, undisturbed) in enumerate(zip(answers, whole, strict=True)):
         assert answer.tokens.tolist() == undisturbed.tokens[5 * (i % 3) :].tolist()
 
 
-def server_request(asked: GenerateRequest) -> ServerRequest:
+def server_request(full_request: GenerateRequest) -> ServerRequest:
     checkpoint = CheckpointFacts(
         **{field: None for field in CheckpointFacts.__dataclass_fields__}
         | {"vocab_size": 61, "eos_token_ids": (2,)}
     )
-    return read_request(asked, ServerConfig(), checkpoint, max_length=30, finds_strings=True)
+    return read_request(full_request, ServerConfig(), checkpoint, max_length=30, finds_strings=True)
 
 
 def test_the_request_for_the_rest_of_a_response_has_another_seed() -> None:
-    asked = request("a", PROMPT, max_tokens=20, seed=3)
-    whole, rest = server_request(asked), server_request(after(asked, [7, 8]))
+    full_request = request("a", PROMPT, max_tokens=20, seed=3)
+    whole, rest = server_request(full_request), server_request(after(full_request, [7, 8]))
     assert (whole.max_tokens, rest.max_tokens) == (20, 18)
-    assert whole.seed != rest.seed == server_request(after(asked, [9, 9])).seed
-    assert server_request(after(asked, [9] * 27)).max_tokens == 0
+    assert whole.seed != rest.seed == server_request(after(full_request, [9, 9])).seed
+    assert server_request(after(full_request, [9] * 27)).max_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_a_server_is_not_asked_for_a_response_that_has_ended(
     tokens: list[int], reason: str
 ) -> None:
     text = Letters().decode([10, 11])[1:3]
-    asked = after(request("a", PROMPT, max_tokens=20, stop=(text,)), tokens)
+    full_request = after(request("a", PROMPT, max_tokens=20, stop=(text,)), tokens)
     strings = StopStrings((text,), Letters(), {})
-    assert ended_before(asked, server_request(asked), strings) == reason
+    assert ended_before(full_request, server_request(full_request), strings) == reason
 
 
 def test_a_stop_string_that_began_before_the_continuation_is_found() -> None:

@@ -32,13 +32,13 @@ def task(**sampling: Any) -> Task:
     return Task(run="run", task_id="t0", prompt_ids=PROMPT, sampling=how)
 
 
-async def talk(engine: Generator, asked: Task) -> Trajectory:
-    budget = Budget.of(asked, turn_tokens=12, turns=4)
+async def talk(engine: Generator, row_task: Task) -> Trajectory:
+    budget = Budget.of(row_task, turn_tokens=12, turns=4)
     conversation = Conversation(UID, Words(), PROMPT, budget=budget)
     for observation in OBSERVATIONS:
-        await conversation.sample(engine, asked.sampling)
+        await conversation.sample(engine, row_task.sampling)
         assert conversation.observe_tokens(observation)
-    await conversation.sample(engine, asked.sampling)
+    await conversation.sample(engine, row_task.sampling)
     return conversation.rollout().trajectory
 
 
@@ -61,8 +61,8 @@ def checkpoint_of(row: Trajectory, length: int) -> Columns:
     }
 
 
-def leased(asked: Task, prefix: Columns) -> LeasedRow:
-    return LeasedRow(uid=UID, token=1, task=asked, columns={}, delivery=2, prefix=prefix)
+def leased(row_task: Task, prefix: Columns) -> LeasedRow:
+    return LeasedRow(uid=UID, token=1, task=row_task, columns={}, delivery=2, prefix=prefix)
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"temperature": 0.8, "top_k": 20}])
@@ -70,8 +70,8 @@ async def test_a_row_is_the_same_wherever_its_checkpoint_ends(
     qwen3: Checkpoint, make_engine: EngineMaker, how: dict[str, Any]
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
-    asked = task(**how)
-    whole = await talk(engine, asked)
+    row_task = task(**how)
+    whole = await talk(engine, row_task)
     turns = [12, 15, 27, 28, 40, 42]
     assert (
         whole.loss_mask[len(PROMPT) :].tolist()
@@ -89,7 +89,8 @@ async def test_a_row_is_the_same_wherever_its_checkpoint_ends(
     for cut in (5, *turns, 20, 33, 53, 54):
         checkpoints = checkpointer()
         row = await talk(
-            ResumableGenerator(engine, checkpoints, leased(asked, checkpoint_of(whole, cut))), asked
+            ResumableGenerator(engine, checkpoints, leased(row_task, checkpoint_of(whole, cut))),
+            row_task,
         )
         assert row.tokens.tolist() == whole.tokens.tolist(), cut
         assert row.loss_mask.tolist() == whole.loss_mask.tolist()
@@ -103,15 +104,15 @@ async def test_the_checkpoint_of_another_course_of_the_conversation_is_not_conti
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
-    asked = task()
-    whole = await talk(engine, asked)
+    row_task = task()
+    whole = await talk(engine, row_task)
     prefix = dict(checkpoint_of(whole, 54))
     prefix["tokens"] = prefix["tokens"].copy()
     prefix["tokens"][13] += 1  # another observation after the first turn
     prefix["versions"] = prefix["versions"].copy()
     prefix["versions"][:12] = (1, 1)
     checkpoints = checkpointer()
-    row = await talk(ResumableGenerator(engine, checkpoints, leased(asked, prefix)), asked)
+    row = await talk(ResumableGenerator(engine, checkpoints, leased(row_task, prefix)), row_task)
     assert row.tokens.tolist() == whole.tokens.tolist()
     first, second = row.spans[:2]
     assert (first.version, second.version) == (Version(1, 1), FIRST)
@@ -122,11 +123,11 @@ async def test_two_requests_at_once_end_the_recording(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
-    asked = task()
+    row_task = task()
     checkpoints = checkpointer()
-    generator = ResumableGenerator(engine, checkpoints, leased(asked, {}))
-    conversation = Conversation(UID, Words(), PROMPT, budget=Budget.of(asked))
-    request = conversation.request(asked.sampling)
+    generator = ResumableGenerator(engine, checkpoints, leased(row_task, {}))
+    conversation = Conversation(UID, Words(), PROMPT, budget=Budget.of(row_task))
+    request = conversation.request(row_task.sampling)
     first = generator.generate(request)
     await anext(first)
     assert checkpoints.keeps(UID)

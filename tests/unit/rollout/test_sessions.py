@@ -328,9 +328,9 @@ async def test_a_request_whose_client_disconnects_adds_nothing_to_the_row(
     engine = Scripted(tokenizer, "never heard", "heard")
     session = session_of(tokenizer, engine)
     engine.go.clear()
-    asking = session.ask(SessionRequest(messages=(user("x"),)))
-    await anext(asking)
-    await asking.aclose()
+    pending = session.ask(SessionRequest(messages=(user("x"),)))
+    await anext(pending)
+    await pending.aclose()
     assert engine.aborted == 1
     engine.go.set()
     await say(session, user("x"))
@@ -343,11 +343,11 @@ async def test_closing_aborts_running_requests_and_refuses_new_ones(
     engine = Scripted(tokenizer, "never heard")
     session = session_of(tokenizer, engine)
     engine.go.clear()
-    asking = session.ask(SessionRequest(messages=(user("x"),)))
-    await anext(asking)
+    pending = session.ask(SessionRequest(messages=(user("x"),)))
+    await anext(pending)
     await session.close("it is late")
     with pytest.raises(SessionEndedError, match="it is late"):
-        await anext(asking)
+        await anext(pending)
     with pytest.raises(SessionEndedError, match="it is late"):
         session.ask(SessionRequest(messages=(user("x"),)))
     assert engine.aborted == 1

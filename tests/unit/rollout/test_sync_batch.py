@@ -70,12 +70,12 @@ async def test_a_cancelled_program_blocks_no_other(engine: echo.EchoEngine) -> N
         finally:
             batch.leave(index)
 
-    asked = asyncio.create_task(member(0, 0.0))
+    first = asyncio.create_task(member(0, 0.0))
     thinking = asyncio.create_task(member(1, 1000.0))
     other = asyncio.create_task(member(2, 0.0))
     await asyncio.sleep(0.02)
-    asked.cancel()
+    first.cancel()
     thinking.cancel()
     async with asyncio.timeout(120):
         assert (await other)[0].tokens.tolist() == [3, 4]
-    await asyncio.gather(asked, thinking, return_exceptions=True)
+    await asyncio.gather(first, thinking, return_exceptions=True)

@@ -42,8 +42,8 @@ async def run(
     policy = Scripted(tokenizer, turns)
     names = [f"{HERE}.{name}" for name in tools or ("add",)]
     built = program.build({"tools": names} | options)
-    asked = task(tokenizer, max_tokens=max_tokens, extra_info=extra_info or {})
-    rollout = await built(asked, UID, policy, tokenizer)
+    tools_task = task(tokenizer, max_tokens=max_tokens, extra_info=extra_info or {})
+    rollout = await built(tools_task, UID, policy, tokenizer)
     await built.aclose()
     return rollout, policy, policy.text(rollout.trajectory.tokens)
 
@@ -81,10 +81,13 @@ async def test_a_prompt_that_came_as_text_is_not_changed() -> None:
 
     tokenizer = chat_tokenizer(PLAIN)
     policy = Scripted(tokenizer, [ADD, ANSWER])
-    asked = replace(task(tokenizer), messages=())
+    tools_task = replace(task(tokenizer), messages=())
     built = program.build({"tools": [f"{HERE}.add"]})
-    rollout = await built(asked, UID, policy, tokenizer)
-    assert rollout.trajectory.tokens[: len(asked.prompt_ids)].tolist() == asked.prompt_ids.tolist()
+    rollout = await built(tools_task, UID, policy, tokenizer)
+    assert (
+        rollout.trajectory.tokens[: len(tools_task.prompt_ids)].tolist()
+        == tools_task.prompt_ids.tolist()
+    )
     assert policy.text(rollout.trajectory.tokens).endswith(f"{ADD}\ntool: 3\nassistant: {ANSWER}")
 
 

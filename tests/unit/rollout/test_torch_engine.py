@@ -61,14 +61,14 @@ async def test_greedy_tokens_equal_those_of_transformers(
     model = make_model(family, **changes)
     model.save_pretrained(tmp_path)
     engine = await make_engine(tmp_path)
-    asked = prompts(5)
+    generate_requests = prompts(5)
     answers = await asyncio.gather(
         *(
             sample(engine, request(str(i), prompt, temperature=0.0, max_tokens=24))
-            for i, prompt in enumerate(asked)
+            for i, prompt in enumerate(generate_requests)
         )
     )
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(generate_requests, answers, strict=True):
         assert answer.tokens.tolist() == greedy(model, prompt, 24)
         want = forced_logprobs(model, prompt, answer.tokens.tolist())
         np.testing.assert_allclose(answer.logprobs, want, atol=1e-4)
@@ -99,14 +99,14 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
     qwen3: Checkpoint, make_engine: EngineMaker, sampling: dict[str, Any]
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
-    asked = prompts(6)
+    generate_requests = prompts(6)
     answers = await asyncio.gather(
         *(
             sample(engine, request(str(i), prompt, max_tokens=30, seed=i, **sampling))
-            for i, prompt in enumerate(asked)
+            for i, prompt in enumerate(generate_requests)
         )
     )
-    for prompt, answer in zip(asked, answers, strict=True):
+    for prompt, answer in zip(generate_requests, answers, strict=True):
         want = forced_logprobs(qwen3.model, prompt, answer.tokens.tolist(), **sampling)
         np.testing.assert_allclose(answer.logprobs, want, atol=1e-4)
 
@@ -143,15 +143,15 @@ async def test_more_ragged_requests_than_slots_all_end_as_they_would_alone(
     qwen3: Checkpoint, make_engine: EngineMaker
 ) -> None:
     engine = await make_engine(qwen3.path, slots=4, max_prefill_tokens=32)
-    asked = prompts(24, seed=5)
-    lengths = np.random.default_rng(1).integers(1, 50, len(asked)).tolist()
+    generate_requests = prompts(24, seed=5)
+    lengths = np.random.default_rng(1).integers(1, 50, len(generate_requests)).tolist()
     answers = await asyncio.gather(
         *(
             sample(engine, request(str(i), prompt, temperature=0.0, max_tokens=length))
-            for i, (prompt, length) in enumerate(zip(asked, lengths, strict=True))
+            for i, (prompt, length) in enumerate(zip(generate_requests, lengths, strict=True))
         )
     )
-    for prompt, length, answer in zip(asked, lengths, answers, strict=True):
+    for prompt, length, answer in zip(generate_requests, lengths, answers, strict=True):
         assert answer.tokens.tolist() == greedy(qwen3.model, prompt, length)
         assert answer.finish_reason == ("stop" if answer.tokens[-1] == 2 else "length")
     assert engine.stats().running == 0

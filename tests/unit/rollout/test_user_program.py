@@ -30,8 +30,8 @@ async def run(
     policy = Scripted(TOKENIZER, [turn + END for turn in turns])
     async with ProgramCache("user", {"function": name} | options) as programs:
         program = await programs.start()
-        asked = task(TOKENIZER, max_tokens=max_tokens, ground_truth="42")
-        rollout = await program(asked, UID, policy, TOKENIZER)
+        user_task = task(TOKENIZER, max_tokens=max_tokens, ground_truth="42")
+        rollout = await program(user_task, UID, policy, TOKENIZER)
     return rollout, policy, policy.text(rollout.trajectory.tokens)
 
 

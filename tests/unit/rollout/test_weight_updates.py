@@ -36,11 +36,11 @@ def other() -> Any:
     return make_model("Qwen3", seed=9, head_dim=8, tie_word_embeddings=True)
 
 
-async def updated_on_the_way(engine: TorchEngine, on_update: OnUpdate) -> Response:
+async def updated_midway(engine: TorchEngine, on_update: OnUpdate) -> Response:
     """A greedy response during which NEXT, already staged, is committed after the first delta."""
     deltas = []
-    asked = request("a", PROMPT, temperature=0.0, max_tokens=150)
-    async with closing(engine.generate(asked)) as stream:
+    greedy_request = request("a", PROMPT, temperature=0.0, max_tokens=150)
+    async with closing(engine.generate(greedy_request)) as stream:
         async for delta in stream:
             deltas.append(delta)
             if len(deltas) == 1:
@@ -53,7 +53,7 @@ async def test_an_interrupted_generation_continues_as_the_new_model_would(
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
     await engine.stage_weights(*pack(other, NEXT))
-    answer = await updated_on_the_way(engine, OnUpdate.INTERRUPT)
+    answer = await updated_midway(engine, OnUpdate.INTERRUPT)
     old, new = answer.spans
     assert (old.start, old.end, new.end) == (0, new.start, 150)
     assert 0 < new.start < 150
@@ -75,7 +75,7 @@ async def test_an_update_in_flight_keeps_the_cache_of_the_old_weights(
 ) -> None:
     engine = await make_engine(qwen3.path, eos_token_ids=[])
     await engine.stage_weights(*pack(other, NEXT))
-    answer = await updated_on_the_way(engine, OnUpdate.IN_FLIGHT)
+    answer = await updated_midway(engine, OnUpdate.IN_FLIGHT)
     assert len(answer.spans) == 2
     assert_goes_on_with_the_old_cache((qwen3.model, other), PROMPT, answer)
 
@@ -96,12 +96,12 @@ async def test_spans_are_exact_over_many_updates_of_ragged_requests(
         await engine.commit_weights(version, OnUpdate.INTERRUPT)
         await asyncio.sleep(0.01)
     crossed = 0
-    for asked, reader in zip(requests, readers, strict=True):
+    for sent, reader in zip(requests, readers, strict=True):
         answer = await reader
-        prompt = asked.prompt_ids.tolist()
+        prompt = sent.prompt_ids.tolist()
         tokens = answer.tokens.tolist()
         assert [span.start for span in answer.spans] == [0, *(s.end for s in answer.spans[:-1])]
-        assert answer.spans[-1].end == len(tokens) == asked.sampling.max_tokens
+        assert answer.spans[-1].end == len(tokens) == sent.sampling.max_tokens
         crossed += len(answer.spans) - 1
         for span in answer.spans:
             model = qwen3.model if span.version.step % 2 == 0 else other

@@ -131,18 +131,24 @@ def test_a_model_beside_the_policy_is_resumed_with_it(
 ) -> None:
     recipe = named_algorithms.recipe_of(name, tiny_path, "critic.warmup_steps=0")
     rows = named_algorithms.trajectories(recipe, tiny_path)
-    kept = named_algorithms.learner_of(recipe, world)
-    named_algorithms.learn(kept, recipe, rows, step=0)
+    given_learner = named_algorithms.learner_of(recipe, world)
+    named_algorithms.learn(given_learner, recipe, rows, step=0)
     state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=1, kl_coef=0.0)
     path = checkpoint.save(
-        tmp_path, kept.policy, kept.optimizers, state, world, keep=1, beside=kept.beside
+        tmp_path,
+        given_learner.policy,
+        given_learner.optimizers,
+        state,
+        world,
+        keep=1,
+        beside=given_learner.beside,
     )
-    named_algorithms.learn(kept, recipe, rows, step=1)
+    named_algorithms.learn(given_learner, recipe, rows, step=1)
     resumed = named_algorithms.learner_of(recipe, world)
     loaded = checkpoint.load(path, resumed.policy, resumed.optimizers, beside=resumed.beside)
-    assert loaded.beside == tuple(kept.beside)
+    assert loaded.beside == tuple(given_learner.beside)
     named_algorithms.learn(resumed, recipe, rows, step=1)
-    ours, theirs = named_algorithms.weights(kept), named_algorithms.weights(resumed)
+    ours, theirs = named_algorithms.weights(given_learner), named_algorithms.weights(resumed)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 

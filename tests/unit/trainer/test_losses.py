@@ -227,9 +227,9 @@ def test_the_second_moment_mask_keeps_as_many_tokens_as_the_threshold_allows() -
     ragged = rows([5]).with_mask(torch.tensor([True, True, True, True, False]))
     log_ratio = torch.tensor([0.1, -2.0, 0.3, 0.0, 0.0])
 
-    kept = second_moment_mask(ragged, log_ratio, 0.04)
+    trained = second_moment_mask(ragged, log_ratio, 0.04)
 
-    assert kept.tolist() == [True, False, True, True, False]
+    assert trained.tolist() == [True, False, True, True, False]
     assert second_moment_mask(ragged, log_ratio, 9.0).tolist() == ragged.mask.tolist()
 
 

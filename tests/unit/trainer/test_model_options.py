@@ -79,8 +79,10 @@ def test_an_offloaded_optimizer_learns_the_same_bits_and_lies_on_the_cpu_between
         for model, optimizers in zip(models, made, strict=True):
             model(torch.ones(3, 8, device=device) * (step + 1)).square().sum().backward()
             assert optimizers.step(1e-2) > 0
-        kept = [v for part in made[1].parts for s in part.state.values() for v in s.values()]
-        assert kept and all(value.device.type == "cpu" for value in kept)
+        state_values = [
+            v for part in made[1].parts for s in part.state.values() for v in s.values()
+        ]
+        assert state_values and all(value.device.type == "cpu" for value in state_values)
     for plain, offloaded in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert offloaded.device.type == device
         assert torch.equal(plain, offloaded)

@@ -172,9 +172,9 @@ async def test_a_rank_that_died_during_a_collective_is_one_line(world: World) ->
     def backward(said: str) -> None:
         raise RuntimeError(said)
 
-    with pytest.raises(InfraError) as told:
+    with pytest.raises(InfraError) as raised:
         await compute.run(lambda: backward(gloo))
-    assert str(told.value) == (
+    assert str(raised.value) == (
         "rank 0 of 1: a peer rank is gone (Read error [127.0.0.1]:59038: Connection reset by peer)"
     )
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

@@ -256,9 +256,9 @@ def judged(path: Path, samples: list[tuple[str, str]]) -> list[float]:
                 solution=answer,
                 ground_truth=None,
                 extra_info={},
-                messages=(Message(role="user", content=asked),),
+                messages=(Message(role="user", content=question),),
             )
-            for n, (asked, answer) in enumerate(samples)
+            for n, (question, answer) in enumerate(samples)
         ]
         try:
             scores = await part.judge.score(rows)

@@ -72,18 +72,20 @@ def test_too_long_prompts_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("truncation", "kept"), [("left", "fghij"), ("right", "abcde"), ("middle", "abhij")]
+    ("truncation", "remaining"), [("left", "fghij"), ("right", "abcde"), ("middle", "abhij")]
 )
-def test_too_long_prompts_are_cut_on_request(tmp_path: Path, truncation: str, kept: str) -> None:
+def test_too_long_prompts_are_cut_on_request(
+    tmp_path: Path, truncation: str, remaining: str
+) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "abcdefghij", "answer": "k"})
     config = DataConfig.model_validate(
         {"max_prompt_length": 5, "filter_overlong_prompts": False, "truncation": truncation}
     )
     (prompt,) = load_prompts([file], config, Characters()).prompts
-    assert "".join(map(chr, prompt.prompt_ids)) == kept
+    assert "".join(map(chr, prompt.prompt_ids)) == remaining
 
 
-def asked(**more: object) -> dict[str, object]:
+def options(**more: object) -> dict[str, object]:
     """A row of a question, with an answer unless it says otherwise."""
     return {"prompt": "?", "answer": "1", **more}
 
@@ -95,33 +97,33 @@ def user(content: object, **more: object) -> list[object]:
 
 MISTAKES = {
     "no prompt": ({"question": "?"}, "no 'prompt' (data.prompt_key); the row has question"),
-    "empty": (asked(prompt=""), "the prompt is empty"),
-    "number": (asked(prompt=3), "'prompt' is int, want text or a list of messages"),
-    "message": (asked(prompt=[{"role": "user"}]), "want an object with role and content"),
-    "null": (asked(prompt=user(None)), "'prompt.content' is null, want text"),
-    "number in a message": (asked(prompt=user(4)), "'prompt.content' is 4, want text"),
+    "empty": (options(prompt=""), "the prompt is empty"),
+    "number": (options(prompt=3), "'prompt' is int, want text or a list of messages"),
+    "message": (options(prompt=[{"role": "user"}]), "want an object with role and content"),
+    "null": (options(prompt=user(None)), "'prompt.content' is null, want text"),
+    "number in a message": (options(prompt=user(4)), "'prompt.content' is 4, want text"),
     "image": (
-        asked(prompt=user([{"type": "text", "text": "what?"}, {"type": "image", "url": "x"}])),
+        options(prompt=user([{"type": "text", "text": "what?"}, {"type": "image", "url": "x"}])),
         "'prompt.content' has a part of type 'image', want text",
     ),
     "text without a type": (
-        asked(prompt=user(["what?"])),
+        options(prompt=user(["what?"])),
         "'prompt.content' holds 'what?', want text or parts of type text",
     ),
     "tool calls": (
-        asked(prompt=user("go", tool_calls=[{"id": "1"}])),
+        options(prompt=user("go", tool_calls=[{"id": "1"}])),
         "'tool_calls' of a message in 'prompt' cannot be used, only role and content; leave it out",
     ),
     "name": (
-        asked(prompt=user("go", name="Ada")),
+        options(prompt=user("go", name="Ada")),
         "'name' of a message in 'prompt' cannot be used",
     ),
     "images": (
-        asked(prompt="<image>Find x.", images=["a.png"]),
+        options(prompt="<image>Find x.", images=["a.png"]),
         "'images' cannot be used (prompts are text); leave the column out",
     ),
     "tools": (
-        asked(tools=[{"name": "add"}]),
+        options(tools=[{"name": "add"}]),
         "'tools' cannot be used (name tools in rollout.program_options); leave the column out",
     ),
     "no answer": (
@@ -129,13 +131,13 @@ MISTAKES = {
         "no 'answer'; the row has prompt, anwser; say where the answer is (data.answer_key), or that tasks have none"
         " (data.answer_required: false)",
     ),
-    "null answer": (asked(answer=None), "no 'answer'; the row has prompt, answer; say where"),
+    "null answer": (options(answer=None), "no 'answer'; the row has prompt, answer; say where"),
     "null ground truth": (
-        asked(reward_model={"ground_truth": None}),
+        options(reward_model={"ground_truth": None}),
         "no 'reward_model.ground_truth'; the row has prompt, answer, reward_model; say where",
     ),
-    "truth": (asked(reward_model={}), "want an object with ground_truth"),
-    "extra": (asked(extra_info=[1]), "extra_info is list, want an object"),
+    "truth": (options(reward_model={}), "want an object with ground_truth"),
+    "extra": (options(extra_info=[1]), "extra_info is list, want an object"),
 }
 
 
@@ -151,14 +153,14 @@ def test_a_malformed_row_is_named_with_file_and_line(tmp_path: Path, name: str) 
 
 def test_parts_of_text_are_read_as_their_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
-    file = jsonl(tmp_path / "a.jsonl", asked(prompt=user(parts)))
+    file = jsonl(tmp_path / "a.jsonl", options(prompt=user(parts)))
     (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts
     assert prompt.messages == (Message(role="user", content="1+1?"),)
 
 
 def test_columns_that_parquet_fills_with_nothing_are_no_fault(tmp_path: Path) -> None:
     with_call = {"role": "tool", "content": "4", "tool_calls": None, "name": None}
-    rows = [asked(prompt=[with_call], images=[], tools=None)]
+    rows = [options(prompt=[with_call], images=[], tools=None)]
     file = tmp_path / "a.parquet"
     parquet.write_table(arrow.Table.from_pylist(rows), file)
     (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts

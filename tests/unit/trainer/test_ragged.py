@@ -80,9 +80,9 @@ def test_a_long_scan_equals_the_loop() -> None:
 
 def test_squeezing_masked_tokens_out_and_back(ragged: Ragged) -> None:
     values = torch.arange(8.0) + 1
-    squeezed = ragged.valid_only()
+    dense = ragged.valid_only()
 
-    assert squeezed.lengths.tolist() == [2, 0, 1, 2]
+    assert dense.lengths.tolist() == [2, 0, 1, 2]
     assert ragged.from_valid(values[ragged.mask]).tolist() == [1, 0, 3, 4, 0, 0, 7, 8]
 
 

@@ -95,9 +95,9 @@ def test_every_statistic_keeps_what_did_not_move_and_drops_what_did(name: str) -
 def test_a_token_statistic_drops_the_token_and_a_row_statistic_the_row() -> None:
     rollout, train = torch.zeros(3), torch.tensor([0.0, 0.0, -2.0])
 
-    for name, kept in (("token_k2", [True, True, False]), ("seq_max_k2", [True, False, False])):
+    for name, expected in (("token_k2", [True, True, False]), ("seq_max_k2", [True, False, False])):
         config = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=1.0)
-        assert correct(rows(1, 2), train, rollout, config).mask.tolist() == kept
+        assert correct(rows(1, 2), train, rollout, config).mask.tolist() == expected
 
 
 def test_k1_bounds_hold_for_the_inverse_of_the_importance_ratio() -> None:

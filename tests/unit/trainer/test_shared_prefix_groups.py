@@ -17,7 +17,7 @@ GROUP = 4
 
 
 @pytest.fixture(autouse=True)
-def no_end_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def unlimited_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix_groups, "MAX_WAIT_S", 3600.0)
 
 

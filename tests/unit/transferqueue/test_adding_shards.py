@@ -209,9 +209,9 @@ async def test_what_a_router_tells_that_knows_of_no_new_shard_reaches_it(
         case _:
             await stale.acquire("run", "second")
     states = [await shard.run_state("run") for shard in shards[:3]]
-    told = {(s.epoch, s.published, s.committed_step, s.feed_closed) for s in states}
-    assert len(told) == 1
-    assert told != {(actors.epoch, actors.version, 0, False)}
+    progress = {(s.epoch, s.published, s.committed_step, s.feed_closed) for s in states}
+    assert len(progress) == 1
+    assert progress != {(actors.epoch, actors.version, 0, False)}
 
 
 async def test_nobody_comes_to_the_end_of_the_data_without_the_new_shard(
@@ -242,10 +242,10 @@ async def test_leases_of_a_shard_that_was_added_are_kept_by_whoever_kept_before(
     shards: list[ShardQueue], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors = await begun(connect())
-    kept: asyncio.Queue[HeldLeases] = asyncio.Queue()
+    renewed: asyncio.Queue[HeldLeases] = asyncio.Queue()
 
     async def renew_held(held_leases: HeldLeases) -> None:
-        await kept.put(held_leases)
+        await renewed.put(held_leases)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(shards[2], "renew_held", renew_held)
@@ -255,7 +255,7 @@ async def test_leases_of_a_shard_that_was_added_are_kept_by_whoever_kept_before(
     await actors.feed(tasks(24, start=12))
     lease = await actors.lease()
     held_leases.add(lease.rows, lease.ttl_s)
-    part = await asyncio.wait_for(kept.get(), WAIT_S)
+    part = await asyncio.wait_for(renewed.get(), WAIT_S)
     assert set(part.by_run()["run"]) == {row.uid for row in lease.rows}
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)

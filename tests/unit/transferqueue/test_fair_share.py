@@ -197,10 +197,10 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
         holder.slots, holder.waiting = 64, 1
     granted = await lease(queue, "slow", 8)
     assert len(granted.rows) == 1
-    asking = asyncio.create_task(lease(queue, "slow", 7))
+    waiting_call = asyncio.create_task(lease(queue, "slow", 7))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert not asking.done()
+    assert not waiting_call.done()
     (row,) = granted.rows
     await queue.write("run", "rollout", {row.uid: row.token}, [rollout_of(row, FIRST)])
-    assert len((await asking).rows) == 1
+    assert len((await waiting_call).rows) == 1

@@ -63,7 +63,7 @@ async def refused(folder: Path, data: bytes, why: str = "restore a backup") -> N
     assert "\n" not in str(raised.value)
 
 
-async def told(folder: Path, data: bytes) -> str:
+async def read_back(folder: Path, data: bytes) -> str:
     """What a queue on the file says of its rows, or why it does not."""
     (folder / "data.mdb").write_bytes(data)
     try:
@@ -98,11 +98,11 @@ async def test_a_record_that_is_older_than_the_rest_is_found_out(tmp_path: Path)
 
 async def test_leaves_in_each_others_place_are_found_out(tmp_path: Path) -> None:
     _, now = await stored(tmp_path)
-    sound = await told(tmp_path, now)
+    sound = await read_back(tmp_path, now)
     leaves = pages(now, LEAF, GROUP)
-    said = {await told(tmp_path, swapped(now, one, other)) for one, other in pairwise(leaves)} - {
-        sound
-    }
+    said = {
+        await read_back(tmp_path, swapped(now, one, other)) for one, other in pairwise(leaves)
+    } - {sound}
     assert any("comes after" in answer for answer in said), said
     assert all("restore a backup" in answer for answer in said), said
 

@@ -50,12 +50,12 @@ class Mesh:
         self.queue = ShardedQueue(shards)  # type: ignore[arg-type]
         self.actors = Actors(self.queue)
 
-    def asked(self) -> list[dict[str, int]]:
+    def new_calls(self) -> list[dict[str, int]]:
         """What each shard was asked since the last look; `note` is one long question of each router."""
-        told = [{name: n for name, n in s.calls.items() if name != "note"} for s in self.shards]
+        counts = [{name: n for name, n in s.calls.items() if name != "note"} for s in self.shards]
         for shard in self.shards:
             shard.calls.clear()
-        return told
+        return counts
 
 
 @pytest.fixture
@@ -84,10 +84,10 @@ async def settled() -> None:
 
 async def test_a_version_and_a_checkpoint_are_told_with_one_call_to_each_shard(mesh: Mesh) -> None:
     await mesh.actors.start()
-    mesh.asked()
+    mesh.new_calls()
     await mesh.actors.publish(1)
     await mesh.actors.commit(1)
-    assert mesh.asked() == [
+    assert mesh.new_calls() == [
         {"publish_and_tell": 1, "commit_and_tell": 1},
         {"publish": 1, "commit": 1},
     ]
@@ -96,12 +96,12 @@ async def test_a_version_and_a_checkpoint_are_told_with_one_call_to_each_shard(m
 async def test_calls_that_begin_together_learn_of_a_run_once(mesh: Mesh) -> None:
     await mesh.actors.start()
     other = ShardedQueue(mesh.shards)  # type: ignore[arg-type]
-    mesh.asked()
+    mesh.new_calls()
     calls = (Actors(other).lease(worker=name) for name in "abc")
     found = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(error, WaitTimeoutError) for error in found)
     # The run's state, and the note on its shards.
-    assert mesh.asked()[0]["run_state"] == 2
+    assert mesh.new_calls()[0]["run_state"] == 2
     await other.close()
 
 
@@ -109,23 +109,23 @@ async def test_while_there_is_work_one_shard_serves_a_whole_lease(mesh: Mesh) ->
     await mesh.actors.start(spec(batch_groups=60))
     await mesh.actors.feed(tasks(60))
     await mesh.actors.lease(limit=8)
-    mesh.asked()
+    mesh.new_calls()
     for _ in range(6):
         assert len((await mesh.actors.lease(limit=8, wait_s=WAIT_S)).rows) == 8
-    assert mesh.asked() == [{"lease": 3}, {"lease": 3}]
+    assert mesh.new_calls() == [{"lease": 3}, {"lease": 3}]
 
 
 async def test_a_shard_that_owes_an_answer_is_not_asked_again(mesh: Mesh) -> None:
     """Here somebody else was faster three times: what shard 0 told of has gone when the lease comes for it."""
     mesh.shards[0].alarms = 3
     await mesh.actors.start()
-    mesh.asked()
+    mesh.new_calls()
     waiting = asyncio.ensure_future(mesh.actors.lease(wait_s=WAIT_S))
     await settled()
-    assert mesh.asked() == [{"until_rows": 4, "lease": 3}, {"until_rows": 1}]
+    assert mesh.new_calls() == [{"until_rows": 4, "lease": 3}, {"until_rows": 1}]
     await mesh.actors.feed(on(1, 1))
     assert len((await waiting).rows) == 2
-    assert [shard.get("until_rows") for shard in mesh.asked()] == [None, None]
+    assert [shard.get("until_rows") for shard in mesh.new_calls()] == [None, None]
 
 
 async def test_a_worker_that_has_its_share_waits_without_asking_again(
@@ -141,10 +141,10 @@ async def test_a_worker_that_has_its_share_waits_without_asking_again(
         holder.slots, holder.waiting = 64, 1
     given = await mesh.actors.lease(limit=8, worker="slow")
     assert len(given.rows) == 1
-    mesh.asked()
-    asking = asyncio.ensure_future(mesh.actors.lease(limit=7, worker="slow", wait_s=WAIT_S))
+    mesh.new_calls()
+    pending = asyncio.ensure_future(mesh.actors.lease(limit=7, worker="slow", wait_s=WAIT_S))
     await settled()
-    assert not asking.done()
-    assert [shard.get("until_rows") for shard in mesh.asked()] == [1, 1]
+    assert not pending.done()
+    assert [shard.get("until_rows") for shard in mesh.new_calls()] == [1, 1]
     await mesh.actors.write(given)
-    assert tokens_of(await asking)
+    assert tokens_of(await pending)

@@ -49,13 +49,13 @@ async def batches_of(actors: Actors, groups: int, dice: random.Random, leads: bo
     found: list[Any] = []
     for step in range(TASKS + 1):
         while True:
-            asked = asyncio.ensure_future(actors.take(step, groups, WAIT_S))
+            taking = asyncio.ensure_future(actors.take(step, groups, WAIT_S))
             if dice.random() < 0.3:
                 for _ in range(dice.randrange(60)):
                     await asyncio.sleep(0)
-                asked.cancel()
+                taking.cancel()
             try:
-                batch = await asked
+                batch = await taking
             except asyncio.CancelledError:
                 continue
             except EndOfDataError:

@@ -90,7 +90,7 @@ def test_a_task_is_looked_for_wherever_it_may_have_been_admitted() -> None:
 # --- what a batch is made of
 
 
-def told(fresh: int, *replays: tuple[int, int]) -> GroupCounts:
+def group_counts(fresh: int, *replays: tuple[int, int]) -> GroupCounts:
     return GroupCounts(
         plan="",
         replays=replays,
@@ -104,15 +104,15 @@ def told(fresh: int, *replays: tuple[int, int]) -> GroupCounts:
 @pytest.mark.parametrize(
     ("shards", "count", "expected"),
     [
-        ([told(8), told(8)], 8, "1/0:4.1:4"),
-        ([told(1), told(9)], 8, "1/0:1.1:7"),
-        ([told(0), told(9)], 8, "1/1:8"),
-        ([told(2), told(1)], 8, "1/0:2.1:1"),
-        ([told(8), told(8), told(8)], 2, "1/1:1.2:1"),
-        ([told(9, (3, 5)), told(9, (3, 3))], 8, "4/0:5.1:3"),
-        ([told(9, (4, 5)), told(9, (3, 3))], 4, "5/1:3.0:1"),
-        ([told(9, (3, 1)), told(9, (3, 1))], 4, "4/0:1.1:1.0:1.1:1"),
-        ([told(0, (3, 1), (4, 2)), told(0, (3, 2))], 9, "5/0:1.1:2.0:2"),
+        ([group_counts(8), group_counts(8)], 8, "1/0:4.1:4"),
+        ([group_counts(1), group_counts(9)], 8, "1/0:1.1:7"),
+        ([group_counts(0), group_counts(9)], 8, "1/1:8"),
+        ([group_counts(2), group_counts(1)], 8, "1/0:2.1:1"),
+        ([group_counts(8), group_counts(8), group_counts(8)], 2, "1/1:1.2:1"),
+        ([group_counts(9, (3, 5)), group_counts(9, (3, 3))], 8, "4/0:5.1:3"),
+        ([group_counts(9, (4, 5)), group_counts(9, (3, 3))], 4, "5/1:3.0:1"),
+        ([group_counts(9, (3, 1)), group_counts(9, (3, 1))], 4, "4/0:1.1:1.0:1.1:1"),
+        ([group_counts(0, (3, 1), (4, 2)), group_counts(0, (3, 2))], 9, "5/0:1.1:2.0:2"),
     ],
 )
 def test_replays_come_first_by_round_then_even_shares(

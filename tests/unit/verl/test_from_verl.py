@@ -402,7 +402,7 @@ def test_strict_writes_nothing_when_a_key_is_refused(tmp_path: Path) -> None:
 
 def test_a_script_comes_from_stdin_and_the_report_is_json_for_programs() -> None:
     script = f"N=2\npython3 -m verl.trainer.main_ppo \\\n  {R}.n=$N \\\n  trainer.total_epochs=4\n"
-    code, recipe, told = invoke("--script", "-", "--json", text=script)
+    code, recipe, output = invoke("--script", "-", "--json", text=script)
     assert code == 0 and "n: 2" in recipe
-    found = {one["key"]: one for one in json.loads(told)["keys"]}
+    found = {one["key"]: one for one in json.loads(output)["keys"]}
     assert found[f"{R}.n"]["settings"] == {"rollout.n": 2}

@@ -90,8 +90,8 @@ def test_every_version_that_is_kept_can_be_read_by_a_joiner_at_any_moment(url: s
     for step in range(14):
         chain.write(source_at(step))
         assert chain_of(url, source_at(step)) == list(range(step - step % 4, step + 1))
-        for kept in range(max(0, step - 2), step + 1):
-            assert same(read(url, source_at(kept)), source_at(kept))
+        for number in range(max(0, step - 2), step + 1):
+            assert same(read(url, source_at(number)), source_at(number))
 
 
 def test_what_no_kept_version_needs_is_removed(url: str) -> None:

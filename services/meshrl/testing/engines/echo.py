@@ -231,7 +231,7 @@ class EchoEngine:
 
     async def _obey(self) -> None:
         """Do what `behave` or the control file says; raises InfraError for a fault."""
-        while (behaviour := self._told()) is Behaviour.STALL:  # noqa: ASYNC110
+        while (behaviour := self._behaviour_now()) is Behaviour.STALL:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)  # a file sends no event
         if behaviour is Behaviour.CRASH:
             self._ended = "told to crash"
@@ -240,7 +240,7 @@ class EchoEngine:
         if behaviour is Behaviour.FAIL:
             raise InfraError("the engine was told to fail")
 
-    def _told(self) -> Behaviour:
+    def _behaviour_now(self) -> Behaviour:
         control = self._config.control
         if control is None:
             return self._behaviour
