@@ -1,6 +1,6 @@
 """Does every named algorithm learn? Each recipe of recipes/algorithms for a few steps, in one process.
 
-    recipe ──▶ queue (memory), engine, reward, reference, trainer: the services' own parts, without the wire
+    recipe ──▶ queue (memory), engine, reward, reference, trainer: the services' own parts, without gRPC
 
 What is measured: the mean reward of the batch, step by step; a line per algorithm with its start (the mean of the
 first steps in which the policy moves) and end (of the last ones), the last line is JSON. The model and the prompts
@@ -187,7 +187,7 @@ def measure(name: str, world: World, steps: int, rows: int) -> dict[str, object]
         lines = asyncio.run(train(recipe, world, Path(directory)))
     still = recipe.critic.pretrain_steps + recipe.critic.warmup_steps
     alone = still if algorithm_needs(recipe).critic else 0
-    # With dynamic sampling a batch holds mixed groups only: there the mean of all that was sampled tells.
+    # With dynamic sampling a batch holds mixed groups only: there the mean of all sampled rows is the measure.
     curve = [round(line.get("sampling/metric_mean", line["reward/mean"]), 4) for line in lines]
     moving = curve[alone:]
     return {

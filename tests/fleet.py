@@ -55,7 +55,7 @@ def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
 
 
 async def members(mesh: Mesh) -> Members:
-    """The workers by name, as `meshrl fleet --json` tells them, without a process for each question."""
+    """The workers by name, as `meshrl fleet --json` prints them, without a process for each call."""
     address_book = AddressBook.load(mesh.run_dir / ADDRESS_BOOK_NAME)
     membership = await read_membership(
         MeshAddress(trainer=address_book.address("trainer"), run_dir=mesh.run_dir)

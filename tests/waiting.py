@@ -8,5 +8,5 @@ from collections.abc import Callable
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until it holds; the suite's own timeout is the deadline."""
-    while not condition():  # noqa: ASYNC110 - nothing on this side tells of it
+    while not condition():  # noqa: ASYNC110 - no event on this side
         await asyncio.sleep(0.01)

@@ -82,7 +82,7 @@ async def serve(role: Role) -> None:
     async def run() -> None:
         try:
             await role.work()
-        except Exception as error:  # the parent tells it; whatever it is, this child has failed
+        except Exception as error:  # the parent reports it; this child has failed in any case
             tell(error=f"{type(error).__name__}: {error}")
             raise
         tell(done=True, at=time.monotonic())

@@ -75,7 +75,7 @@ def parse(description: str) -> argparse.Namespace:
 
 
 def openers(arguments: argparse.Namespace) -> list[tuple[Opener, dict[str, dict[str, int]]]]:
-    """How each system is started, and what is measured on it: names, and what their passes are told."""
+    """How each system is started, and what is measured on it: names, and the options of their passes."""
     tuning = {name: getattr(arguments, name) for name in TUNING}
     found: list[tuple[Opener, dict[str, dict[str, int]]]] = [
         (partial(systems.ours, store, seed=SEED, tuning=tuning), {store: {}})

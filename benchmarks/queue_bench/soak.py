@@ -1,4 +1,4 @@
-"""The memory of a queue service while rows rush through it, and while nobody takes them."""
+"""The memory of a queue service at full rate, and while nobody takes rows."""
 
 from __future__ import annotations
 

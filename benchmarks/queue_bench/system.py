@@ -29,7 +29,7 @@ LIMIT = 1 << 26
 
 
 class ChildFailed(Exception):
-    """A process of the system ended or told an error."""
+    """A process of the system ended or reported an error."""
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

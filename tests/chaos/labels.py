@@ -94,7 +94,7 @@ def write_model(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def said_by(version: Version, vocabulary: int) -> int:
-    """The token that the weights of `version` say, whatever they are asked."""
+    """The token that the weights of `version` sample for every prompt."""
     return FIRST_TOKEN + version.step % (vocabulary - FIRST_TOKEN)
 
 
@@ -169,7 +169,7 @@ class Labels:
     def __post_init__(self) -> None:
         self._trained = asyncio.Event()
         self._ended = asyncio.Event()
-        """A process ended that nobody killed."""
+        """A process ended without being killed by this test."""
         self._watching: list[asyncio.Task[None]] = []
 
     async def run(self) -> dict[str, object]:
@@ -225,7 +225,7 @@ class Labels:
                 for task in (*tasks, training):
                     if task.done():
                         task.result()
-                # Without a process that nobody killed there would be nothing to wait for.
+                # If every process were killed, there would be nothing to wait for.
                 assert not self._ended.is_set(), self._logs()
                 await training
             finally:

@@ -53,7 +53,7 @@ def test_shards_are_killed_one_by_one_and_a_batch_is_never_torn() -> None:
 
 
 def test_shards_are_added_while_anybody_is_killed() -> None:
-    """Whoever starts again is told of the first two shards only."""
+    """A process that starts again gets the addresses of the first two shards only."""
     report = campaign("--shards", "2", "--grow", "2", "--kills", "10")
     assert_exact(report)
     assert report["struck"]["grow"] == 2
@@ -72,7 +72,7 @@ def test_a_full_disk_under_the_queue_is_waited_for() -> None:
     small = ["--set", "reserve_bytes=4194304", "--set", "grow_bytes=4194304"]
     report = campaign("--fills", "2", *small)
     assert_exact(report)
-    assert report["refusals"], "nobody was told that the disk is full"
+    assert report["refusals"], "no call was refused because the disk was full"
 
 
 def test_a_bug_in_the_queue_process_is_found_and_ends_with_1() -> None:

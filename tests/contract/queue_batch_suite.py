@@ -380,7 +380,7 @@ class WhyPromises:
         assert set(stage.uids) == {row.uid for row in held.rows}
         waiting.cancel()
 
-    async def test_a_feeder_that_waits_is_told_the_numbers(self, queue: Queue) -> None:
+    async def test_a_waiting_feeder_gets_the_numbers(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
         await actors.feed(tasks(2))

@@ -132,7 +132,7 @@ class FeedPromises:
         ledger = await actors.ledger()
         assert (ledger.admitted, ledger.trained) == (4, 4)
 
-    async def test_a_feeder_waits_for_room_and_is_told_when_there_is_none(
+    async def test_a_feeder_waits_for_capacity_and_gets_an_error_when_there_is_none(
         self, queue: Queue
     ) -> None:
         actors = Actors(queue)

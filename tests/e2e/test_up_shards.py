@@ -1,4 +1,4 @@
-"""`meshrl up` with a queue of several processes: some are killed, one is added, and the books stay exact."""
+"""`meshrl up` with a queue of several processes: some are killed, one is added, and the ledger stays exact."""
 
 from __future__ import annotations
 

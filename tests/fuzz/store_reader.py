@@ -1,4 +1,4 @@
-"""Reads a disk store, spoiled in one way after the other, and tells what a queue on it says: a JSON line per trial.
+"""Reads a disk store after one corruption per trial, and prints what a queue on it returns: a JSON line per trial.
 
     python -m tests.fuzz.store_reader FOLDER SEED TRIALS [WAY...]
 

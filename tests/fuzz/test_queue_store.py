@@ -27,7 +27,7 @@ PART_OF = {"fetch": "take again", "rollout": "lease rollout", "reward": "lease r
 
 
 def trials(folder: Path, *kinds: str) -> tuple[Mapping[str, str], list[dict[str, Any]]]:
-    """What a queue tells of the sound store, and each trial."""
+    """What a queue reads from the sound store, and each trial."""
     command = [sys.executable, "-m", "tests.fuzz.store_reader", str(folder), SEED, str(TRIALS)]
     ended = subprocess.run([*command, *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
     sound, *rest = (json.loads(line) for line in ended.stdout.splitlines())

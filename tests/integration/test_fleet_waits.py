@@ -1,4 +1,4 @@
-"""What keeps a fleet from sampling is told by its members: a failing engine, an engine without weights, silence."""
+"""The members report why a fleet does not sample: a failing engine, an engine without weights, no report."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
         assert sum((await actors.resident()).values()) == ROWS
 
 
-async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_is_told(
+async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_gets_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.rpc.clients.disk_full.LAST_WAIT_S", 0.2)

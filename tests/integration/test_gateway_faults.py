@@ -56,7 +56,7 @@ async def test_a_failing_agent_may_be_the_policy_s_fault(talking_model: Path) ->
         assert [row.outcome for row in batch.rows] == [Outcome.POLICY_FAULT]
 
 
-async def test_an_agent_that_runs_out_of_room_leaves_a_truncated_row(talking_model: Path) -> None:
+async def test_an_agent_that_runs_out_of_tokens_leaves_a_truncated_row(talking_model: Path) -> None:
     codes: list[str | None] = []
 
     async def talk_on(client: AsyncOpenAI, task: Any) -> None:

@@ -31,7 +31,7 @@ TOKENIZER = chat_tokenizer()
 
 
 class Bench:
-    """The tools of a workshop, for rows 0, 1, …"""
+    """The tools of a tool builder, for rows 0, 1, …"""
 
     def __init__(self, log: Path) -> None:
         self.log = log

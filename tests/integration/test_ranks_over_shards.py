@@ -48,7 +48,7 @@ async def test_ranks_get_the_same_batches_and_every_row_is_trained_once(
         assert sum(ledger.resident.values()) == 0
 
 
-async def test_a_rank_that_has_planned_otherwise_is_told_of_the_plan_on_record(
+async def test_a_rank_that_has_planned_otherwise_gets_the_recorded_plan(
     addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (

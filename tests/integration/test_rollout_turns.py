@@ -133,7 +133,7 @@ async def row_of(queue: TransferQueue, policy: Any, **options: Any) -> Trajector
 
 
 def pieces(row: Trajectory) -> list[tuple[str, Version | None]]:
-    """The row as text by who made it; None: nobody sampled it."""
+    """The row as text, by the worker that sampled it; None: an observation."""
     whose: list[Version | None] = [None] * len(row.tokens)
     for span in row.spans:
         whose[span.start : span.end] = [span.version] * (span.end - span.start)
@@ -229,7 +229,7 @@ async def test_stateful_tools_are_called_again_and_their_results_decide_whether_
 async def test_a_row_whose_tools_return_other_results_is_not_saved_any_more(
     queue: TransferQueue, gate: Gate
 ) -> None:
-    """A recipe that has changed: the prompt tells of other tools."""
+    """A recipe that has changed: the prompt lists other tools."""
     await open_run(queue, [turns_task()], max_attempts=1)
     first = Policy(FIRST, halt_in="/2")
     async with worker_of(queue, first, "w0"):

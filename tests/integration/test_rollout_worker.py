@@ -393,7 +393,7 @@ async def run(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> 
 
 
 async def deterministic_run(path: Path, seed: int) -> dict[Uid, tuple[bytes, bytes]]:
-    """All bits of a run of 12 groups, in waves of 8 rows, under the delays of `seed`."""
+    """All bits of a run of 12 groups, in sync batches of 8 rows, under the delays of `seed`."""
     delays.seed(seed)
     queue = await TransferQueue.open(MemoryStore())
     options = {"device": "cpu", "stream_interval": 3}

@@ -1,4 +1,4 @@
-"""The control door of `up`: who may open it, what it answers, what a killed `up` leaves of it."""
+"""The control socket of `up`: who may connect, what it answers, what a killed `up` leaves of it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class OnceRotten(StubSource):
         return bucket
 
 
-async def test_a_byte_that_flips_on_the_way_is_sent_again(tmp_path: Path) -> None:
+async def test_a_byte_that_flips_in_transit_is_sent_again(tmp_path: Path) -> None:
     async with opened("gloo", tmp_path) as fleet:
         engine = fleet.join("one")
         source = OnceRotten(RUN, Version(1, 0))

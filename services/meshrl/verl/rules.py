@@ -21,7 +21,7 @@ class Status(StrEnum):
     """What became of a key."""
 
     MAPPED = "mapped"
-    """The recipe says the same, or the mesh does so without being told."""
+    """The recipe says the same, or the mesh does so by default."""
     IGNORED = "ignored"
     """It has no meaning here, or changes only speed and memory."""
     REFUSED = "refused"
@@ -95,7 +95,7 @@ def rule(key: str, convert: Convert, default: Any = UNSET) -> Rule:
 
 
 def within(key: str, why: str, default: Any = None) -> Rule:
-    """The mesh does so without being told."""
+    """The mesh does so by default."""
     return Rule(key=key, convert=lambda value, given: Answer(note=why), default=default)
 
 

@@ -177,7 +177,7 @@ class Campaign:
                 raise CampaignError(f"{actor.name} ended with code {actor.code}: {said}")
 
     def _go_on(self) -> None:
-        """Nobody strikes any more: every shard is added, and the run makes progress by itself."""
+        """No more faults: every shard is added, and the run makes progress by itself."""
         deadline = time.monotonic() + END_S
         wanted = math.inf
         while self._steps() < wanted:
@@ -192,7 +192,7 @@ class Campaign:
         return sum(1 for _ in lines(self.plan.lineage))
 
     def _finish(self) -> None:
-        """Everybody comes to the end of the data, then the queue is told to stop."""
+        """Every process reaches the end of the data, then the queue is stopped."""
         for actor in [each for each in self._actors if each not in self._queues]:
             if not actor.wait(END_S):
                 raise CampaignError(f"{actor.name} has not come to its end within {END_S:.0f} s")
@@ -231,7 +231,7 @@ class Campaign:
         }
 
     def _outages(self) -> int:
-        """How often a client found nobody and went on by itself."""
+        """How often a client found no server and continued by itself."""
         logs = [actor.errors for actor in self._actors if actor.errors.exists()]
         return sum(log.read_text().count("; trying again for") for log in logs)
 

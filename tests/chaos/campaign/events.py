@@ -19,7 +19,7 @@ class EventLog:
         self._file = os.open(folder / f"{who}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._born = time.monotonic_ns()
         self._calls = 0
-        # Whoever was killed in the middle of a line leaves it torn; it must not swallow our first one.
+        # A killed process may leave half a line; our first line must not be joined to it.
         os.write(self._file, b"\n")
 
     def begin(self, verb: str, **asked: Any) -> str:
@@ -40,7 +40,7 @@ class EventLog:
 
 @dataclass(slots=True)
 class Call:
-    """A question to the queue; `answer` and `error` are None when nobody lived to write down what came back."""
+    """A call of the queue; `answer` and `error` are None when the caller died before it recorded the answer."""
 
     who: str
     verb: str
@@ -70,7 +70,7 @@ def _calls(path: Path) -> Iterator[Call]:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; a torn one tells of something that nobody heard."""
+    """The complete lines of a file of JSON lines; an incomplete one was written by a process that died."""
     if not path.exists():
         return
     with path.open() as file:

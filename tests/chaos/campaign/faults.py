@@ -89,7 +89,7 @@ class Pause:
 
 
 class Network:
-    """Two network namespaces and a router between them, which can swallow every packet without a word.
+    """Two network namespaces and a router between them, which can drop every packet silently.
 
     A link that goes down is noticed by the kernel of one end; a router that swallows is noticed by nobody.
     """
@@ -192,7 +192,7 @@ class SmallDisk:
 
 
 class Fill:
-    """The queue's disk is full until somebody has been told so, and a little longer."""
+    """The queue's disk is full until a caller has got the error, and a little longer."""
 
     name = "fill"
 
@@ -211,7 +211,7 @@ class Fill:
 
 
 def refusals(plan: Plan) -> int:
-    """How often somebody was told that it does not fit."""
+    """How many calls were refused because the disk was full."""
     logs: Sequence[Path] = list(plan.events.glob("*.jsonl"))
     return sum(log.read_bytes().count(b'"error":"capacity"') for log in logs)
 

@@ -177,7 +177,7 @@ class History:
             order += [(call.asked["step"], uid) for uid in batch]
 
     def exits(self) -> Iterator[str]:
-        """A row that was committed or filtered is handed to nobody afterwards."""
+        """No lease has a row that was committed or filtered before."""
         left = self._left_at()
         for call, answer in self._answered("lease", "take"):
             for uid, *_ in answer["rows"]:
@@ -218,7 +218,7 @@ class History:
         yield from (f"{row} was trained and never admitted" for row in lives)
 
     def ledger(self) -> Iterator[str]:
-        """The books say what happened, at every look and at the end."""
+        """The ledger agrees with the recorded calls, at every reading and at the end."""
         for call in self._of("ledger"):
             if call.answer and not _balanced(call.answer):
                 yield f"a ledger does not balance: {call.answer}"

@@ -41,7 +41,7 @@ class Plan:
     shards: int = 1
     """Queue processes, each killed by itself."""
     grows: int = 0
-    """Shards that are added while the run goes on; everybody else is told the addresses of the first ones only."""
+    """Shards that are added while the run goes on; all other processes get the addresses of the first ones only."""
     host: str = "127.0.0.1"
     ports: tuple[int, ...] = ()
     """Of the shards, with those that are added."""

@@ -45,7 +45,7 @@ class Actor:
         self._pid = 0
         self.births = 0
         self.code: int | None = None
-        """Of an end that nobody asked for; None while it lives or lies killed."""
+        """The exit code of an unexpected end; None while the process runs or was killed by the campaign."""
 
     @property
     def errors(self) -> Path:

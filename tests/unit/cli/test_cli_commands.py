@@ -163,7 +163,7 @@ def test_the_ledger_of_a_run_that_has_ended_is_read_from_its_queue(run: Run) -> 
     assert run("dead-letters").out == "no row was given up\n"
 
 
-def test_a_book_that_is_none_is_named(run: Run) -> None:
+def test_a_malformed_address_book_is_named(run: Run) -> None:
     Path("mesh.json").write_text("{}")
     ended = run("ledger", "--run-dir", ".")
     assert (ended.code, ended.err) == (

@@ -59,7 +59,7 @@ def test_the_supervisor_knows_why_a_worker_went() -> None:
     assert (out.state, out.reason, out.supervised) == ("OUT", "it died or went away", False)
     drained = with_supervisor_state(out, {"phase": "drained", "pid": 7, "restarts": 2}, "")
     assert (drained.state, drained.reason, drained.restarts) == ("OUT", "drained", 2)
-    # The plane may not have noticed yet.
+    # The coordinator may not have noticed yet.
     serving = from_coordinator(replica("rollout-1", ReplicaState.SERVING))
     assert with_supervisor_state(serving, {"phase": "failed", "restarts": 0}, "").gone
     assert not with_supervisor_state(serving, {"phase": "ready", "restarts": 0}, "").gone

@@ -215,7 +215,7 @@ def test_a_mistake_in_an_override_is_one_line(override: str, line: str) -> None:
     assert said(MINIMAL + "data: {train_files: [a.parquet]}", override) == [line]
 
 
-def test_several_mistakes_are_told_at_once_in_the_order_of_the_file() -> None:
+def test_several_mistakes_are_reported_at_once_in_the_order_of_the_file() -> None:
     lines = said("model: {}\nrollout: {m: 2}\ntrainer:\n  nproc: x\n  device: tpu\n")
     assert [line.split(": ")[0] for line in lines] == [
         "my.yaml:1",

@@ -22,7 +22,7 @@ def test_only_log_probs_are_rounded() -> None:
     assert made.columns["values"] is THIRD
 
 
-async def test_a_queue_that_was_told_so_writes_rounded_log_probs() -> None:
+async def test_a_queue_with_bf16_precision_writes_rounded_log_probs() -> None:
     queue = await TransferQueue.open(MemoryStore())
     queue.logprob_precision = "bf16"
     actors = Actors(queue)

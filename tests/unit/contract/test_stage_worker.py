@@ -40,7 +40,7 @@ async def queue() -> AsyncIterator[Shut]:
     await made.close()
 
 
-async def test_a_result_on_its_way_back_takes_no_place(queue: Shut) -> None:
+async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> None:
     begun = 0
     changed = asyncio.Event()
 

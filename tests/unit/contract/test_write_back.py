@@ -68,7 +68,7 @@ class Back:
         return asyncio.create_task(write)
 
 
-async def test_results_that_come_while_a_write_is_on_its_way_share_the_next(queue: Watched) -> None:
+async def test_results_that_come_while_a_write_is_in_flight_share_the_next(queue: Watched) -> None:
     rows = await leased(queue)
     back = Back(queue)
     queue.gate.clear()
@@ -141,7 +141,7 @@ async def test_who_is_cancelled_while_it_writes_for_others_leaves_it_to_the_next
     assert {row.uid for row in reward.rows} == {rows[1].uid, rows[2].uid}
 
 
-async def test_a_queue_that_is_gone_is_told_to_everybody(queue: Watched) -> None:
+async def test_every_call_reports_a_queue_that_is_gone(queue: Watched) -> None:
     rows = await leased(queue)
     back = Back(queue)
     await queue.close()

@@ -76,7 +76,9 @@ async def test_the_run_is_over_when_the_leading_service_is_done() -> None:
     assert log.of("trainer") == ["learned"]
 
 
-async def test_a_wave_starts_only_when_the_wave_before_is_ready(tmp_path: Path) -> None:
+async def test_a_group_of_services_starts_only_when_the_group_before_is_ready(
+    tmp_path: Path,
+) -> None:
     flag = tmp_path / "queue-is-ready"
 
     async def probe() -> bool:
@@ -265,7 +267,7 @@ async def test_no_orphan_survives_the_supervisors_sudden_death() -> None:
     await parent.wait()
 
 
-async def test_every_child_computes_on_one_thread_unless_told_otherwise(
+async def test_every_child_computes_on_one_thread_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -141,7 +141,7 @@ def test_a_ledger_that_does_not_balance_says_so() -> None:
     assert ledger_line(replace(LEDGER, admitted=4001)).endswith("(NOT BALANCED)")
 
 
-def test_the_table_at_the_end_tells_the_whole_way() -> None:
+def test_the_table_at_the_end_shows_the_whole_run() -> None:
     text = drawn(final_table(mesh_status(), {"checkpoints": "runs/demo/checkpoints"}))
     for fact in ("12 of 40", "0.250 → 0.500", "0.120 → 0.610", "mean 0.22, max 1", "rollout-0 1"):
         assert fact in text
@@ -160,7 +160,7 @@ def test_mean_staleness_is_over_rows() -> None:
     assert mean_staleness({}) == 0.0
 
 
-def test_a_line_is_shown_behind_its_service_and_kept_in_its_file(tmp_path: Path) -> None:
+def test_a_line_is_shown_behind_its_service_and_stored_in_its_file(tmp_path: Path) -> None:
     out = io.StringIO()
     with MergedLog(tmp_path, ["queue", "rollout-0"], Console(file=out, width=200)) as log:
         log("queue", "serving")
@@ -181,7 +181,7 @@ def test_logs_that_cannot_be_saved_are_still_shown_and_reported_once(tmp_path: P
     assert "logs are shown but not saved" in lines[0]
 
 
-def test_the_end_is_told_from_the_runs_own_record(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_read_from_its_own_record(tmp_path: Path) -> None:
     made = mesh_status()
     record = tmp_path / "metrics.jsonl"
     record.write_text(

@@ -254,7 +254,7 @@ async def test_an_async_function_that_ends_its_process_harms_no_other_sample(mak
     assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, *[Outcome.OK] * 2]
 
 
-async def test_an_async_function_that_blocks_its_loop_is_told_apart_from_the_others(
+async def test_an_async_function_that_blocks_its_loop_fails_alone(
     make: Make,
 ) -> None:
     judge = make(

@@ -1,4 +1,4 @@
-"""A policy that says what it is told to, for programs of several turns and for workers."""
+"""A policy that samples given texts, for programs of several turns and for workers."""
 
 from __future__ import annotations
 

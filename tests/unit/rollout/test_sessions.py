@@ -67,7 +67,7 @@ def user(content: str) -> dict[str, Any]:
 
 
 def assistant(content: str, *calls: ToolCall) -> dict[str, Any]:
-    """The message as a client sends it back; arguments as an object, which is how the door hands them on."""
+    """The message as a client sends it back; arguments as an object, as the gateway passes them."""
     given = [
         {"id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
         for c in calls

@@ -133,7 +133,7 @@ def test_a_loss_that_reads_the_reference_asks_for_its_column() -> None:
         ({}, {"policy_loss": {"positive_nll_coef": 0.1}, "loss_agg_mode": "seq-mean-token-mean"}),
     ],
 )
-def test_every_way_to_old_logprobs_makes_a_finite_step(
+def test_every_source_of_old_logprobs_makes_a_finite_step(
     tiny_path: Path, world: World, algorithm: dict[str, object], actor: dict[str, object]
 ) -> None:
     learner = rank_work.make(tiny_path, world, algorithm=algorithm, **actor)

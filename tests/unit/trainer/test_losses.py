@@ -93,7 +93,7 @@ def test_clip_ratio_alone_moves_both_bounds() -> None:
     assert float(output.metrics["actor/pg_clipfrac"]) == pytest.approx(1.0)
 
 
-def test_dppo_truncates_at_twenty_unless_told_otherwise() -> None:
+def test_dppo_truncates_at_twenty_by_default() -> None:
     inputs = LossInputs(
         ragged=rows([1]),
         logprobs=torch.log(torch.tensor([0.5])),

@@ -279,7 +279,7 @@ async def test_a_reward_service_that_is_away_fails_the_take_and_not_the_next_one
     run.versions.reward_hash = "v2"
     await run.scored(3)
     rewards, away = run.rewards, Away()
-    rewards._versions = away  # the wire of a service that is restarting
+    rewards._versions = away  # the client of a service that is restarting
     with pytest.raises(UnavailableError, match="away"):
         await run.take(0)
     rewards._versions = run.versions
@@ -322,6 +322,6 @@ async def test_without_a_reward_service_a_refill_of_another_version_is_refused_i
         await run.take(0, 2, part=".1")
 
 
-def test_a_uid_survives_the_way_to_other_ranks() -> None:
+def test_a_uid_survives_the_transfer_to_other_ranks() -> None:
     uid = Uid("r", "a/b", 3, 2)
     assert Uid.parse(str(uid)) == uid

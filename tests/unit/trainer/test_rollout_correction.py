@@ -141,7 +141,7 @@ def test_the_second_moment_is_a_rejection_too() -> None:
     assert found.metrics["rollout_corr/second_moment_masked_fraction"] == pytest.approx(1 / 3)
 
 
-def test_the_mismatch_is_told_per_version() -> None:
+def test_the_mismatch_is_reported_per_version() -> None:
     rollout = torch.full((4,), -1.0)
     train = rollout - torch.tensor([0.0, 0.0, 0.5, 0.5])
 

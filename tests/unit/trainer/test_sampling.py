@@ -197,7 +197,7 @@ def test_a_task_without_greedy_siblings_is_what_it_was() -> None:
     assert replace(SamplingParams(), greedy_siblings=0) == SamplingParams()
 
 
-def test_the_mismatch_is_told_apart_by_policy_version() -> None:
+def test_the_mismatch_is_reported_by_policy_version() -> None:
     ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 2))])
     trainer = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     rollout = torch.tensor([-1.0, -1.0, -0.5, -0.5])
@@ -209,7 +209,7 @@ def test_the_mismatch_is_told_apart_by_policy_version() -> None:
     assert one["mismatch/kl"] > 0
 
 
-def test_the_mismatch_is_told_apart_by_engine_replica() -> None:
+def test_the_mismatch_is_reported_by_engine_replica() -> None:
     ragged = layout([row(("p", 1), ("s", 2)), row(("p", 1), ("s", 1)), row(("p", 1), ("s", 1))])
     trainer = torch.full((4,), -1.0)
     rollout = torch.tensor([-1.0, -1.0, -0.5, -1.0])

@@ -1,4 +1,4 @@
-"""Rows of a group are worked on together; nobody waits for what cannot come."""
+"""Rows of a group are worked on together; no call waits for a row that cannot come."""
 
 from __future__ import annotations
 

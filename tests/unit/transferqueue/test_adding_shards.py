@@ -61,7 +61,7 @@ async def shards() -> AsyncIterator[list[ShardQueue]]:
 
 @pytest.fixture
 async def connect(shards: list[ShardQueue]) -> AsyncIterator[Connect]:
-    """A router that is told of the first two; `cut` replaces shards by their number."""
+    """A router that has the addresses of the first two; `cut` replaces shards by their number."""
     async with AsyncExitStack() as stack:
 
         def made(count: int = 2, **cut: Cut) -> ShardedQueue:
@@ -137,7 +137,7 @@ async def test_whoever_waits_for_rows_or_for_a_batch_is_woken_by_those_of_the_ne
     judge = Actors(connect())
     taking = asyncio.ensure_future(actors.take(0, groups=24, wait_s=10 * WAIT_S))
     judging = asyncio.ensure_future(judge.lease("reward", wait_s=10 * WAIT_S))
-    while len(shards[1]._waits.of("run")) < 2:  # noqa: ASYNC110 - a call that waits rings no bell
+    while len(shards[1]._waits.of("run")) < 2:  # noqa: ASYNC110 - a call that begins to wait gives no signal
         await asyncio.sleep(0)
     await connect().add_shard("2")
     feeder = Actors(connect(), version=actors.version)
@@ -159,7 +159,7 @@ async def test_whoever_waits_for_rows_or_for_a_batch_is_woken_by_those_of_the_ne
     assert len((await asyncio.wait_for(taking, WAIT_S)).groups) == 24
 
 
-async def test_a_rank_that_was_told_of_no_shard_fetches_rows_of_the_new_one(
+async def test_a_rank_without_the_address_of_the_new_shard_fetches_rows_of_it(
     connect: Connect,
 ) -> None:
     actors = await begun(connect())
@@ -238,7 +238,7 @@ async def test_nobody_comes_to_the_end_of_the_data_without_the_new_shard(
         await stale.lease()
 
 
-async def test_leases_of_a_shard_that_was_added_are_kept_by_whoever_kept_before(
+async def test_leases_of_an_added_shard_are_renewed_by_the_same_renewer(
     shards: list[ShardQueue], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors = await begun(connect())
@@ -268,7 +268,7 @@ async def test_leases_of_a_shard_that_was_added_are_kept_by_whoever_kept_before(
 @pytest.mark.parametrize(
     ("shard", "method", "nth"),
     [
-        (0, "write_note", 1),  # the roll as it is
+        (0, "write_note", 1),  # the shard list as it is
         (1, "write_note", 1),  # who shard 1 is
         (2, "write_note", 1),  # who the new shard is
         (0, "write_note", 2),  # one more
@@ -387,7 +387,7 @@ async def test_a_shard_under_another_address_is_known_for_what_it_is(
             await connect().add_shard(alias)
 
 
-async def test_an_address_of_the_roll_where_another_queue_is_by_now_is_not_worked_with(
+async def test_an_address_of_the_shard_list_where_another_queue_is_by_now_is_not_used(
     shards: list[ShardQueue], connect: Connect
 ) -> None:
     await begun(connect())

@@ -196,7 +196,7 @@ async def test_the_audit_finds_what_was_damaged(
     assert any(re.search(problem, each) for each in result.problems), result.problems
 
 
-async def test_a_queue_whose_memory_and_store_differ_is_told_so(tmp_path: Path) -> None:
+async def test_a_queue_whose_memory_and_store_differ_is_reported(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     actors = await in_every_state(store)
     admin = QueueAdmin(actors.queue, store)

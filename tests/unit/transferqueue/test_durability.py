@@ -107,7 +107,7 @@ async def test_a_power_cut_costs_nothing_that_was_acknowledged(
         assert writer.acknowledged <= at <= writer.acknowledged + 1
 
 
-async def test_a_power_cut_under_none_is_told_and_a_process_kill_is_not(
+async def test_a_power_cut_under_none_is_reported_and_a_process_kill_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Writer(tmp_path, "none")

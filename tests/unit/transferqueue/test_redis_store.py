@@ -243,7 +243,7 @@ async def test_a_failover_to_a_replica_goes_on_there(folder: Path) -> None:
         await actors.queue.close()
 
 
-async def test_commits_that_a_new_master_lost_are_noticed_and_the_books_balance(
+async def test_commits_that_a_new_master_lost_are_noticed_and_the_ledger_balances(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running(folder / "a") as master, running(folder / "b") as replica:
@@ -336,7 +336,7 @@ async def test_unknown_formats_and_foreign_keys_are_refused(server: RedisServer)
         await TransferQueue.open(store_of(server.url, redis_prefix="other"))
 
 
-async def test_passwords_are_taken_from_a_file_and_never_told(
+async def test_passwords_are_read_from_a_file_and_never_printed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_store, "OPEN_S", 0.0)

@@ -214,7 +214,7 @@ async def test_runs_are_apart(life: Life) -> None:
     assert (await actors.queue.run_state("run")).published == Version(1, 0)
 
 
-async def test_whoever_waits_when_the_queue_closes_is_told_so(life: Life) -> None:
+async def test_a_waiting_call_gets_an_error_when_the_queue_closes(life: Life) -> None:
     actors, _ = life
     await actors.start()
     waiting = [

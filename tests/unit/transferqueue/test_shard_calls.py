@@ -20,7 +20,7 @@ from ...contract.queue_actors import WAIT_S, Actors, spec, tasks, tokens_of
 
 
 class Counted:
-    """A shard that counts what it is asked, by method."""
+    """A shard that counts its calls by method."""
 
     def __init__(self, shard: ShardQueue) -> None:
         self.shard = shard
@@ -82,7 +82,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_version_and_a_checkpoint_are_told_with_one_call_to_each_shard(mesh: Mesh) -> None:
+async def test_a_version_and_a_checkpoint_take_one_call_to_each_shard(mesh: Mesh) -> None:
     await mesh.actors.start()
     mesh.new_calls()
     await mesh.actors.publish(1)
@@ -116,7 +116,7 @@ async def test_while_there_is_work_one_shard_serves_a_whole_lease(mesh: Mesh) ->
 
 
 async def test_a_shard_that_owes_an_answer_is_not_asked_again(mesh: Mesh) -> None:
-    """Here somebody else was faster three times: what shard 0 told of has gone when the lease comes for it."""
+    """Another worker was faster three times: the rows that shard 0 reported are gone when they are leased."""
     mesh.shards[0].alarms = 3
     await mesh.actors.start()
     mesh.new_calls()

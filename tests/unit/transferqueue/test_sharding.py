@@ -331,7 +331,7 @@ async def test_a_call_that_reached_some_shards_is_repaired_by_repeating_it(
 
 
 @pytest.mark.parametrize("away", [0, 2])
-async def test_what_a_dead_trainer_told_some_shards_is_brought_to_all_by_the_next(
+async def test_the_next_trainer_brings_to_all_shards_what_a_dead_one_sent_to_some(
     shards: list[ShardQueue], away: int
 ) -> None:
     """Shard 0 may have heard of a version or a checkpoint that another shard has not, or the other way round."""
@@ -471,7 +471,7 @@ async def test_what_a_shard_grants_too_late_is_given_back_and_counts_as_no_attem
 async def test_rows_that_come_to_two_shards_at_once_are_both_given_to_who_waits(
     shards: list[ShardQueue],
 ) -> None:
-    """No call that may have granted rows is cancelled: over a wire their lease would be lost until it expires."""
+    """No call that may have granted rows is cancelled: a client would lose their lease until it expires."""
     cancelled: list[str] = []
 
     class Watched(Failing):

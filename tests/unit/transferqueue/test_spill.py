@@ -1,4 +1,4 @@
-"""The memory store with a bound: what does not fit is in a file, and nobody can tell."""
+"""The memory store with a bound: what does not fit is in a file, and callers see no difference."""
 
 from __future__ import annotations
 

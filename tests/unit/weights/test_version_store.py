@@ -25,7 +25,7 @@ BUCKETS = 2
 
 
 class Flaky(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
-    """Memory that refuses writes when told to."""
+    """Memory that refuses writes on request."""
 
     protocol = "flaky"
     writes_left = 1 << 30
