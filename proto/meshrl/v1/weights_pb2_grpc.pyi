@@ -3,7 +3,7 @@
 isort:skip_file
 The weight plane: how a version of the weights reaches every rollout engine as one transaction.
 
-  rollout process (client)                      trainer's process (server): the coordinator
+  rollout process (client)                      trainer's process (server)
        Hello  ───────────────────────────────▶
               ◀───────────────────────────────  Welcome(generation)
               ◀───────────────────────────────  Propose(manifest, endpoint)

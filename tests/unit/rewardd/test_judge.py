@@ -15,7 +15,11 @@ from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
+from meshrl.rewardd.pool import pool
 from meshrl.rewardd.pool.pool import PoolJudge
+from meshrl.rewardd.pool.rule import read_rule
+from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.rewardd.sandbox.sandbox import Isolation, Launch, OpenSandbox
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
 ASYNC_HEAD = "import asyncio\nasync " + HEAD
@@ -423,3 +427,88 @@ async def test_garbage_in_the_pipe_stops_neither_the_pool_nor_other_samples(
         again = await judge.score(samples("a"))
     assert scores_of([first, last, *again]) == [2.0, 2.0, 2.0]
     assert forged.outcome is Outcome.INFRA_FAULT or forged.score == 2.0
+
+
+class LaunchFails:
+    """A sandbox that starts `good` processes, and then raises what nobody foresees."""
+
+    level, prepare = Isolation.OFF, None
+
+    def __init__(self, good: int) -> None:
+        self.limits = Limits()
+        self.launches = 0
+        self.failed = asyncio.Event()
+        self._good = good
+        self._open = OpenSandbox(limits=self.limits)
+
+    def launch(self) -> Launch:
+        self.launches += 1
+        if self.launches > self._good:
+            self.failed.set()
+            raise RuntimeError("nobody foresaw this")
+        return self._open.launch()
+
+    def process(self, pid: int) -> int | None:
+        return pid
+
+    def orphans(self, pid: int) -> int:
+        return 0
+
+
+async def test_a_slot_that_crashes_again_and_again_waits_longer_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("import os\n" + HEAD + "    os._exit(3)\n")
+    config = RewardConfig(custom_reward_function=CustomRewardFunctionConfig(path=path), workers=1)
+    sandbox = LaunchFails(good=1)
+    judge = PoolJudge(read_rule(config), config, sandbox=sandbox)
+    scoring = asyncio.create_task(judge.score(samples("1")))
+    try:
+        await sandbox.failed.wait()
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert sandbox.launches < 20
+        (score,) = await scoring
+        assert score.outcome is Outcome.INFRA_FAULT
+        assert score.reason == "judge: nobody foresaw this"
+    finally:
+        scoring.cancel()
+        await judge.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"id": 1, "score": 1, "components": {str(n): 1 for n in range(65)}},
+        {"id": 1, "score": 1, "components": {"..": 1}},
+        {"id": 1, "score": 1, "components": {"a\x00": 1}},
+        {"id": 1, "score": 1, "components": {"\ud800": 1}},
+        {"id": 1, "score": 1, "components": {"x" * 257: 1}},
+        {"id": 1, "score": 1, "components": {"a": "1"}},
+        {"id": 1, "score": 1, "components": ["a"]},
+        {"id": 1, "score": "1", "components": {}},
+        {"id": 1, "score": 1e308, "components": {}},
+        {"id": 1, "score": float("nan"), "components": {}},
+        {"id": 1, "score": 10**400, "components": {}},
+        {"id": 1, "score": 1, "components": {}, "token_rewards": [0.0, 1.0]},
+        {"id": 1, "score": 1, "components": {}, "token_rewards": {"0": 1}},
+        {"id": 1, "score": 1, "components": {}, "outcome": "infra_fault"},
+        {"id": 1, "fault": "ok", "reason": ""},
+        {"id": 1, "fault": "infra_fault", "reason": {"a": "b"}},
+        {"id": 1},
+        [1],
+        None,
+    ],
+    ids=lambda answer: repr(answer)[:60],
+)
+def test_an_answer_that_our_code_does_not_send_is_none(answer: Any) -> None:
+    item = pool._Item(1, Uid("r", "t", 0), None, tokens=3)  # type: ignore[arg-type]  # nobody waits
+    assert pool._score(answer, item, "hash") is None
+
+
+def test_a_reason_is_cut_and_holds_text_only() -> None:
+    item = pool._Item(1, Uid("r", "t", 0), None)  # type: ignore[arg-type]  # nobody waits
+    answer = {"id": 1, "fault": "infra_fault", "reason": "a\ud800\x1b[31m\nb" + "x" * 9000}
+    score = pool._score(answer, item, "hash")
+    assert score is not None
+    assert score.reason.startswith("a\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m\nbx")
+    assert len(score.reason) == 2000

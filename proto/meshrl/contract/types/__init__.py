@@ -48,6 +48,7 @@ from meshrl.contract.types.rows import (
     Uint8,
     Version,
     VersionSpan,
+    name_fault,
 )
 from meshrl.contract.types.runs import (
     POSTED_REWARD,
@@ -143,6 +144,7 @@ __all__ = [
     "WeightManifest",
     "gathered",
     "group_rows",
+    "name_fault",
     "packed_groups",
     "reward_stage",
     "rollout_stage",

@@ -20,6 +20,23 @@ Columns: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """Column name to array: the payload of one row, as the queue stores it."""
 
 
+MOST_NAME = 256
+"""Characters of a name."""
+
+
+def name_fault(name: str, *, most: int = MOST_NAME) -> str:
+    """Why nothing may be called so: it names another file, ends a log line or is no text. Empty for a good name."""
+    if not name:
+        return "it is empty"
+    if len(name) > most:
+        return f"it has {len(name)} characters (at most {most})"
+    if not name.isprintable():
+        return "it has a character that cannot be printed"
+    if {"", ".", ".."} & set(name.split("/")):
+        return "a part of it, between slashes, is empty, '.' or '..'"
+    return ""
+
+
 class Version(NamedTuple):
     """The version of a policy: `epoch` rises when a trainer takes the run over, `step` with each update.
 

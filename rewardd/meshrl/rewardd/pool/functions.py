@@ -19,13 +19,11 @@ from typing import Any
 import pydantic
 
 from meshrl.contract.errors import ConfigError, MeshError
-from meshrl.contract.types import Json, Outcome
+from meshrl.contract.types import Json, Outcome, name_fault
+from meshrl.rewardd.pool.messages import MAX_COMPONENTS, MAX_FLOAT32, MAX_REASON
 from meshrl.rewardd.pool.rule import SIGNATURE, FunctionSpec
 from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind, as_compute_score
 
-MAX_FLOAT32 = 3.4028234663852886e38
-MAX_REASON = 2000
-MAX_COMPONENTS = 64
 RESERVED = ("score", "token_rewards", "outcome")
 """Keys of a result that are not components."""
 
@@ -219,6 +217,9 @@ def numbers_of(result: Any, function: str) -> tuple[float, dict[str, float]]:
         raise BadScoreError(
             f"{function} returned {len(others)} components (at most {MAX_COMPONENTS})"
         )
+    for name in others:
+        if fault := name_fault(name):
+            raise BadScoreError(f"{function}: a component's name {name[:80]!r}: {fault}")
     return score, others
 
 

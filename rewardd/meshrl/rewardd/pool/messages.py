@@ -11,7 +11,19 @@ from typing import BinaryIO
 
 from meshrl.contract.types import Json
 
+MAX_COMPONENTS = 64
+MAX_FLOAT32 = 3.4028234663852886e38
+MAX_REASON = 2000
+"""Characters of a reason."""
 HEADER = struct.Struct(">I")
+
+
+def printable(text: str) -> str:
+    """What a function says, cut, as text that every log and every column can hold."""
+    text = text[:MAX_REASON]
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def encode_frame(message: Json) -> bytes:

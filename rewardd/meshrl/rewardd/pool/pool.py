@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshrl.contract.errors import MeshError, UnavailableError
-from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
+from meshrl.contract.types import Json, Outcome, Sample, Score, Uid, name_fault
 from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.pool.messages import MAX_COMPONENTS, MAX_FLOAT32, printable
 from meshrl.rewardd.pool.rule import Rule
-from meshrl.rewardd.pool.worker import MAX_REASON, Worker
+from meshrl.rewardd.pool.worker import Worker
 from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class _Item:
     uid: Uid
     done: asyncio.Future[Score]
     encoded: bytes = b""
+    tokens: int | None = None
+    """Length of the response, if the caller counted it."""
     deaths: int = 0
     """Processes that ended while this sample was a suspect."""
 
@@ -69,6 +72,8 @@ class _Slot:
         """Number of samples in the last message to the process."""
         self.mean_s = TARGET_S
         """Seconds per sample, moving average."""
+        self.crashes = 0
+        """Of the slot's own task, since its process answered last."""
 
 
 class PoolJudge:
@@ -158,6 +163,8 @@ class PoolJudge:
             }
             try:
                 item.encoded = json.dumps(arguments).encode()
+                length = sample.extra_info.get("response_length")
+                item.tokens = length if isinstance(length, int) else None
             except (TypeError, ValueError) as error:
                 reason = f"ground_truth or extra_info is not JSON: {error}"
                 self._fail(item, Outcome.INFRA_FAULT, reason)
@@ -210,6 +217,9 @@ class PoolJudge:
             self._fail(item, Outcome.INFRA_FAULT, f"judge: {error}")
         slot.in_flight.clear()
         slot.since.clear()
+        slot.crashes += 1
+        if slot.crashes >= START_TRIES:
+            self._fail_all(Outcome.INFRA_FAULT, f"judge: {error}")
         if not self._closed:
             self._start_serving(slot, fresh=False)
 
@@ -217,6 +227,7 @@ class PoolJudge:
         """Keep a process busy, and replace it when it ends; `fresh`: it has just been started."""
         if not fresh:
             await slot.worker.kill()
+            await asyncio.sleep(_backoff_s(slot.crashes))
             await self._restart(slot)
         while True:
             await self._feed(slot)
@@ -235,7 +246,7 @@ class PoolJudge:
                 if failures >= START_TRIES:
                     reason = f"no scoring process can be started: {error}"
                     self._fail_all(Outcome.INFRA_FAULT, reason)
-                await asyncio.sleep(min(0.1 * 2**failures, 5.0))
+                await asyncio.sleep(_backoff_s(failures))
             except BaseException:
                 await slot.worker.kill()
                 raise
@@ -310,13 +321,14 @@ class PoolJudge:
     def _record_answer(self, slot: _Slot, message: Json) -> bool:
         """Finish a sample; False for bytes that a function wrote into the pipe itself."""
         try:
-            item = slot.in_flight[int(message["id"])]
-        except (KeyError, TypeError, ValueError, OverflowError):
+            item = slot.in_flight[message["id"]]
+        except (KeyError, TypeError):
             return False
-        score = _score(message, item.uid, self.reward_hash)
+        score = _score(message, item, self.reward_hash)
         if score is None:
             return False
         del slot.in_flight[item.number]
+        slot.crashes = 0
         now = time.monotonic()
         took_s = now - slot.since.pop(item.number)
         if slot.worker.batched:
@@ -382,31 +394,37 @@ class PoolJudge:
             other.wake.set()
 
 
-def _score(message: Json, uid: Uid, reward_hash: str) -> Score | None:
-    """The score that an answer of a scoring process gives; None for bytes that a function wrote itself."""
+def _backoff_s(failures: int) -> float:
+    return min(0.1 * 2.0 ** min(failures, 10), 5.0)
+
+
+def _score(message: Json, item: _Item, reward_hash: str) -> Score | None:
+    """The score that an answer gives; None for one that our code does not send: a function wrote it into the pipe."""
+    uid = item.uid
     try:
         if "score" not in message:
-            fault, reason = Outcome(message["fault"]), str(message["reason"])[:MAX_REASON]
-            if fault.trainable:
+            fault, reason = Outcome(message["fault"]), message["reason"]
+            if fault.trainable or not isinstance(reason, str):
                 return None
-            return Score(uid=uid, outcome=fault, reason=reason, reward_hash=reward_hash)
-        score = float(message["score"])
+            return Score(uid=uid, outcome=fault, reason=printable(reason), reward_hash=reward_hash)
         outcome = Outcome(message.get("outcome", Outcome.OK))
-        components = {str(key): float(value) for key, value in message["components"].items()}
-        tokens = message.get("token_rewards")
-        token_rewards = None if tokens is None else tuple(map(float, tokens))
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        components, tokens = message["components"], message.get("token_rewards")
+        names, numbers = list(components), [message["score"], *components.values(), *(tokens or ())]
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    numbers = (score, *components.values(), *(token_rewards or ()))
-    if not outcome.trainable or not all(map(math.isfinite, numbers)):
+    if not outcome.trainable or len(names) > MAX_COMPONENTS or any(map(name_fault, names)):
+        return None
+    if not all(isinstance(n, int | float) and abs(n) <= MAX_FLOAT32 for n in numbers):
+        return None
+    if tokens is not None and item.tokens not in (None, len(tokens)):
         return None
     return Score(
         uid=uid,
         outcome=outcome,
-        score=score,
-        components=components,
+        score=float(message["score"]),
+        components={name: float(value) for name, value in components.items()},
         reward_hash=reward_hash,
-        token_rewards=token_rewards,
+        token_rewards=None if tokens is None else tuple(map(float, tokens)),
     )
 
 

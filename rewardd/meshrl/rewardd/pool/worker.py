@@ -22,7 +22,7 @@ from typing import IO
 
 from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rewardd.pool.messages import HEADER, encode_frame
+from meshrl.rewardd.pool.messages import HEADER, encode_frame, printable
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.sandbox.sandbox import Isolation, Launch, Sandbox
 
@@ -37,7 +37,8 @@ TAIL_BYTES = 16_384
 LINES_PER_S = 20
 """Lines of output that are logged each second; the others are counted."""
 KILL_WAIT_S = 5.0
-MAX_REASON = 2000
+MAX_UNREAD = 64 << 20
+"""Bytes of answers that may arrive before the pool reads the first of them."""
 WHERE_WAIT_S = 2.0
 """Usually the answer takes a millisecond; on a busy machine a signal can take longer."""
 WHERE_SIGNAL = signal.SIGUSR2
@@ -196,6 +197,7 @@ class Worker:
         self._wake = wake
         self._output = _Output(name, sandbox.limits.output_bytes, self._on_excess_output)
         self._messages: deque[Json | None] = deque()
+        self._unread = 0
         self._decoder = FrameDecoder()
         self._launch: Launch | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -264,7 +266,7 @@ class Worker:
             # Out of memory or an operator: the file may be good, so that a retry makes sense.
             raise (InfraError if code == -signal.SIGKILL else ConfigError)(text)
         if isinstance(message, dict) and "refused" in message:
-            raise ConfigError(str(message["refused"])[:MAX_REASON])
+            raise ConfigError(printable(str(message["refused"])))
         try:
             self.concurrent, self.batched = bool(message["concurrent"]), bool(message["batched"])
         except (KeyError, TypeError):
@@ -285,7 +287,11 @@ class Worker:
         else:
             if data and messages:
                 self._output.printed = 0  # a sample is done
-            self._messages.extend(messages)
+            self._unread = self._unread + len(data) if self._messages else len(data)
+            if self._unread > MAX_UNREAD:
+                self.kill_for("wrote into the pipe of the scoring process without end")
+            else:
+                self._messages.extend(messages)
         self._wake.set()
 
     def _on_stderr(self, data: bytes) -> None:
