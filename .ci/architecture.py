@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 6400,
     "meshrl.contract": 5200,
     "meshrl.rpc": 4500,
-    "meshrl.launcher": 4000,
+    "meshrl.launcher": 3600,
     "meshrl.testing": 3300,
     "meshrl.cli": 3200,
     "meshrl.http": 2200,

@@ -21,7 +21,6 @@ from itertools import groupby
 from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
-from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess, Watchdog
 from meshrl.launcher.service import Service
 from meshrl.rpc.exit_codes import Exit
@@ -85,13 +84,11 @@ class Supervisor:
         sink: LineSink,
         *,
         before_drain: Callable[[], Awaitable[None]] | None = None,
-        preloading: Preloading | None = None,
     ) -> None:
         self.states = {service.name: State() for service in services}
         self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
-        self._preloading = preloading
         self._processes: dict[str, ServiceProcess] = {}
         self._restart_tasks: dict[str, asyncio.Task[None]] = {}
         self._drain_requested: dict[str, asyncio.Event] = {}
@@ -246,11 +243,6 @@ class Supervisor:
         failures, ports_tried = 0, 0
         while not self._over.is_set() and not drain_requested.is_set():
             state.phase = "starting"
-            if self._preloading is not None:
-                preloaded = self._preloading.until_ready(service.preload)
-                await first_of(preloaded, self._over.wait(), drain_requested.wait())
-                if self._over.is_set() or drain_requested.is_set():
-                    break
             process = await self._start(service)
             ready = await self._until_ready(process)
             await first_of(asyncio.shield(process.done), drain_requested.wait())
@@ -317,7 +309,7 @@ class Supervisor:
         self._end(verdict)
 
     async def _start(self, service: Service) -> ServiceProcess:
-        process = await ServiceProcess.start(service, self._sink, self._preloading)
+        process = await ServiceProcess.start(service, self._sink)
         self._watchdog.add(process.pid)
         self._processes[service.name] = process
         self.states[service.name].pid = process.pid

@@ -22,7 +22,6 @@ from meshrl.launcher.health import health_probe
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import LaunchPlan
-from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.shards import ShardOperations, with_recorded_shards
 from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import Supervisor, Verdict
@@ -37,13 +36,7 @@ RECIPE_NAME = "recipe.yaml"
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
-def up(
-    recipe: Recipe,
-    *,
-    fixed_ports: Mapping[str, int],
-    plain: bool,
-    preloading: Preloading | None = None,
-) -> int:
+def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
     """Run the mesh of `recipe` to its end; the exit code.
 
     Raises:
@@ -59,7 +52,7 @@ def up(
         plan = LaunchPlan(
             recipe, directory / RECIPE_NAME, directory / ADDRESS_BOOK_NAME, fixed_ports
         )
-        verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain, preloading))
+        verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain))
     mesh_status.recall(recipe.metrics_path)
     files = {
         "checkpoints": str(recipe.checkpoint_dir),
@@ -73,22 +66,13 @@ def up(
 
 
 async def _supervise(
-    recipe: Recipe,
-    plan: LaunchPlan,
-    console: Console,
-    plain: bool,
-    preloading: Preloading | None,
+    recipe: Recipe, plan: LaunchPlan, console: Console, plain: bool
 ) -> tuple[Verdict, MeshStatus]:
     services = plan.services(health_probe)
     names = [service.name for service in services]
     with MergedLog(recipe.run.path / "logs", names, console) as log:
         # The observer reads the supervisor's states, and the supervisor asks the observer for a last look.
-        supervisor = Supervisor(
-            services,
-            log,
-            before_drain=lambda: observer.read_final_ledger(),
-            preloading=preloading,
-        )
+        supervisor = Supervisor(services, log, before_drain=lambda: observer.read_final_ledger())
         mesh_status = MeshStatus(run=recipe.run.name, states=supervisor.states)
         live = console.is_terminal and not plain
 

@@ -21,7 +21,6 @@ def make_groups(groups: int = 6, size: int = 3) -> list[Group]:
             task_bytes=0,
             attempts=[0] * size,
             stages=1,
-            now=0.0,
         )
         for number in range(groups)
     ]
@@ -44,7 +43,7 @@ def test_rows_pop_in_the_order_of_a_sort(steps: list[tuple[str, int, int]]) -> N
             popped = [(group.number, index) for group, m in ready.pop(mask) for index in bits(m)]
             assert popped == expected
             model -= set(expected)
-        assert ready.count == len(model)
+        assert len(ready) == len(model)
 
 
 @given(st.integers(0, 2**70), st.integers(0, 80))

@@ -10,7 +10,8 @@ The program is the last fenced block of the response, or all of it. The ground t
 or JSON text of one. Each test runs in an interpreter of its own that gets its input and not the answer (except in the
 first two forms, whose tests are code), without files, network or other processes. It needs a sandbox
 (`reward.recipe_sandbox: strict`). A program that fails, loops or crashes is a bad answer: a policy fault, whose score
-counts. The score is the share of the first `max_tests` that pass, or with `all_or_nothing` 1 when all do.
+counts. So are tests for which `reward.deadline_s` leaves no time. The score is the share of the first `max_tests`
+that pass, or with `all_or_nothing` 1 when all do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +33,8 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.sandbox import confinement
 
+SHARE_OF_DEADLINE = 0.8
+"""Of the sample's deadline, for all its tests: a program that loops in each is a bad answer, which has a score."""
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -82,8 +86,10 @@ def compute_score(
     if not tests:
         raise UserError("code: the ground truth has no tests")
     passed = 0
+    end = time.monotonic() + confinement.deadline_s * SHARE_OF_DEADLINE
     for test in tests:
-        if _passes(program, test, config):
+        deadline_s = min(config.test_deadline_s, end - time.monotonic())
+        if deadline_s > 0 and _passes(program, test, deadline_s, config.memory_bytes):
             passed += 1
         elif config.all_or_nothing:
             break
@@ -180,9 +186,9 @@ def _same_word(a: str, b: str) -> bool:
         return False
 
 
-def _passes(program: str, test: Test, config: Config) -> bool:
+def _passes(program: str, test: Test, deadline_s: float, memory_bytes: int) -> bool:
     """Run one test in an interpreter of its own."""
-    request = json.dumps({"program": program, "memory_bytes": config.memory_bytes, **test.request})
+    request = json.dumps({"program": program, "memory_bytes": memory_bytes, **test.request})
     with tempfile.TemporaryFile() as file:  # a pipe would be read to its end, whatever its length
         try:
             done = subprocess.run(
@@ -190,7 +196,7 @@ def _passes(program: str, test: Test, config: Config) -> bool:
                 input=request.encode(errors="replace"),
                 stdout=file,
                 stderr=subprocess.DEVNULL,
-                timeout=config.test_deadline_s,
+                timeout=deadline_s,
             )
         except subprocess.TimeoutExpired:
             return False

@@ -1,4 +1,4 @@
-"""Restricts which files this process may read and write (Landlock); needs no privilege.
+"""Restricts which files this process may use, and whom it may signal (Landlock); needs no privilege.
 
 https://docs.kernel.org/userspace-api/landlock.html; Linux 5.13 and later.
 """
@@ -16,9 +16,12 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 READ = EXECUTE | READ_FILE | READ_DIR
-OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-RIGHTS = {1: 13, 2: 14, 3: 15}
-"""ABI version to the number of rights that it knows."""
+IOCTL_DEVICE = 1 << 15
+OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16, 6: 16}
+"""ABI version to the number of rights over files that it knows."""
+BIND_TCP, CONNECT_TCP = 1 << 0, 1 << 1
+ABSTRACT_UNIX_SOCKETS, SIGNALS = 1 << 0, 1 << 1
 
 
 def version() -> int:
@@ -28,10 +31,18 @@ def version() -> int:
     return max(0, int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, VERSION)))
 
 
+def scoped() -> bool:
+    """True where the kernel keeps signals and abstract sockets of a process to itself (Linux 6.12)."""
+    return version() >= 6
+
+
 def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Allow only files in these folders (or these files) from now on. Raises OSError."""
-    all_rights = (1 << RIGHTS[min(version(), 3)]) - 1
+    """Allow only files in these folders (or these files), and signals to itself, from now on. Raises OSError."""
+    abi = version()
+    all_rights = _file_rights(abi)
     attribute = struct.pack("Q", all_rights)
+    attribute += struct.pack("Q", BIND_TCP | CONNECT_TCP) if abi >= 4 else b""
+    attribute += struct.pack("Q", ABSTRACT_UNIX_SOCKETS | SIGNALS) if abi >= 6 else b""
     ruleset = _call(CREATE_RULESET, attribute, len(attribute), 0)
     try:
         for paths, rights in ((readable, READ), (writable, all_rights)):
@@ -42,11 +53,15 @@ def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
         os.close(ruleset)
 
 
+def _file_rights(abi: int) -> int:
+    return int((1 << RIGHTS[min(abi, max(RIGHTS))]) - 1)
+
+
 def _add(ruleset: int, path: str, rights: int) -> None:
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISDIR(os.fstat(handle).st_mode):
-            rights &= OF_A_FILE & ((1 << RIGHTS[min(version(), 3)]) - 1)
+            rights &= OF_A_FILE & _file_rights(version())
         _call(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", rights, handle), 0)
     finally:
         os.close(handle)

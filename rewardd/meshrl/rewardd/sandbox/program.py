@@ -19,7 +19,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from meshrl.rewardd.sandbox import seccomp
+from meshrl.rewardd.sandbox import landlock, seccomp
 
 MAX_OUTPUT = 1 << 20
 """Bytes that a program may print."""
@@ -32,8 +32,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT, MAX_OUTPUT))
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-    # It may neither start nor signal another process, above all not the scoring process.
-    filter_ = seccomp.program(platform.machine(), alone_pid=os.getpid())
+    # It may neither start nor signal another process, above all not the scoring process, and leaves no file to the
+    # programs after it: they would find its answers there, or a full /tmp.
+    if files := landlock.version():
+        ctypes.CDLL(None).prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        landlock.restrict(["/"], [os.devnull])
+    filter_ = seccomp.program(platform.machine(), alone_pid=os.getpid(), creates_files=bool(files))
     if filter_ is not None and seccomp.available():
         seccomp.install(filter_)
     sys.stdin = io.TextIOWrapper(io.BytesIO(request.get("stdin", "").encode()), encoding="utf-8")

@@ -4,7 +4,7 @@ strict   bubblewrap: own user, mount, network, process, IPC and host-name namesp
          read-only, and a private /tmp; a system call filter; every limit.
 weak     no bubblewrap: the filter (no network, no other processes), every limit, an empty environment, a folder of
          its own. Without Landlock it can READ every file that the service can, and only file permissions limit what
-         it writes. Do not use it for code from people you do not know.
+         it writes. Do not use it for code from people you do not know. Refused where its user would be root.
 off      a process with a deadline: protects against accidents, not against attackers.
 """
 
@@ -27,7 +27,6 @@ from typing import Protocol
 import meshrl
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
-from meshrl.rewardd.sandbox import landlock
 from meshrl.rewardd.sandbox.limits import Limits
 
 NOBODY = 65534
@@ -123,7 +122,7 @@ class WeakSandbox:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
         seen = (*python_paths(), *self.readable, *self.search)
-        user = NOBODY if os.geteuid() == 0 and _readable_for_others(seen) else None
+        user = NOBODY if os.geteuid() == 0 else None
         if user is not None:
             os.chown(folder, user, user)
         return Launch(
@@ -161,7 +160,9 @@ class StrictSandbox:
     def launch(self) -> Launch:
         """Bubblewrap, which runs this interpreter."""
         if not self._arguments:
-            self._arguments = bubblewrap(self.limits.tmp_bytes, (*self.readable, *self.search))
+            self._arguments = bubblewrap(
+                self.limits.tmp_bytes, (*self.readable, *self.search), confined=True
+            )
         return Launch(
             argv=[*self._arguments, sys.executable, *SCORING_PROCESS, "0"],
             env=_environment("/tmp"),
@@ -205,14 +206,10 @@ def open_sandbox(
     if level is Isolation.OFF:
         return OpenSandbox(limits=limits, search=tuple(search), prepare=prepare)
     if level is Isolation.WEAK:
-        if (
-            os.geteuid() == 0
-            and not landlock.version()
-            and not _readable_for_others((*python_paths(), *readable))
-        ):
+        if os.geteuid() == 0 and (closed := _closed_to_others((*python_paths(), *readable))):
             raise ConfigError(
-                "reward sandbox 'weak' would run functions as root: this kernel has no Landlock, and others cannot "
-                "read this Python and the functions' folders; run the service as an ordinary user"
+                "reward sandbox 'weak' would run functions as root: the user nobody cannot read "
+                f"{closed}; run the service as an ordinary user, or chmod o+rX {closed}"
             )
         return WeakSandbox(
             limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
@@ -222,10 +219,10 @@ def open_sandbox(
             f"reward sandbox 'strict' is not available here: {why} "
             "(install the package bubblewrap, or allow less: reward.sandbox: weak)"
         )
-    closed = [path for path in readable if not _open_to_others(path)]
-    if os.geteuid() == 0 and closed:
+    hidden = [path for path in readable if not _open_to_others(path)]
+    if os.geteuid() == 0 and hidden:
         raise ConfigError(
-            f"functions of a service that runs as root run as nobody, who cannot read {closed[0]}: chmod -R o+rX it"
+            f"functions of a service that runs as root run as nobody, who cannot read {hidden[0]}: chmod -R o+rX it"
         )
     return StrictSandbox(
         limits=limits, search=tuple(search), readable=tuple(readable), prepare=prepare
@@ -252,26 +249,26 @@ def no_bubblewrap() -> str | None:
 
 
 def bubblewrap(
-    tmp_bytes: int | None, readable: Sequence[Path], writable: Sequence[Path] = ()
+    tmp_bytes: int | None,
+    readable: Sequence[Path],
+    writable: Sequence[Path] = (),
+    *,
+    confined: bool = False,
 ) -> list[str]:
-    """The command line up to the program: namespaces and mounts; nothing is inherited."""
+    """The command line up to the program: namespaces and mounts; nothing is inherited.
+
+    `confined`: the program calls `confinement.confine`, which makes a user namespace of its own and then allows none.
+    """
     arguments = ["bwrap", "--die-with-parent", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
     arguments += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
     if os.geteuid() == 0:
         arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        arguments += [
-            "--unshare-user",
-            "--disable-userns",
-            "--uid",
-            str(NOBODY),
-            "--gid",
-            str(NOBODY),
-        ]
+        arguments += ["--unshare-user", *([] if confined else ["--disable-userns"])]
+        arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
     size = str(tmp_bytes or 1 << 30)
     arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     arguments += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
-    arguments += ["--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm"]
     mounts = sorted({*python_paths(), *readable})
     # bubblewrap makes the folders above a mount for its own user alone, and the function becomes another.
     above = {folder for path in (Path("/etc/_"), *mounts, *writable) for folder in path.parents}
@@ -325,13 +322,13 @@ def _environment(home: str) -> dict[str, str]:
     }
 
 
-def _readable_for_others(paths: Iterable[Path]) -> bool:
-    """Whether the user nobody can import from there: no folder above them is closed to others."""
-    return all(
-        _open_to_others(folder)
-        for path in map(Path.absolute, paths)
-        for folder in (path, *path.parents)
-    )
+def _closed_to_others(paths: Iterable[Path]) -> Path | None:
+    """The first folder, of these and of those above them, that the user nobody cannot read."""
+    for path in map(Path.absolute, paths):
+        for folder in (*reversed(path.parents), path):
+            if not _open_to_others(folder):
+                return folder
+    return None
 
 
 def _open_to_others(folder: Path) -> bool:

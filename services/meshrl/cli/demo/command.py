@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshrl.cli.options import overrides_argument, preload_option
+from meshrl.cli.options import overrides_argument
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
-from meshrl.launcher.preloading import preloading
 
 if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
@@ -27,8 +26,7 @@ RECIPE = Path("recipes/demo/recipe.yaml")
 @click.command()
 @overrides_argument
 @click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
-@preload_option
-def demo(overrides: tuple[str, ...], plain: bool, preload: bool) -> None:
+def demo(overrides: tuple[str, ...], plain: bool) -> None:
     """Make a tiny model, warm it up, and let it learn by RL that thinking pays.
 
     Every run starts afresh under runs/demo, but for the warm-started model, which is kept. Results:
@@ -45,9 +43,7 @@ def demo(overrides: tuple[str, ...], plain: bool, preload: bool) -> None:
 
     click.echo("demo: a tiny model, its prompts and a short supervised warm start")
     prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
-    with preloading(preload) as preloaders:
-        loaded = load_recipe(RECIPE, overrides)
-        code = up(loaded, fixed_ports={}, plain=plain, preloading=preloaders)
+    code = up(load_recipe(RECIPE, overrides), fixed_ports={}, plain=plain)
     if code == 0:
         _report(recipe)
     sys.exit(code)

@@ -184,7 +184,7 @@ class Connection:
         repeatable: bool = True,
     ) -> Result:
         """The result of the first attempt that reaches the service."""
-        budget: RetryBudget | None = None
+        budget = RetryBudget(self.retry_s)
         space = None if self._disk_full is None else DiskFullWait(self._disk_full, wait_s)
         while True:
             try:
@@ -195,12 +195,11 @@ class Connection:
             except (grpc.aio.AioRpcError, TimeoutError) as failure:
                 error = self._error(failure, wait_s)
                 if space is not None and is_full(error):
-                    budget = None
+                    budget.reset()
                     await space.pause(error)
                     continue
                 if not (repeatable and isinstance(error, UnavailableError)):
                     raise error from failure
-                budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
 
     def _error(

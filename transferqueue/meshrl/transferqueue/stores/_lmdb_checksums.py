@@ -119,9 +119,7 @@ class StoreChecksum:
 
     def encode(self) -> bytes:
         """As stored, with a checksum of its own."""
-        # Sums are cut to 64 bits here and not at each change.
-        records, values = self.record_sum & _WRAP, self.value_sum & _WRAP
-        return with_checksum(_FIELDS.pack(self.number, self.records, records, self.values, values))
+        return with_checksum(_FIELDS.pack(self.number, *self._fields()))
 
     def differs(self, stored: bytes) -> str:
         """How a stored checksum differs from this one, in words; empty where it does not. Raises CorruptError."""
@@ -130,11 +128,16 @@ class StoreChecksum:
         )
         if number != self.number:
             return f"the checksum is of commit {number}, the file of commit {self.number}"
-        if (self.records, self.record_sum & _WRAP) != (records, record_sum):
+        mine = self._fields()
+        if mine[:2] != (records, record_sum):
             return f"its {self.records} records are not the {records} of the last commit"
-        if (self.values, self.value_sum & _WRAP) != (values, value_sum):
+        if mine[2:] != (values, value_sum):
             return f"its {self.values} payload values are not the {values} of the last commit"
         return ""
+
+    def _fields(self) -> tuple[int, int, int, int]:
+        # Sums are cut to 64 bits here and not at each change.
+        return self.records, self.record_sum & _WRAP, self.values, self.value_sum & _WRAP
 
 
 def check(
